@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -59,6 +59,9 @@ class Device(Protocol):
     def follow(self, mark: Mark) -> None:
         """What the current stream is told from now on begins behind the mark."""
 
+    def borrow(self, tensors: Iterable[Tensor]) -> None:
+        """The current stream reads these, which another one made: until it has, nobody is given their memory."""
+
     def to_host(self, tensor: Tensor) -> Tensor:
         """A tensor of another stream that nobody writes to, on the host once the current stream has come here."""
 
@@ -101,6 +104,9 @@ class HostDevice:
         return contextlib.nullcontext()
 
     def follow(self, mark: Mark) -> None:
+        pass
+
+    def borrow(self, tensors: Iterable[Tensor]) -> None:
         pass
 
     def to_host(self, tensor: Tensor) -> Tensor:
@@ -155,9 +161,12 @@ class CudaDevice:
         assert isinstance(mark, _Event)
         torch.cuda.current_stream().wait_event(mark.event)
 
+    def borrow(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            tensor.record_stream(torch.cuda.current_stream())
+
     def to_host(self, tensor: Tensor) -> Tensor:
-        # Or its memory would be given out again before the copy has read it.
-        tensor.record_stream(torch.cuda.current_stream())
+        self.borrow([tensor])
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 

@@ -171,7 +171,7 @@ class DraftStore:
         if hashlib.sha256(data).hexdigest() != manifest.weights_sha256:
             raise DraftFileError(f"draft version {version}: the weights are truncated or altered (sha256 differs)")
         try:
-            weights = unpacked(data)
+            weights = tensors_of(data)
         except (SafetensorError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise DraftFileError(f"draft version {version}: the weights cannot be read ({error})") from error
         try:
@@ -257,7 +257,7 @@ def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def unpacked(data: bytes) -> dict[str, Tensor]:
+def tensors_of(data: bytes) -> dict[str, Tensor]:
     """The tensors of a safetensors file. Raises what the library does.
 
     Its own `load` copies them all while no other thread may run: 0.6 s for an 8B's draft, in which the server that this

@@ -41,7 +41,7 @@ from serving.sglang.capture.request import (
     sampling_of,
 )
 from serving.sglang.capture.verification_rows import TopTokens
-from serving.sglang.device import Device
+from serving.sglang.device import Device, Mark
 from serving.sglang.settings import PluginSettings, buffer_bytes
 from speculator.redis.client import connect
 from speculator.redis.trace_stream import TraceStream
@@ -71,7 +71,9 @@ class ByteBudget:
 
 _ATTRIBUTE = "_slipstream_ticket"
 _MOST_LAUNCHED = 8
-"""With overlap scheduling SGLang says what a verification has accepted once the next one is launched."""
+"""With overlap scheduling SGLang says what a verification has accepted once the next one is launched. Where it has left
+one out, those that follow get another's verdict: their positions then contradict each other, and their traces are
+dropped."""
 
 
 @dataclass(eq=False)
@@ -91,9 +93,16 @@ class _Launched:
     """Small, of the whole batch: cheaper to copy than to choose from."""
     nodes: Tensor | None = None
     """[B, A] of a tree: the accepted path, numbered over these requests."""
+    made: Mark | None = None
+    """Until then the stream of the step computes all of it."""
+
+    def tensors(self) -> list[Tensor]:
+        found = [self.features, *self.by_node.values()]
+        found += [] if self.by_tree is None else [self.by_tree.data]
+        return found if self.nodes is None else [*found, self.nodes]
 
 
-def _places(counts: Sequence[int], width: int) -> list[int]:
+def _positions(counts: Sequence[int], width: int) -> list[int]:
     """The first `counts[i]` columns of each row i of a matrix of that width, as they lie in memory."""
     return [row * width + column for row, count in enumerate(counts) for column in range(count)]
 
@@ -153,7 +162,7 @@ class StepCapture:
             else:
                 # Copied, too: SGLang samples in the memory of its own.
                 own["logits"] = picked.clone() if picked is logits else picked
-            self.assembler.hand_over(Prefill(self._copier.start({}, own), tuple(rows)))
+            self.assembler.hand_over(Prefill(self._copier.start(own), tuple(rows)))
 
     def before_verify(self, batch: Any) -> Mapping[str, Any]:
         """What only the input of a verification tells; give it to `after_verify`."""
@@ -184,22 +193,28 @@ class StepCapture:
         if not self._launched:
             return
         launched = self._launched.popleft()
-        if launched.by_tree is None:
+        if launched.by_tree is None or launched.made is None:
             return
-        counts = [1 + accepted[index] for index in launched.indices]
-        front = self._device.upload(_places(counts, launched.num_nodes))
+        with self._device.beside():
+            # SGLang launches a step on one stream and tells its verdict on another.
+            self._device.follow(launched.made)
+            self._device.borrow(launched.tensors())
+            self._hand_over(launched, launched.by_tree, [1 + accepted[index] for index in launched.indices])
+
+    def _hand_over(self, launched: _Launched, by_tree: Packed, counts: Sequence[int]) -> None:
+        front = self._device.upload(_positions(counts, launched.num_nodes))
         # SGLang has moved the features of a tree's accepted path to the front; its logits stay where the nodes are.
         walked = front
         if launched.nodes is not None:
-            walked = launched.nodes.flatten()[self._device.upload(_places(counts, launched.nodes.shape[1]))]
+            walked = launched.nodes.flatten()[self._device.upload(_positions(counts, launched.nodes.shape[1]))]
         by_node = {name: tensor.index_select(0, walked) for name, tensor in launched.by_node.items()}
         if "logits" in by_node and self.assembler.is_behind:
             by_node = self._top_tokens(by_node["logits"])
         rows = {**self._of_features(launched.features.index_select(0, front)), **by_node}
         self.assembler.hand_over(
             CopiedVerification(
-                self._copier.start({}, {**rows, "by_tree": launched.by_tree.data}),
-                launched.by_tree.places,
+                self._copier.start({**rows, "by_tree": by_tree.data}),
+                by_tree.places,
                 launched.indices,
                 launched.tickets,
                 tuple(counts),
@@ -267,6 +282,7 @@ class StepCapture:
         if "path" in by_tree:
             own_B1 = torch.arange(len(tickets), device=accept_index.device)[:, None]
             launched.nodes = by_tree["path"][self._device.index(tuple(tickets))] + num_nodes * own_B1
+        launched.made = self._device.mark()
         return launched
 
     def _of_features(self, features: Tensor) -> dict[str, Tensor]:

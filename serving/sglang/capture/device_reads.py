@@ -43,16 +43,11 @@ class HostCopier:
     def __init__(self, device: Device) -> None:
         self._device = device
 
-    def start(self, shared: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> HostCopy:
-        """Copy tensors as they are at this point of the current stream.
-
-        `shared` ones may be overwritten right afterwards; nobody writes to the `own` ones any more.
-        """
+    def start(self, tensors: dict[str, Tensor]) -> HostCopy:
+        """Copy tensors as they are at this point of the current stream; nobody writes to them any more."""
         if self._device.is_host:
-            kept = {**{name: tensor.clone() for name, tensor in shared.items()}, **own}
-            return HostCopy(lambda: kept, sum(tensor.nbytes for tensor in kept.values()), self._device.mark())
-        # A graph overwrites its outputs at the next replay: a copy on the device is cheap, waiting for the host is not.
-        packed = Packed.of({**shared, **own})
+            return HostCopy(lambda: tensors, sum(tensor.nbytes for tensor in tensors.values()), self._device.mark())
+        packed = Packed.of(tensors)
         made = self._device.mark()
         with self._device.beside():
             self._device.follow(made)

@@ -98,6 +98,7 @@ def check_draft_options(args: Any, settings: PluginSettings) -> None:
         raise ConfigError("--model-checksum is compared with the draft's files, too: leave it out")
     if args.model_impl not in ("auto", "sglang"):
         raise ConfigError(f"--model-impl {args.model_impl} has no EAGLE3 drafts: leave it out")
+    # 0.5.17 has no such option.
     if settings.capture and getattr(args, "enable_watermark", False):
         raise ConfigError(
             f"--enable-watermark forces tokens, and the draft would learn that: leave it out, or set {PREFIX}CAPTURE=0"

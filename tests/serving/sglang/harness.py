@@ -158,3 +158,29 @@ def end(capture: StepCapture, request: Request, kind: str = "length") -> None:
 
 def settle(capture: StepCapture) -> None:
     capture.assembler.close(5)
+
+
+def decode_half_of_a_batch(capture: StepCapture, probe: DraftProbe, traces: list[Trace], step: Step) -> None:
+    """Two of four requests opt out; a prefill, and two rounds with the draft's passes. The others have their traces."""
+    opted_out = {"slipstream": {"capture": False}}
+    requests = [Request([1, 2, 3], "a", custom_params=opted_out), Request([4, 5], "b")]
+    requests += [Request([6, 7, 8, 9], "c"), Request([1, 1], "d", custom_params=opted_out)]
+
+    def saw(rows: int) -> None:
+        output = SimpleNamespace(next_token_logits=torch.randn(rows, VOCAB))
+        step(lambda: probe.saw_forward(output), [output])
+
+    prefill(capture, requests, step=step)
+    slots = torch.arange(4)
+    for request in requests:
+        request.output_ids += [5]
+    for lengths in ([3, 2, 4, 2], [5, 4, 6, 4]):
+        saw(4)
+        step(lambda: probe.saw_extended(slots), [slots])
+        probe.around_draft(lambda: saw(4))
+        verify(capture, requests, lengths, [[7, 8]] * 4, [1, 1, 1, 1], step=step)
+    for request in requests:
+        end(capture, request)
+    settle(capture)
+    assert {trace.header.request_id for trace in traces} == {"b", "c"}
+    assert not capture.assembler.dropped

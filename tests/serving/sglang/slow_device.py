@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -140,6 +140,9 @@ class SlowDevice(HostDevice):
 
     def follow(self, mark: Mark) -> None:
         self.log.append(f"{self._stream}: follow")
+
+    def borrow(self, tensors: Iterable[Tensor]) -> None:
+        self.log.append(f"{self._stream}: borrow {len(list(tensors))}")
 
     def to_host(self, tensor: Tensor) -> Tensor:
         self.log.append(f"{self._stream}: to host")

@@ -17,7 +17,7 @@ from serving.sglang.device import CudaDevice
 from serving.sglang.swap import SglangDraft
 from speculator.trace import Trace
 from tests.fixtures.waiting import wait_until
-from tests.serving.sglang.harness import VOCAB, Request, end, make_capture, prefill, settle, verify
+from tests.serving.sglang.harness import VOCAB, decode_half_of_a_batch, make_capture
 from tests.serving.sglang.test_swap import FusedDraft, install_in_thread
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -61,8 +61,6 @@ def test_capture_of_half_a_batch_waits_for_nothing(gpu: torch.device) -> None:
     traces: list[Trace] = []
     probe = DraftProbe(num_slots=4, max_batch=4, max_proposals=3, topk=1, device=gpu)
     capture = make_capture(traces, device=CudaDevice(gpu), probe=probe)
-    requests = [Request([1, 2, 3], "a", custom_params={"slipstream": {"capture": False}}), Request([4, 5], "b")]
-    requests += [Request([6, 7, 8, 9], "c"), Request([1, 1], "d", custom_params={"slipstream": {"capture": False}})]
 
     def step(hook: Callable[[], object], objects: list[Any]) -> object:
         for one in objects:
@@ -70,24 +68,7 @@ def test_capture_of_half_a_batch_waits_for_nothing(gpu: torch.device) -> None:
         with no_waiting():
             return hook()
 
-    def saw(rows: int) -> None:
-        output = SimpleNamespace(next_token_logits=torch.randn(rows, VOCAB))
-        step(lambda: probe.saw_forward(output), [output])
-
-    prefill(capture, requests, step=step)
-    slots = torch.arange(4)
-    for request in requests:
-        request.output_ids += [5]
-    for lengths in ([3, 2, 4, 2], [5, 4, 6, 4]):
-        saw(4)
-        step(lambda: probe.saw_extended(slots), [slots])
-        probe.around_draft(lambda: saw(4))
-        verify(capture, requests, lengths, [[7, 8]] * 4, [1, 1, 1, 1], step=step)
-    for request in requests:
-        end(capture, request)
-    settle(capture)
-    assert {trace.header.request_id for trace in traces} == {"b", "c"}
-    assert not capture.assembler.dropped
+    decode_half_of_a_batch(capture, probe, traces, step)
 
 
 def test_the_probe_is_repeated_with_a_graph(gpu: torch.device) -> None:

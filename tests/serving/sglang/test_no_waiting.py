@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from serving.sglang.capture.device_reads import DraftProbe
 from serving.sglang.swap import SglangDraft
 from speculator.trace import Trace
 from tests.fixtures.waiting import wait_until
-from tests.serving.sglang.harness import VOCAB, Request, end, make_capture, prefill, settle, verify
+from tests.serving.sglang.harness import decode_half_of_a_batch, make_capture
 from tests.serving.sglang.slow_device import NoWaiting, SlowDevice, WaitedError
 from tests.serving.sglang.test_swap import VERSIONS, FusedDraft, install_in_thread
 
@@ -55,8 +54,6 @@ def test_capture_of_half_a_batch() -> None:
     probe = DraftProbe(num_slots=4, max_batch=4, max_proposals=3, topk=1, device=torch.device("cpu"))
     device = SlowDevice(watched)
     capture = make_capture(traces, device=device, probe=probe)
-    requests = [Request([1, 2, 3], "a", custom_params={"slipstream": {"capture": False}}), Request([4, 5], "b")]
-    requests += [Request([6, 7, 8, 9], "c"), Request([1, 1], "d", custom_params={"slipstream": {"capture": False}})]
     watched.place({name: value for name, value in vars(probe).items() if isinstance(value, torch.Tensor)})
 
     def step(hook: Callable[[], object], objects: list[Any]) -> object:
@@ -64,27 +61,10 @@ def test_capture_of_half_a_batch() -> None:
         with watched:
             return hook()
 
-    def saw(rows: int) -> None:
-        output = SimpleNamespace(next_token_logits=torch.randn(rows, VOCAB))
-        step(lambda: probe.saw_forward(output), [output])
-
-    prefill(capture, requests, step=step)
-    slots = torch.arange(4)
-    for request in requests:
-        request.output_ids += [5]
-    for lengths in ([3, 2, 4, 2], [5, 4, 6, 4]):
-        saw(4)
-        step(lambda: probe.saw_extended(slots), [slots])
-        probe.around_draft(lambda: saw(4))
-        verify(capture, requests, lengths, [[7, 8]] * 4, [1, 1, 1, 1], step=step)
+    decode_half_of_a_batch(capture, probe, traces, step)
     assert watched.num_operators > 50
     # One allocation of pinned memory and one copy a step, whatever is read of it.
     assert sum(line.endswith("to host") for line in device.log) == 3
-    for request in requests:
-        end(capture, request)
-    settle(capture)
-    assert {trace.header.request_id for trace in traces} == {"b", "c"}
-    assert not capture.assembler.dropped
 
 
 def test_a_committed_token_crosses_the_bus_in_two_fifths_of_what_others_move() -> None:

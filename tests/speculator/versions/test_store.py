@@ -29,7 +29,7 @@ from torch import Tensor
 from speculator.draft.checkpoint import config_from_json, draft_config_json, draft_state, expected_shapes
 from speculator.errors import DraftError, DraftFileError, DraftMismatchError, StoreError
 from speculator.versions.lifecycle import VersionState
-from speculator.versions.store import DraftStore, Manifest, code_source, unpacked
+from speculator.versions.store import DraftStore, Manifest, code_source, tensors_of
 from tests.fixtures.drafts import CONFIG, make_draft
 
 TARGET = "a" * 64
@@ -188,7 +188,7 @@ def test_unusable_weights_are_not_written(store: DraftStore, reason: str) -> Non
     assert store.versions() == []
 
 
-def test_other_threads_run_while_tensors_are_unpacked() -> None:
+def test_other_threads_run_while_tensors_are_read() -> None:
     """In an engine's process one of them serves."""
     data = safetensors.torch.save({"a": torch.ones(256 << 20, dtype=torch.uint8), "b": torch.arange(3)})
     longest_s, is_over = 0.0, False
@@ -203,7 +203,7 @@ def test_other_threads_run_while_tensors_are_unpacked() -> None:
     thread = threading.Thread(target=serve)
     thread.start()
     begun_s = time.perf_counter()
-    found = unpacked(data)
+    found = tensors_of(data)
     took_s = time.perf_counter() - begun_s
     is_over = True
     thread.join()

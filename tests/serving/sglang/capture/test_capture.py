@@ -315,6 +315,23 @@ def test_of_some_trees_of_a_batch_what_was_committed_alone_is_copied(device: Dev
     assert third.target_topk_ids[2:, 0].tolist() == [9, 11]
 
 
+def test_what_another_stream_reads_is_not_given_out_again_before() -> None:
+    """SGLang launches a step on one stream and takes its result on another."""
+    device = SlowDevice()
+    probe = DraftProbe(num_slots=4, max_batch=4, max_proposals=3, topk=2, device=torch.device("cpu"))
+    capture = make_capture([], device=device, probe=probe)
+    request = Request([1, 2])
+    prefill(capture, [request])
+    _trees(capture, [request], [[0, 1]])
+    assert device.log[-1] == "main: mark"
+    before = len(device.log)
+    capture.verified([1])
+    # Features, ids and log-probabilities of the likeliest tokens, what belongs to trees, the accepted path.
+    assert device.log[before : before + 2] == ["side: follow", "side: borrow 5"]
+    assert all(line.startswith("side: ") for line in device.log[before:])
+    settle(capture)
+
+
 def test_a_verification_without_a_verdict_is_not_kept_for_ever() -> None:
     probe = DraftProbe(num_slots=4, max_batch=4, max_proposals=3, topk=2, device=torch.device("cpu"))
     capture = make_capture([], probe=probe, gathering=Gathering(3600))
