@@ -11,6 +11,7 @@ scheduling both come after the next step was launched, in order.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -132,13 +133,16 @@ class DepthControl:
             request.extra_key = f"{request.extra_key}|{namespace}" if request.extra_key else namespace
 
     def started(self) -> None:
-        """A step begins."""
+        """A decode step begins."""
         self._clock.start()
 
     def committed(self) -> None:
         """The step has its tokens, and now the draft reads them. A server without drafts would have ended here."""
-        if self._is_control:
-            self._clock.end()
+        self._clock.commit()
+
+    def interrupted(self) -> None:
+        """A prefill runs instead of a decode step."""
+        self._clock.interrupt()
 
     def launched(self, requests: list[Any], depth: int) -> None:
         """A decode step with `depth` proposals a request has been launched; prefills are not told."""
@@ -156,9 +160,10 @@ class DepthControl:
         self._rounds.append(round_)
         self._clock.stop(round_)
         for timed in self._clock.finished():
-            timed.about.seconds = timed.seconds
-            # The planner's choice is between steps that keep the draft up to date.
-            self._times.append((timed.about.batch, timed.about.depth, timed.whole_s))
+            done = timed.about
+            done.seconds = timed.committed_s if done.is_control else timed.whole_s
+            # Against what a server without a draft takes: one that proposes nothing soon sleeps and reads nothing.
+            self._times.append((done.batch, done.depth, timed.whole_s if done.depth else timed.committed_s))
         if self._is_alone:
             self.learn_times(self.take_times())
         self._settle()
@@ -346,37 +351,56 @@ def _counts(counts: Mapping[str, int] | Mapping[int, int]) -> str:
 class StepTime:
     """One measured step, with whatever `stop` was told about it."""
 
-    seconds: float
-    """Until `end`, where that was said."""
+    committed_s: float
+    """Until it had its tokens."""
     whole_s: float
+    """With the draft's reading of them."""
     about: Any
 
 
+_LONGEST_GAP_S = 1.0
+"""Between two steps. What waits longer was held up by something else than its steps."""
+
+
 class StepClock:
-    """How long decode steps take on the device, where one may run on when the next one starts; used by one thread."""
+    """How long decode steps take on the device, where one may run on when the next one starts; used by one thread.
+
+    A step begins where the one before it ended: what SGLang does in between, and a client waits for, is part of it.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._started = device.mark()
-        self._ended: Mark | None = None
+        self._committed: Mark | None = None
+        self._last: Mark | None = None
+        """The end of the step before, where nothing has come between."""
+        self._stopped_s = 0.0
         self._running: deque[tuple[Mark, Mark, Mark, Any]] = deque()
 
     def start(self) -> None:
-        self._started, self._ended = self._device.mark(), None
+        if time.monotonic() - self._stopped_s > _LONGEST_GAP_S:
+            self._last = None
+        self._started = self._last or self._device.mark()
+        self._committed = None
 
-    def end(self) -> None:
-        """What counts of the step is over, before `stop`."""
-        self._ended = self._device.mark()
+    def commit(self) -> None:
+        """The step has its tokens, before `stop`."""
+        self._committed = self._device.mark()
 
     def stop(self, about: Any) -> None:
         """The step is over."""
         over = self._device.mark()
-        self._running.append((self._started, self._ended or over, over, about))
+        self._last, self._stopped_s = over, time.monotonic()
+        self._running.append((self._started, self._committed or over, over, about))
+
+    def interrupt(self) -> None:
+        """Something else runs before the next step."""
+        self._last = None
 
     def finished(self) -> list[StepTime]:
         """The steps that have ended since the last call, oldest first; never waits."""
         times = []
         while self._running and self._running[0][2].is_reached:
-            start, end, over, about = self._running.popleft()
-            times.append(StepTime(end.seconds_since(start), over.seconds_since(start), about))
+            start, committed, over, about = self._running.popleft()
+            times.append(StepTime(committed.seconds_since(start), over.seconds_since(start), about))
         return times

@@ -132,6 +132,7 @@ class EngineRuntime:
         if self._agreement.is_meeting(self.steps):
             self._meeting(self._meet)
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle():
+            self._choosing(self.depth.interrupted)
             self._prefilling = batch
             result = run()
             self._prefilling = None

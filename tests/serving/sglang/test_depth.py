@@ -198,6 +198,7 @@ def test_the_baseline_is_the_time_of_a_server_that_has_no_draft_to_keep_up_to_da
     device = SlowDevice()
     control = make_control(control_share=0.5, seen=seen, seconds=SECONDS, device=device)
     for _ in range(40):
+        control.interrupted()
         depth = control.steps_for(1)
         control.started()
         device.now_s += 1.0
@@ -207,7 +208,56 @@ def test_the_baseline_is_the_time_of_a_server_that_has_no_draft_to_keep_up_to_da
         device.finish()
         control.verified([depth])
     assert {(round_.drafted, round_.seconds) for round_ in seen} == {(False, 1.0), (True, 1.25)}
-    assert {seconds for _, _, seconds in control.take_times()} == {1.25}, "the planner's are whole"
+    planned = {(depth > 0, seconds) for _, depth, seconds in control.take_times()}
+    assert planned == {(False, 1.0), (True, 1.25)}, "drafting must beat such a server"
+
+
+def test_a_draft_that_earns_only_what_its_own_reading_costs_falls_asleep() -> None:
+    """A step of one token takes 1, and 1.25 with the draft's reading; one with a proposal brings 1.1 tokens in 1.2."""
+    device = SlowDevice()
+    control, batch = make_control(device=device), requests(1)
+    for number in range(2000):
+        depth = control.steps_for(1)
+        control.started()
+        device.now_s += 1.0 if depth == 0 else 1.2
+        if not control.needs_no_reading(batch):
+            control.committed()
+            device.now_s += 0.25 if depth == 0 else 0.0
+        control.launched(batch, depth)
+        device.finish()
+        control.verified([int(depth > 0 and number % 10 == 0)])
+    assert control.is_asleep
+
+
+def test_what_sglang_does_between_two_steps_is_part_of_the_second() -> None:
+    device = SlowDevice()
+    clock = StepClock(device)
+    for number in range(4):
+        if number == 2:
+            device.now_s += 50.0
+            clock.interrupt()
+        clock.start()
+        device.now_s += 1.0
+        clock.commit()
+        device.now_s += 0.25
+        clock.stop(number)
+        device.now_s += 0.5
+    device.finish()
+    times = [(timed.about, timed.committed_s, timed.whole_s) for timed in clock.finished()]
+    assert times == [(0, 1.0, 1.25), (1, 1.5, 1.75), (2, 1.0, 1.25), (3, 1.5, 1.75)]
+
+
+def test_a_scheduler_that_was_held_up_is_no_slow_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SlowDevice()
+    clock = StepClock(device)
+    for pause_s in (0.0, 30.0):
+        device.now_s += pause_s
+        monkeypatch.setattr("time.monotonic", lambda held_s=pause_s: 1000.0 + held_s)
+        clock.start()
+        device.now_s += 1.0
+        clock.stop(None)
+    device.finish()
+    assert [timed.whole_s for timed in clock.finished()] == [1.0, 1.0]
 
 
 def test_a_prefix_that_no_draft_has_read_is_of_no_later_request() -> None:

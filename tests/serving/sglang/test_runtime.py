@@ -268,11 +268,20 @@ def test_a_tree_that_nobody_asked_for_is_looked_at_as_one(scene: Scene) -> None:
     assert torch.equal(scene.runtime.probe.logprobs(torch.tensor([0]), 2), torch.tensor([[0.25, 0.5]]).log())
 
 
+class Unlimited:
+    """A choice of the depth that no meeting can limit."""
+
+    __slots__ = ()
+
+    def interrupted(self) -> None:
+        pass
+
+
 def test_without_meetings_the_draft_stays(scene: Scene) -> None:
     """Nobody would tell the depth that another draft is in service, also where an idle server swaps it."""
     assert scene.runtime.draft.install_draft(1).version == 1
     runtime: Any = scene.runtime
-    runtime.depth = object()
+    runtime.depth = Unlimited()
     assert scene.prefill([Request([1, 2, 3])]) is SERVED
     with pytest.raises(EngineDeadError):
         scene.runtime.draft.install_draft(1)
