@@ -66,8 +66,9 @@ class TrainerConfig(BaseSettings):
     state_dir: Path
     """Where the trainer keeps its own checkpoint; several processes share one."""
 
-    stream_max_bytes: int = Field(default=512 * _MIB, ge=_MIB)
-    """Byte cap of the stream in Redis; the engines keep to their own."""
+    stream_max_bytes: int = Field(default=0, ge=0)
+    """Byte cap of the stream in Redis; the engines keep to their own. 0 allows 160,000 tokens of the target's width,
+    and at least 512 MiB."""
     trace_ttl_hours: float = Field(default=0, ge=0)
     """Traces older than this are removed from the stream, the replay, the disk and the sets that judge drafts; 0 sets
     no limit. SLIPSTREAM_TRACE_TTL_HOURS says it for every service."""

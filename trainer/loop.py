@@ -20,7 +20,7 @@ from speculator.draft.checkpoint import target_fingerprint
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_deletion import Erasures, Remover
-from speculator.redis.trace_stream import RewardStream, TraceStream
+from speculator.redis.trace_stream import RewardStream, TraceStream, cap_for
 from speculator.tracing import prefixed, span
 from speculator.versions.store import DraftStore
 from trainer.checkpoint import Progress, joined, save_checkpoint, share_of
@@ -286,9 +286,8 @@ class Trainer:
 
     def _open_source(self, progress: Progress) -> TraceSource:
         config, consumer = self.config, consumer_name(self.ranks.rank)
-        stream = TraceStream(
-            self._redis, config.model_key, max_bytes=config.stream_max_bytes, consumer=consumer, ttl_s=self._ttl_s
-        )
+        max_bytes = config.stream_max_bytes or cap_for(config.model_dir)
+        stream = TraceStream(self._redis, config.model_key, max_bytes=max_bytes, consumer=consumer, ttl_s=self._ttl_s)
         source = TraceSource(
             stream,
             self._to_example,

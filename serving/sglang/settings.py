@@ -62,8 +62,9 @@ class PluginSettings(BaseSettings):
     buffer_bytes: int = Field(default=0, ge=0)
     """In host memory: features of running requests, and as much again of traces that wait for Redis; beyond it traces
     are dropped. 0 allows a twentieth of the memory, and at least 256 MiB."""
-    stream_max_bytes: int = 512 * 1024 * 1024
-    """Byte cap of the stream in Redis; beyond it the oldest traces go, and are counted where nobody has learnt them."""
+    stream_max_bytes: int = Field(default=0, ge=0)
+    """Byte cap of the stream in Redis; beyond it the oldest traces go, and are counted where nobody has learnt them. 0
+    allows 160,000 tokens of the target's width, and at least 512 MiB."""
     trace_ttl_hours: float = Field(default=0.0, ge=0)
     """Traces older than this are removed from the stream, and not written to it; 0 sets no limit."""
     capture_filter: str = ""

@@ -60,7 +60,7 @@ def doctor(
         if with_sglang:
             yield "sglang", partial(machine.check_sglang, sglang_python)
         yield "port", partial(machine.check_ports, port or [8000, 8765])
-        yield "redis", partial(deployment.check_redis, redis_url) if redis_url else deployment.check_own_redis
+        yield "redis", partial(deployment.check_redis, redis_url, model) if redis_url else deployment.check_own_redis
         if store:
             yield "store", partial(deployment.check_store, store)
             yield "draft", partial(deployment.check_fit, model, store)

@@ -80,7 +80,14 @@ ServeDtype = Annotated[
     typer.Option(help="Number type of the target; float16 is SGLang's alone, float64 the local engine's."),
 ]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: cpu, with SGLang cuda.")]
-StreamMaxBytes = Annotated[int, typer.Option(min=1, help="Byte cap of the stream.")]
+StreamMaxBytes = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        envvar="SLIPSTREAM_STREAM_MAX_BYTES",
+        help="Byte cap of the stream; 0 allows 160,000 tokens of the target, at least 512 MiB.",
+    ),
+]
 Seed = Annotated[int | None, typer.Option(help="Seed of a fresh draft; default: 0.")]
 
 Slots = Annotated[int, typer.Option(min=1, max=256, help="Local engine: requests that decode together.")]

@@ -30,13 +30,12 @@ from slipstream.demo.report import DemoRun, progress
 from slipstream.demo.servers import Child, Scrape, running_child, wait_until_ready
 from slipstream.demo.topics import Prompt, built_in_prompts, endless
 from slipstream.demo.traffic import SETTLING_S, Traffic
-from slipstream.settings import DEFAULT_STREAM_MAX_BYTES
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.errors import ConfigError
 from speculator.host import free_port
 from speculator.redis.client import connect
 from speculator.redis.embedded import EmbeddedRedis
-from speculator.redis.trace_stream import TraceStream
+from speculator.redis.trace_stream import TraceStream, cap_for
 from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
 
@@ -82,7 +81,7 @@ def run_demo(options: DemoOptions, console: Console) -> DemoRun:
         redis_url = options.redis_url or running.enter_context(EmbeddedRedis(folder / "redis")).url
         fingerprint = target_fingerprint(options.model_dir)
         key = model_key(options.model_dir, fingerprint)
-        stream = TraceStream(connect(redis_url), key, max_bytes=DEFAULT_STREAM_MAX_BYTES, consumer="demo")
+        stream = TraceStream(connect(redis_url), key, max_bytes=cap_for(options.model_dir), consumer="demo")
         if stream.lag().appended:
             raise ConfigError(f"Redis already holds traces of this model: pass an empty --redis-url or drop {key}")
         ensure_lineage(

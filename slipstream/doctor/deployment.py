@@ -19,12 +19,12 @@ from serving.gateway.keys import read_keys
 from slipstream.doctor.finding import Finding, failed, ok, skipped, warning
 from slipstream.doctor.machine import is_writable
 from slipstream.models import resolve_model
-from slipstream.settings import COMPOSE_VARIABLES, DEFAULT_STREAM_MAX_BYTES, PREFIX, unknown_variables
+from slipstream.settings import COMPOSE_VARIABLES, PREFIX, unknown_variables
 from speculator.errors import ConfigError, SlipstreamError, StreamError
 from speculator.redis.client import RedisKeys, connect, is_denied, redis_errors
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
-from speculator.redis.trace_stream import TraceStream
+from speculator.redis.trace_stream import TraceStream, cap_for
 
 if TYPE_CHECKING:
     from speculator.versions.store import DraftStore
@@ -97,8 +97,10 @@ def check_own_redis() -> Iterator[Finding]:
         yield ok("redis", f"{info['redis_version']} of our own, started and stopped; --redis-url looks at another")
 
 
-def check_redis(url: str) -> Iterator[Finding]:
-    """Reachable, new enough, keeps what it is given, and lets us do everything that the services do."""
+def check_redis(url: str, model: str) -> Iterator[Finding]:
+    """Reachable, new enough, keeps what it is given, has room for the traces of `model`, and lets us do everything that
+    the services do.
+    """
     with connect(url) as client:
         try:
             info: Any = _ask(client, "info")
@@ -107,12 +109,12 @@ def check_redis(url: str) -> Iterator[Finding]:
                 raise
             yield skipped("redis", "reached; this user may not ask for its version, persistence and memory (INFO)")
         else:
-            yield from judge_server(info)
+            yield from judge_server(info, cap_for(resolve_model(model)))
         yield _rights(client)
 
 
-def judge_server(info: Mapping[str, Any]) -> Iterator[Finding]:
-    """Version, persistence and memory, as Redis's INFO tells them."""
+def judge_server(info: Mapping[str, Any], stream_bytes: int) -> Iterator[Finding]:
+    """Version, persistence and memory, as Redis's INFO tells them; `stream_bytes` is the stream's cap."""
     version = info["redis_version"]
     if tuple(int(part) for part in version.split(".")[:2]) < _LEAST_VERSION:
         yield failed("redis", f"version {version}: 6.2 or newer is needed, it has the stream commands")
@@ -136,11 +138,11 @@ def judge_server(info: Mapping[str, Any]) -> Iterator[Finding]:
         yield find(name, f"{used}; {policy} would evict the stream unseen: set maxmemory-policy noeviction")
     elif not limit:
         yield ok(name, f"{used}, no limit; the stream keeps its own (--stream-max-bytes)")
-    elif limit < _LEAST_TIMES_CAP * DEFAULT_STREAM_MAX_BYTES:
+    elif limit < _LEAST_TIMES_CAP * stream_bytes:
         yield warning(
             name,
             f"{used}, maxmemory {limit / _MIB:.0f} MiB is less than {_LEAST_TIMES_CAP:g} times the stream's cap of "
-            f"{DEFAULT_STREAM_MAX_BYTES // _MIB}, which history fills: raise it, or lower --stream-max-bytes",
+            f"{stream_bytes // _MIB}, which history fills: raise it, or lower --stream-max-bytes",
         )
     else:
         yield ok(name, f"{used} of {limit / _MIB:.0f} MiB")

@@ -40,7 +40,7 @@ from speculator.errors import EngineDeadError
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_deletion import Erasures
-from speculator.redis.trace_stream import RewardStream, TraceStream
+from speculator.redis.trace_stream import RewardStream, TraceStream, cap_for
 from speculator.versions.lineage import ensure_lineage, load_draft, version_to_serve
 from speculator.versions.operator import DraftDesk
 from speculator.versions.store import DraftStore
@@ -58,6 +58,7 @@ class ServeOptions:
     host: str
     port: int
     stream_max_bytes: int
+    """0 follows from the target's width."""
     draft_vocab_size: int | None
     vocab_texts: tuple[str, ...]
     seed: int | None
@@ -91,9 +92,8 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
         pointer = DraftPointer(connection(), key)
         recorder = sharing = None
         if config.capture:
-            recorder = _recorder(
-                options, TraceStream(connection(), key, max_bytes=options.stream_max_bytes, ttl_s=ttl_s)
-            )
+            max_bytes = options.stream_max_bytes or cap_for(config.model_dir)
+            recorder = _recorder(options, TraceStream(connection(), key, max_bytes=max_bytes, ttl_s=ttl_s))
             opened.callback(_close, recorder)
         target = _load_target(config)
         newest = ensure_lineage(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -21,10 +22,25 @@ from speculator.errors import StreamError
 from speculator.host import now_ms
 from speculator.redis.client import RedisKeys, redis_errors
 from speculator.redis.stream_accounting import Ledger, StreamLag, member_of
+from speculator.target_folder import read_config
 
 # A blocking read must end well before the socket gives up on it.
 MAX_BLOCK_MS = 2000
 EXPIRE_EVERY_S = 5.0
+_LEAST_BYTES = 512 << 20
+_ROOM_FOR_TOKENS = 64 * 2500
+"""Of 64 requests that end at once, with prompts and answers of 2,500 tokens together."""
+_BYTES_BESIDE = 600
+"""Of a token in a trace, beside its features."""
+
+
+def cap_for(model_dir: Path) -> int:
+    """The byte cap of the stream of this target, where nobody sets one: by its width, and at least 512 MiB.
+
+    A token of a trace has three features in float8. Raises ConfigError where the folder has no usable config.json.
+    """
+    hidden_size: int = read_config(model_dir)["hidden_size"]
+    return max(_LEAST_BYTES, _ROOM_FOR_TOKENS * (3 * hidden_size + _BYTES_BESIDE))
 
 
 @dataclass(frozen=True, kw_only=True)

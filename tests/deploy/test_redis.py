@@ -230,7 +230,7 @@ def test_doctor_finds_nothing_broken_as_any_user(
     def doctor(user: str) -> dict[str, Finding]:
         monkeypatch.setenv(PASSWORD_FILE_VARIABLE, machine.here(f"/run/secrets/redis_{user}"))
         url = f"redis://{user}@127.0.0.1:{machine.here('6379')}/0"
-        found = [*check_redis(url), *check_stream(url, str(model), store.root)]
+        found = [*check_redis(url, str(model)), *check_stream(url, str(model), store.root)]
         return {finding.name: finding for finding in found}
 
     def levels() -> dict[str, tuple[Level, Level]]:

@@ -82,7 +82,7 @@ class Intake:
         self._were_held_out = {*progress.held_out, *progress.golden} - self._were_golden
         wanted = None if progress.replay is None else [one for one in progress.trace_ids if ranks.owns(one)]
         num_found = 0
-        for stored in source.history(config.stream_max_bytes, wanted):
+        for stored in source.history(wanted):
             if ranks.owns(stored.trace_id):
                 self._restore(stored)
                 num_found += 1

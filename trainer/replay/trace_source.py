@@ -163,10 +163,9 @@ class TraceSource:
         except StreamError as error:
             self._report("lag", error)
 
-    def history(self, max_bytes: int, wanted: Collection[str] | None = None) -> Iterator[Stored]:
+    def history(self, wanted: Collection[str] | None = None) -> Iterator[Stored]:
         """Traces that were learnt from before a restart, to fill the replay again: the `wanted` trace ids in their
-        order, as far as the shelf has them, then those of the newest `max_bytes` of the stream; without `wanted` all of
-        the latter, oldest first.
+        order, as far as the shelf has them, then those of the stream; without `wanted` all of the latter, oldest first.
         """
         self._wanted = set(wanted or ())
         for trace_id in wanted or ():
@@ -177,7 +176,7 @@ class TraceSource:
         if wanted is not None and not self._wanted:
             return
         try:
-            entries = self._stream.recent(max_bytes)
+            entries = self._stream.recent(self._stream.max_bytes)
         except StreamError as error:
             self._report("recent", error)
             return

@@ -44,7 +44,7 @@ from serving.sglang.capture.verification_rows import TopTokens
 from serving.sglang.device import Device, Mark
 from serving.sglang.settings import PluginSettings, buffer_bytes
 from speculator.redis.client import connect
-from speculator.redis.trace_stream import TraceStream
+from speculator.redis.trace_stream import TraceStream, cap_for
 from speculator.trace import quantised
 
 _BURST_S = 2.0
@@ -355,10 +355,11 @@ class TracePipeline:
         probe: DraftProbe,
     ) -> None:
         ttl_s = 3600 * settings.trace_ttl_hours
+        stream_bytes = settings.stream_max_bytes or cap_for(model_dir)
 
         def open_stream() -> TraceStream:
             client = connect(settings.redis_url)
-            return TraceStream(client, model_key, max_bytes=settings.stream_max_bytes, ttl_s=ttl_s)
+            return TraceStream(client, model_key, max_bytes=stream_bytes, ttl_s=ttl_s)
 
         # The assembler's thread must not keep the scheduler's waiting for the interpreter, by default up to 5 ms.
         sys.setswitchinterval(_SWITCH_INTERVAL_S)

@@ -217,11 +217,13 @@ def as_user(redis_url: str, redis_client: redis.Redis) -> Iterator[Callable[[str
     redis_client.execute_command("ACL", "DELUSER", "doctor")
 
 
-def test_redis_rights(redis_url: str, redis_client: redis.Redis, as_user: Callable[[str], str]) -> None:
+def test_redis_rights(
+    redis_url: str, redis_client: redis.Redis, as_user: Callable[[str], str], toy_model: Path
+) -> None:
     def rights(granted: str) -> list[Finding]:
-        return found(lambda: check_redis(as_user(granted)))
+        return found(lambda: check_redis(as_user(granted), str(toy_model)))
 
-    assert levels(found(lambda: check_redis(redis_url))) == [Level.OK] * 4
+    assert levels(found(lambda: check_redis(redis_url, str(toy_model)))) == [Level.OK] * 4
     assert levels(rights("~slipstream:* +@all")) == [Level.OK] * 4
     assert "slipstream:*" in the_fault(rights("~other:* +@all"))
     only_engine = rights("~slipstream:* +@all -xreadgroup -info")
@@ -246,8 +248,8 @@ KEEPS = {"redis_version": "8.6.3", "maxmemory": 0, "maxmemory_policy": "noevicti
     ],
 )
 def test_a_redis_that_is_old_or_forgets(changes: dict[str, Any], level: Level, says: str) -> None:
-    assert says in the_fault(list(judge_server({**KEEPS, **changes})), level)
-    assert levels(list(judge_server({**KEEPS, "maxmemory": 800 << 20}))) == [Level.OK] * 3
+    assert says in the_fault(list(judge_server({**KEEPS, **changes}, 512 << 20)), level)
+    assert levels(list(judge_server({**KEEPS, "maxmemory": 800 << 20}, 512 << 20))) == [Level.OK] * 3
 
 
 # -- store, trainer, stream -------------------------------------------------------------------------------------------

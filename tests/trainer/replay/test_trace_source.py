@@ -180,8 +180,7 @@ def test_history_is_what_was_acked(desk: Desk, traces: list[Trace]) -> None:
     examples = source.read(10, 0)
     source.mark_used(examples[:3])
     source.ack_used()
-    assert [stored.trace_id for stored in desk.source().history(10**8)] == ["trace-0", "trace-1", "trace-2"]
-    assert list(desk.source().history(0)) == []
+    assert [stored.trace_id for stored in desk.source().history()] == ["trace-0", "trace-1", "trace-2"]
 
 
 def test_history_has_what_is_wanted_and_what_was_not_acked_comes_later(desk: Desk, traces: list[Trace]) -> None:
@@ -197,7 +196,7 @@ def test_history_has_what_is_wanted_and_what_was_not_acked_comes_later(desk: Des
     shutil.rmtree(desk.folder)
     after = desk.source(saved)
     wanted = ["trace-1", "trace-2", "trimmed"]
-    assert [stored.trace_id for stored in after.history(10**8, wanted)] == ["trace-1"]
+    assert [stored.trace_id for stored in after.history(wanted)] == ["trace-1"]
     assert [stored.trace_id for stored in after.read(10, 0)] == ["trace-3"]
     assert [stored.trace_id for stored in after.take_found()] == ["trace-2"]
     assert after.take_found() == []
@@ -213,7 +212,7 @@ def test_history_comes_from_the_shelf_where_the_stream_has_it_no_more(
     source.ack_used()
     redis_client.flushall()
     after = desk.source(source.used_trace_ids)
-    assert [stored.trace_id for stored in after.history(10**8, ["trace-2", "trace-0"])] == ["trace-2", "trace-0"]
+    assert [stored.trace_id for stored in after.history(["trace-2", "trace-0"])] == ["trace-2", "trace-0"]
 
 
 def test_what_a_trace_says_about_itself_travels_along(desk: Desk, traces: list[Trace]) -> None:
@@ -250,7 +249,7 @@ def test_redis_being_away_is_counted_and_survived(
         away.setattr(redis.client.Pipeline, "execute", _refuse)
         assert source.read(10, 0) == []
         source.ack_used()
-        assert list(source.history(10**8)) == []
+        assert list(source.history()) == []
     for operation in ("read", "ack", "recent"):
         labels = {"operation": operation}
         assert desk.registry.get_sample_value("slipstream_trainer_stream_errors_total", labels) == 1

@@ -198,7 +198,13 @@ def test_without_room_no_request_is_captured_and_that_is_counted() -> None:
 def test_the_report_counts_what_was_refused_and_what_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
     pipeline = TracePipeline(
-        PluginSettings(redis_url="redis://127.0.0.1:1/0", capture=True, capture_topk=KEPT, capture_unmarked=False),
+        PluginSettings(
+            redis_url="redis://127.0.0.1:1/0",
+            capture=True,
+            capture_topk=KEPT,
+            capture_unmarked=False,
+            stream_max_bytes=1,
+        ),
         engine_id="e",
         model_key="m",
         model_dir=Path(),
