@@ -14,14 +14,13 @@ from pydantic_settings import BaseSettings
 
 PREFIX = "SLIPSTREAM_"
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
-DEFAULT_STREAM_MAX_BYTES = 512 * 1024 * 1024
 """What the services of one deployment must agree on, where nobody says otherwise."""
 
 COMPOSE_VARIABLES = frozenset(
     f"{PREFIX}{name}"
     for name in (
         *("MODEL", "MODEL_NAME", "MODELS", "CAPTURE", "DEPTH", "SGLANG_GPU", "SGLANG_MEMORY", "SGLANG_ARGS"),
-        *("TRAINER_GPU", "REDIS_MEMORY", "PORT", "PROMETHEUS_PORT", "GRAFANA_PORT", "METRICS_KEPT"),
+        *("TRAINER_GPU", "REDIS_MEMORY", "STREAM_MAX_BYTES", "PORT", "PROMETHEUS_PORT", "GRAFANA_PORT", "METRICS_KEPT"),
         *("TRACE_TTL_HOURS", "CAPTURE_FILTER", "CAPTURE_FLOOR", "DROP_PERSONAL_DATA"),
     )
 )

@@ -65,7 +65,10 @@ SERVE = (
     Rule(("control_share", "head_off_share"), _set("depth"), _NO_ROUND_DRAFTS, is_refused=False),
     _CAPTURE,
 )
-SGLANG = (_CAPTURE,)
+SGLANG = (
+    _CAPTURE,
+    Rule(("gpu",), _set("trainer_gpu"), "is compared with --trainer-gpu: pass that too", is_refused=False),
+)
 GATEWAY = (
     Rule(
         ("engine_id",),

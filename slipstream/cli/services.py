@@ -16,7 +16,7 @@ from slipstream.cli.effects import check_options, check_variables, warn_of_unrea
 from slipstream.cli.options import Depth, DraftVocab, Model, RedisUrl, Store, SuffixDepth, VocabFrom, finite
 from slipstream.logs import configure_logs
 from slipstream.models import checked_fingerprint, resolve_model
-from slipstream.settings import DEFAULT_REDIS_URL, DEFAULT_STREAM_MAX_BYTES
+from slipstream.settings import DEFAULT_REDIS_URL
 from speculator.errors import ConfigError
 from speculator.tracing import configure_spans
 
@@ -45,7 +45,7 @@ def serve(
     vocab_from: VocabFrom = None,
     dtype: options.ServeDtype = "bfloat16",
     device: options.Device = None,
-    stream_max_bytes: options.StreamMaxBytes = DEFAULT_STREAM_MAX_BYTES,
+    stream_max_bytes: options.StreamMaxBytes = 0,
     seed: options.Seed = None,
     slots: options.Slots = 8,
     context_length: options.ContextLength = 2048,
@@ -146,9 +146,17 @@ def sglang(
         Literal["bfloat16", "float16", "float32"], typer.Option(help="Number type of the target.")
     ] = "bfloat16",
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
-    stream_max_bytes: options.StreamMaxBytes = DEFAULT_STREAM_MAX_BYTES,
+    stream_max_bytes: options.StreamMaxBytes = 0,
     sglang_python: options.SglangPython = None,
     capture_bytes_per_s: options.CaptureBytes = 0,
+    gpu: Annotated[str, typer.Option(envvar="SLIPSTREAM_SGLANG_GPU", help="Names the GPU that this SGLang has.")] = "0",
+    trainer_gpu: Annotated[
+        str | None,
+        typer.Option(
+            envvar="SLIPSTREAM_TRAINER_GPU",
+            help="Names the trainer's. Where it is the same and --capture is on, SGLang leaves room for the trainer.",
+        ),
+    ] = None,
 ) -> None:
     """Become SGLang with the plugin and the store's last good draft; `slipstream gateway` stands in front of it.
 
@@ -162,7 +170,13 @@ def sglang(
     from slipstream.start.sglang import become_sglang
 
     check_sglang_exposure(host, redis_url, is_private=private_network)
-    become_sglang(SglangStart(**_fields(SglangStart, _given(context))), host=host, port=port, engine_id=engine_id)
+    become_sglang(
+        SglangStart(**_fields(SglangStart, _given(context))),
+        host=host,
+        port=port,
+        engine_id=engine_id,
+        shares_card=capture and device == "cuda" and gpu == trainer_gpu,
+    )
 
 
 def gateway(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NoReturn
 
 import structlog
+import torch
 
 from serving.sglang.outside.launcher import (
     SglangOptions,
@@ -19,7 +23,8 @@ from serving.sglang.outside.launcher import (
     environment,
     find_interpreter,
 )
-from speculator.draft.checkpoint import model_key, target_fingerprint
+from slipstream.start.card import FRACTION, card_shares
+from speculator.draft.checkpoint import config_from_json, expected_shapes, model_key, target_fingerprint
 from speculator.errors import ConfigError
 from speculator.versions.lineage import version_to_serve
 from speculator.versions.store import DraftStore
@@ -53,10 +58,11 @@ def with_draft(
     return options, version
 
 
-def become_sglang(start: SglangStart, *, host: str, port: int, engine_id: str) -> NoReturn:
+def become_sglang(start: SglangStart, *, host: str, port: int, engine_id: str, shares_card: bool = False) -> NoReturn:
     """Replace this process by SGLang with the last good draft of the store.
 
-    Raises ConfigError, StoreError or DraftError where it would not start.
+    With `shares_card` the trainer has the same GPU, and SGLang takes what that leaves, unless `start.extra` says how
+    much. Raises ConfigError, StoreError or DraftError where it would not start.
     """
     python = checked_interpreter(start.python)
     store = DraftStore(start.store)
@@ -65,9 +71,33 @@ def become_sglang(start: SglangStart, *, host: str, port: int, engine_id: str) -
         raise ConfigError(f"{start.store} holds no draft to serve: run `slipstream draft init --store` first")
     fingerprint = target_fingerprint(start.model_dir)
     options, version = with_draft(start, python, store, newest, fingerprint=fingerprint, engine_id=engine_id)
+    if shares_card and not any(word.partition("=")[0] == FRACTION for word in options.extra):
+        options = replace(options, extra=(*options.extra, FRACTION, str(_fraction(options, store, version))))
     # SGLang reads it while it starts; nobody is left to remove it.
     candidates = Path(tempfile.mkdtemp(prefix="slipstream-sglang-")) / "adaptive.json"
     candidates.write_text(json.dumps(adaptive_config(options.depth)))
     words = command(options, host=host, port=port, adaptive_config=candidates)
     log.info("becoming sglang", python=str(python), draft_version=version, engine=engine_id)
     os.execve(words[0], words, environment(options, os.environ))  # noqa: S606 - what the operator's own words say
+
+
+def _fraction(options: SglangOptions, store: DraftStore, version: int) -> float:
+    """Of the GPU's memory for SGLang's weights and cache, beside the trainer. Raises ConfigError."""
+    if not torch.cuda.is_available():
+        raise ConfigError("--trainer-gpu is SGLang's, and there is no GPU: pass --device cpu, or leave it out")
+    free_bytes, _ = torch.cuda.mem_get_info(0)
+    shapes = expected_shapes(config_from_json(store.config(version)))
+    shares = card_shares(free_bytes, options.model_dir, shapes, tp_size=_tp_size(options.extra))
+    log.info(
+        "sharing the card with the trainer",
+        **{name: f"{size / 2**30:.1f} GiB" for name, size in asdict(shares).items()},
+    )
+    return shares.fraction
+
+
+def _tp_size(words: Sequence[str]) -> int:
+    """The number of GPUs that SGLang is told to part the target among."""
+    for flag, value in itertools.pairwise([part for word in words for part in word.split("=", 1)]):
+        if flag in ("--tp-size", "--tp", "--tensor-parallel-size") and value.isdecimal():
+            return max(int(value), 1)
+    return 1

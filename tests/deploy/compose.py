@@ -20,7 +20,7 @@ GPU = (ROOT / "docker-compose.yml",)
 CPU = (*GPU, ROOT / "deploy" / "compose.cpu.yml")
 _REPLACED = ("command", "entrypoint", "test")
 """Lists that a later file replaces; others are joined."""
-_VARIABLE = re.compile(r"\$(?:\{(?P<name>\w+)(?::(?P<kind>[-?])(?P<rest>(?:[^{}]|\{[^{}]*\})*))?\}|(?P<other>.))")
+_VARIABLE = re.compile(r"\$(?:\{(?P<name>\w+)(?::(?P<kind>[-?+])(?P<rest>(?:[^{}]|\{[^{}]*\})*))?\}|(?P<other>.))")
 _RESET = object()
 
 
@@ -82,6 +82,8 @@ def _filled(found: re.Match[str], environment: Mapping[str, str]) -> str:
             return "$"
         raise NotImplementedError(f"{found[0]!r}: write variables as ${{NAME}}")
     value = environment.get(found["name"], "")
+    if found["kind"] == "+":
+        return str(_interpolate(found["rest"], environment)) if value else ""
     if value:
         return value
     if found["kind"] == "?":

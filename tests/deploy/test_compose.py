@@ -112,11 +112,15 @@ def test_gpus_are_reserved_with_sglang_and_only_there() -> None:
     def devices(service: dict[str, Any]) -> Any:
         return service.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", [])
 
-    apart = load(GPU, {**ENV, "SLIPSTREAM_TRAINER_GPU": "1"})["services"]
+    apart = load(GPU, {**ENV, "SLIPSTREAM_TRAINER_GPU": "1", "SLIPSTREAM_CAPTURE": "1"})["services"]
     reserved = {name: devices(service)[0]["device_ids"] for name, service in apart.items() if devices(service)}
     assert reserved == {"sglang": ["0"], "trainer": ["1"]}
     # SGLang takes a fraction of what is free on a card that both share.
     assert apart["trainer"]["depends_on"]["sglang"] == {"condition": "service_healthy"}
+    told = apart["sglang"]["environment"]
+    assert (told["SLIPSTREAM_SGLANG_GPU"], told["SLIPSTREAM_TRAINER_GPU"]) == ("0", "1")
+    replicas = [load(GPU, ENV)["services"]["trainer"]["deploy"]["replicas"], apart["trainer"]["deploy"]["replicas"]]
+    assert replicas == ["0", "1"], "who has no traces learns nothing, and holds no card"
     assert not any(devices(service) for service in load(CPU, ENV)["services"].values())
 
 

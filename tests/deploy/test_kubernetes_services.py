@@ -63,6 +63,8 @@ def test_it_is_told_what_compose_tells_it(name: str) -> None:
     theirs, ours = argv(compose["command"]), _command(name)
     # Here every command names its store; there the environment does. What stands in front of engines differs, too.
     options = {word for word in ours if word.startswith("--")} - {"--store", "--pool"}
+    # Pods do not share a card: SGLang's part of it is a setting there, and computed or SGLang's own choice in compose.
+    options -= {"--mem-fraction-static"}
     assert options == {word for word in theirs if word.startswith("--")} - {"--store"}
     values = {word: theirs[place + 1] for place, word in enumerate(theirs[:-1]) if word.startswith("--")}
     for option in options - {"--sglang", "--private-network", "--if-missing", "--"}:
@@ -71,7 +73,7 @@ def test_it_is_told_what_compose_tells_it(name: str) -> None:
     here, there = environment(container(PODS[name])), compose["environment"]
     only_there = {key for key in there if key.startswith("SLIPSTREAM_")} - here.keys()
     # Pods get every line of an operator's settings; compose hands on what it names, and so what a start refuses, too.
-    assert only_there == {"SLIPSTREAM_STORE", FORMER_FILTER}
+    assert only_there - {"SLIPSTREAM_SGLANG_GPU", "SLIPSTREAM_TRAINER_GPU"} == {"SLIPSTREAM_STORE", FORMER_FILTER}
     same = (there.keys() & here.keys()) - {"SLIPSTREAM_REDIS_URL", "HF_TOKEN"}
     for key in same:
         assert here[key] == there[key].replace("/run/secrets/", "/run/secrets/slipstream/"), key
