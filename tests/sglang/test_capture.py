@@ -109,9 +109,33 @@ def test_accepted_counts_are_sglangs_own(answers: dict[str, dict[str, Any]], tra
 def test_features_and_distributions_are_hugging_faces(
     model_dir: Path, answers: dict[str, dict[str, Any]], traces: dict[str, Trace]
 ) -> None:
-    """At every position of every trace, prompts in chunks and behind cached prefixes among them.
+    """At every position of every trace, prompts in chunks and behind cached prefixes among them."""
+    check_against_hugging_face(model_dir, answers, traces)
 
-    The yardstick is what bfloat16 does to Hugging Face's own forward pass, against the same in float32. A misplaced
+
+def test_they_are_whatever_the_temperatures_of_a_batch(plugged: Plugged, model_dir: Path) -> None:
+    def ask(number: int) -> dict[str, Any]:
+        ids = plugged.ids(f"{number}. {QUESTIONS[number % len(QUESTIONS)]}")
+        answer = plugged.server.generate(
+            ids, max_new_tokens=8 + number % 5, temperature=(0, 0.7, 1.0)[number % 3], ignore_eos=True
+        )
+        return {**answer, "prompt_ids": ids}
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = {answer["meta_info"]["id"]: answer for answer in pool.map(ask, range(40))}
+    traces = plugged.traces(len(answers))
+    assert traces.keys() == answers.keys()
+    assert {trace.header.sampling.temperature for trace in traces.values()} == {0.0, 0.7, 1.0}
+    likeliest = [trace.target_topk_ids[:, 0] for trace in traces.values() if trace.header.sampling.temperature == 1]
+    served = [
+        answers[trace_id]["output_ids"] for trace_id, trace in traces.items() if trace.header.sampling.temperature == 1
+    ]
+    assert any(ids[-len(tokens) :].tolist() != tokens for ids, tokens in zip(likeliest, served, strict=True))
+    check_against_hugging_face(model_dir, answers, traces)
+
+
+def check_against_hugging_face(model_dir: Path, answers: dict[str, dict[str, Any]], traces: dict[str, Trace]) -> None:
+    """The yardstick is what bfloat16 does to Hugging Face's own forward pass, against the same in float32. A misplaced
     position is off by more than the size of the feature itself.
     """
     torch.set_num_threads(1)
@@ -128,10 +152,10 @@ def test_features_and_distributions_are_hugging_faces(
         ours.append((trace.aux_hidden.float() - features).norm(dim=-1) / size)
         yardstick.append((features_bf16 - features).norm(dim=-1) / size)
         labelled = torch.from_numpy(trace.target_topk_ids[:, 0] >= 0)
-        top = torch.from_numpy(trace.target_topk_ids[:, :1]).long()[labelled]
-        captured = torch.from_numpy(trace.target_topk_logprobs[:, 0].astype(np.float32))[labelled]
-        our_logprobs.append((captured - logprobs[labelled].gather(1, top)[:, 0]).abs())
-        yardstick_logprobs.append((logprobs_bf16 - logprobs)[labelled].gather(1, top)[:, 0].abs())
+        top = torch.from_numpy(trace.target_topk_ids[:, :4]).long()[labelled]
+        captured = torch.from_numpy(trace.target_topk_logprobs[:, :4].astype(np.float32))[labelled]
+        our_logprobs.append((captured - logprobs[labelled].gather(1, top)).abs().flatten())
+        yardstick_logprobs.append((logprobs_bf16 - logprobs)[labelled].gather(1, top).abs().flatten())
     for captured_error, rounding_error in ((ours, yardstick), (our_logprobs, yardstick_logprobs)):
         error, allowed = torch.cat(captured_error), torch.cat(rounding_error)
         assert error.median() < 1.5 * allowed.median()
