@@ -20,7 +20,7 @@ from serving.sglang.outside.launcher import check_interpreter, find_interpreter
 from slipstream.doctor.finding import Finding, failed, ok
 from slipstream.models import check_target, resolve_model
 from speculator.errors import ConfigError
-from speculator.host import CACHE_VARIABLE, cache_root
+from speculator.host import CACHE_VARIABLE, cache_root, memory_bytes
 
 _NEEDED_DISK_GIB = 2.0
 _NEEDED_MEMORY_GIB = 3.5
@@ -34,7 +34,7 @@ def check_python() -> Iterator[Finding]:
 
 
 def check_memory(needed_gib: float = _NEEDED_MEMORY_GIB) -> Iterator[Finding]:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    total = memory_bytes() / 2**30
     detail = f"{total:.1f} GiB, {os.cpu_count()} cores"
     if total < needed_gib:
         yield failed("memory", f"{detail}: the demo needs {needed_gib} GiB, choose a larger machine")

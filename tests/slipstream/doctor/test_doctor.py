@@ -118,6 +118,11 @@ def test_little_memory_and_disk() -> None:
     assert "SLIPSTREAM_CACHE" in the_fault(found(lambda: check_disk(needed_gib=1e9)))
 
 
+def test_the_memory_is_what_a_container_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.doctor.machine.memory_bytes", lambda: 2 << 30)
+    assert "2.0 GiB" in the_fault(found(check_memory))
+
+
 def test_a_gpu_is_needed_for_sglang_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert levels(found(lambda: check_gpu(needed=False))) == [Level.OK]
