@@ -31,7 +31,10 @@ if TYPE_CHECKING:
     from benchmarks.gpu.scale import Scene
 
 _STAGES = {1: "device", 2: "server", 3: "asleep", 4: "drafting"}
-_DEVICE_TESTS = ("tests/serving/sglang",)
+_DEVICE_TESTS = tuple(
+    f"tests/serving/sglang/{name}"
+    for name in ("capture", "test_cuda.py", "test_no_waiting.py", "test_runtime.py", "test_swap.py")
+)
 _SERVER_TESTS = ("tests/sglang/test_capture.py", "tests/sglang/test_depth.py")
 
 
