@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,19 +73,23 @@ class Scene:
 
     # -- servers
 
-    def plain_server(self) -> SglangServer:
-        return SglangServer(self.model_dir, log_path=self.folder / "plain.log")
+    def plain_server(self, *flags: str) -> SglangServer:
+        return SglangServer(self.model_dir, log_path=self.folder / "plain.log", flags=flags)
 
-    def live_server(self) -> SglangServer:
+    def live_server(
+        self, version: int = 1, flags: Sequence[str] = (), env: Mapping[str, str] | None = None
+    ) -> SglangServer:
         config = self.folder / "adaptive.json"
         config.write_text('{"1": {"candidate_steps": [0, 1, 2, 3]}}')
         adaptive = ["--speculative-adaptive", "--speculative-adaptive-config", str(config)]
-        return self._drafting_server("live", LIVE_ID, 1, adaptive)
+        return self._drafting_server("live", LIVE_ID, version, [*adaptive, *flags], env)
 
     def fixed_server(self, version: int) -> SglangServer:
         return self._drafting_server("fixed", FIXED_ID, version, [])
 
-    def _drafting_server(self, name: str, engine_id: str, version: int, flags: list[str]) -> SglangServer:
+    def _drafting_server(
+        self, name: str, engine_id: str, version: int, flags: Sequence[str], env: Mapping[str, str] | None = None
+    ) -> SglangServer:
         draft_dir = self.store.root / "versions" / f"{version:06d}"
         return SglangServer(
             self.model_dir,
@@ -101,6 +105,7 @@ class Scene:
                 "SLIPSTREAM_CAPTURE_FLOOR": "1",
                 # Swaps are measured here, and come in quick succession.
                 "SLIPSTREAM_WATCH": "0",
+                **(env or {}),
             },
         )
 

@@ -1,0 +1,204 @@
+"""The gauge against the truth: the speedup that an SGLang server says of itself, and that over one without drafts.
+
+.venv-sglang/bin/python -m benchmarks.gauge [--quick] [--json FILE] [--prompts FILE.jsonl] [--blocks 6]
+                                            [--drafts random poor good] [--clients 1 8]
+
+For each draft a server with the plugin, adaptive depth 0 … 3, stands beside one without speculation, and both are asked
+in short turns. `random` is a fresh draft, which sleeps. `poor` and `good` commit 1.2 and 2 tokens a verification by
+SGLang's own simulation (SGLANG_SIMULATE_ACC_LEN), which changes the text and not the work; they capture nothing.
+
+In a turn each client streams one answer. What counts is the time in which all of them decode. A block of turns lasts as
+long as the window of the gauge, which is read at its end. The two are equal where the 90% interval of their ratio over
+the blocks lies within ±5%: two one-sided tests (Schuirmann, J. Pharmacokinet. Biopharm. 15(6), 1987).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.common.report import Median, Target, fill_in, finish, parser
+from benchmarks.sglang_cpu_scene import LIVE_ID, Scene, prepared
+from tests.sglang.server import SglangServer
+
+ACCEPT_LENGTHS = {"random": None, "poor": 1.2, "good": 2.0}
+"""Simulated ones."""
+BLOCK_S = 125.0
+_REPORTED_AFTER_S = 2.0
+_TURN_TOKENS = 96
+_LONGEST_PROMPT = 256
+_WITHIN = math.log(1.05)
+_T90 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833}
+"""Student's t, 95% one-sided, by degrees of freedom."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Ratios of the decoding rates of each turn, and what the gauge said at the end."""
+
+    ratios: list[float]
+    gauge: float
+    accept_length: float
+
+    @property
+    def error(self) -> float:
+        """Logarithm of gauge over truth."""
+        return math.log(self.gauge / statistics.median(self.ratios))
+
+
+@dataclass(frozen=True)
+class Cell:
+    draft: str
+    clients: int
+    blocks: list[Block]
+
+    @property
+    def name(self) -> str:
+        return f"{self.draft}_{self.clients}"
+
+    @property
+    def truth(self) -> Median:
+        return Median.of([ratio for block in self.blocks for ratio in block.ratios])
+
+    def gauge_over_truth(self) -> tuple[float, float, float]:
+        """The mean, and the ends of its 90% interval; infinitely wide for a single block."""
+        errors = [block.error for block in self.blocks]
+        mean = statistics.fmean(errors)
+        if len(errors) < 2:
+            return math.exp(mean), 0.0, math.inf
+        half = _T90[min(len(errors) - 1, max(_T90))] * statistics.stdev(errors) / math.sqrt(len(errors))
+        return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+
+    def targets(self) -> list[Target]:
+        _, lower, upper = self.gauge_over_truth()
+        pays = self.draft == "good"
+        return [
+            Target(f"{self.name}: gauge / truth, lower", lower, math.exp(-_WITHIN)),
+            Target(f"{self.name}: gauge / truth, upper", upper, math.exp(_WITHIN), at_least=False),
+            Target(f"{self.name}: adaptive / no speculation", self.truth.value, 1.1 if pays else 0.97),
+            Target(f"{self.name}: its lower end", self.truth.lower, 1.1 if pays else 0.95),
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        mean, lower, upper = self.gauge_over_truth()
+        return {
+            "speedup": self.truth.to_dict(),
+            "gauge": [round(block.gauge, 4) for block in self.blocks],
+            "gauge_over_truth": {"mean": round(mean, 4), "lower": round(lower, 4), "upper": round(upper, 4)},
+            "accept_length": self.blocks[-1].accept_length,
+            "turns": sum(len(block.ratios) for block in self.blocks),
+        }
+
+
+def main() -> None:
+    options = parser("The measured speedup of an SGLang server against one without speculation")
+    options.add_argument("--blocks", type=int, help="of two minutes, for each draft and number of clients")
+    options.add_argument("--drafts", nargs="+", choices=ACCEPT_LENGTHS, default=list(ACCEPT_LENGTHS))
+    options.add_argument("--clients", nargs="+", type=int, default=[1, 8])
+    arguments = options.parse_args()
+    fill_in(arguments, {"blocks": (2, 6)})
+    cells = []
+    with prepared(arguments.model, arguments.prompts) as scene, scene.plain_server(*_FLAGS) as plain:
+        prompts = _prompts(scene)
+        for draft in arguments.drafts:
+            with _server(scene, draft) as live:
+                for clients in arguments.clients:
+                    cells.append(_measure(scene, draft, plain, live, clients, arguments.blocks, prompts))
+                    print(f"{cells[-1].name}: {cells[-1].to_dict()}", flush=True)
+    rows: list[tuple[str, object]] = []
+    for cell in cells:
+        mean, lower, upper = cell.gauge_over_truth()
+        gauge = statistics.fmean(block.gauge for block in cell.blocks)
+        rows += [
+            (f"{cell.draft} draft, {cell.clients} clients: adaptive / no speculation", cell.truth),
+            ("   the gauge; gauge / truth", f"{gauge:8.3f}; {mean:.3f}  ({lower:.3f} … {upper:.3f})"),
+        ]
+    document = {cell.name: cell.to_dict() for cell in cells}
+    finish(rows, [target for cell in cells for target in cell.targets()], document, arguments.json)
+
+
+_FLAGS = ("--stream-interval", "4")
+"""Two cores serve and ask: fewer events, more of the time is the server's."""
+
+
+def _server(scene: Scene, draft: str) -> SglangServer:
+    accept_length = ACCEPT_LENGTHS[draft]
+    if accept_length is None:
+        return scene.live_server(1, _FLAGS)
+    simulated = {
+        "SGLANG_SIMULATE_ACC_LEN": str(accept_length),
+        "SGLANG_SIMULATE_ACC_METHOD": "match-expected",
+        # Its verdicts are not the target's: nothing may learn from them.
+        "SLIPSTREAM_CAPTURE": "0",
+    }
+    return scene.live_server(scene.add_random(), _FLAGS, simulated)
+
+
+def _prompts(scene: Scene) -> Iterator[list[int]]:
+    """Each with another number in front: where they come again, no server has read them."""
+    for number in itertools.count():
+        prompt = scene.prompts[number % len(scene.prompts)]
+        yield scene.ids(f"Question {number:05d}: {prompt.text}"[: 3 * _LONGEST_PROMPT])
+
+
+def _measure(
+    scene: Scene,
+    draft: str,
+    plain: SglangServer,
+    live: SglangServer,
+    clients: int,
+    num_blocks: int,
+    prompts: Iterator[list[int]],
+) -> Cell:
+    """The first block warms up: the gauge forgets what was before, and the policy finds its depth."""
+    blocks = []
+    for number in range(1 + num_blocks):
+        ratios: list[float] = []
+        deadline_s = time.monotonic() + BLOCK_S
+        while time.monotonic() < deadline_s:
+            asked = [next(prompts) for _ in range(clients)]
+            order = (plain, live) if len(ratios) % 2 else (live, plain)
+            rates = {server.port: _decoding_rate(server, asked) for server in order}
+            ratios.append(rates[live.port] / rates[plain.port])
+        time.sleep(_REPORTED_AFTER_S)
+        report = scene.report(LIVE_ID)
+        # Of a draft that sleeps throughout nothing is measured: it claims to be a server without one.
+        gauge = 1.0 if report["asleep"] == "1" else float(report["speedup"])
+        if number:
+            blocks.append(Block(ratios, gauge, float(report.get("accept_length", 1.0))))
+    return Cell(draft, clients, blocks)
+
+
+def _decoding_rate(server: SglangServer, prompts: Sequence[list[int]]) -> float:
+    """Tokens a second while all of them decode."""
+
+    def answer(ids: list[int]) -> list[tuple[float, int]]:
+        """(when, tokens so far)."""
+        return [
+            (time.perf_counter(), int(event["meta_info"]["completion_tokens"]))
+            for event in server.stream(ids, max_new_tokens=_TURN_TOKENS, ignore_eos=True)
+        ]
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(answer, prompts))
+    began_s, ended_s = max(events[0][0] for events in answers), min(events[-1][0] for events in answers)
+    tokens = sum(_tokens_at(events, ended_s) - _tokens_at(events, began_s) for events in answers)
+    return tokens / (ended_s - began_s)
+
+
+def _tokens_at(events: Sequence[tuple[float, int]], at_s: float) -> float:
+    """Between two events tokens come evenly."""
+    for (before_s, before), (after_s, after) in itertools.pairwise(events):
+        if before_s <= at_s <= after_s:
+            return before + (after - before) * (at_s - before_s) / (after_s - before_s)
+    return float(events[0][1] if at_s < events[0][0] else events[-1][1])
+
+
+if __name__ == "__main__":
+    main()
