@@ -24,6 +24,8 @@ _STEP_BYTES = 2 * _GIB
 """The trainer's CUDA context, and what a step computes between the weights."""
 _WORK_SHARE, _LEAST_WORK_BYTES = 0.15, 3 * _GIB
 """What SGLang needs beside weights and cache, for graphs and what a pass computes."""
+_CONTEXT_BYTES = _GIB
+"""Of a process that has only looked at its GPU, or less."""
 _LEAST_CONTEXT = 8192
 """Tokens for which there must be room in the cache."""
 _CACHE_BYTES = 2
@@ -41,6 +43,7 @@ class CardShares:
     least_cache: int
     work: int
     trainer: int
+    """What it has yet to take."""
 
     @property
     def fraction(self) -> float:
@@ -57,7 +60,7 @@ class CardShares:
             }
             said = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in parts.items())
             raise ConfigError(
-                f"one GPU of {self.card / _GIB:.1f} GiB cannot hold SGLang and the trainer, which need "
+                f"{self.card / _GIB:.1f} GiB of the GPU are free, and SGLang and the trainer together need "
                 f"{(need + self.work + self.trainer) / _GIB:.1f} ({said}): give the trainer another GPU "
                 f"(SLIPSTREAM_TRAINER_GPU), or pass {FRACTION} after --"
             )
@@ -65,9 +68,17 @@ class CardShares:
 
 
 def card_shares(
-    card_bytes: int, model_dir: Path, draft_shapes: Mapping[str, Sequence[int]], *, tp_size: int = 1
+    free_bytes: int,
+    model_dir: Path,
+    draft_shapes: Mapping[str, Sequence[int]],
+    *,
+    used_bytes: int = 0,
+    tp_size: int = 1,
 ) -> CardShares:
-    """What the target of this folder and a draft of these shapes need. Raises ConfigError."""
+    """What the target of this folder and a draft of these shapes need.
+
+    `used_bytes` of the GPU are taken: by the trainer, where SGLang alone has been started again. Raises ConfigError.
+    """
     config = read_config(model_dir)
     files = set(weight_files(model_dir).values())
     draft_weights = sum(math.prod(shape) for shape in draft_shapes.values())
@@ -76,12 +87,13 @@ def card_shares(
     layers = config["num_hidden_layers"] + 1
     token_bytes = 2 * layers * (config.get("num_key_value_heads") or heads) * head_dim * _CACHE_BYTES
     embedding_bytes = config["vocab_size"] * config["hidden_size"] * 2
+    trainer_bytes = _TRAINED_BYTES * draft_weights + embedding_bytes + _STEP_BYTES
     return CardShares(
-        card=card_bytes,
+        card=free_bytes,
         target=sum(path.stat().st_size for path in files) // tp_size,
         # It has the target's embedding, which is there already, and is exchanged for one that is staged beside it.
         draft=2 * 2 * draft_weights // tp_size,
         least_cache=_LEAST_CONTEXT * token_bytes // tp_size,
-        work=max(int(_WORK_SHARE * card_bytes), _LEAST_WORK_BYTES),
-        trainer=_TRAINED_BYTES * draft_weights + embedding_bytes + _STEP_BYTES,
+        work=max(int(_WORK_SHARE * free_bytes), _LEAST_WORK_BYTES),
+        trainer=max(trainer_bytes - (used_bytes if used_bytes > _CONTEXT_BYTES else 0), 0),
     )

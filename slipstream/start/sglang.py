@@ -85,9 +85,15 @@ def _fraction(options: SglangOptions, store: DraftStore, version: int) -> float:
     """Of the GPU's memory for SGLang's weights and cache, beside the trainer. Raises ConfigError."""
     if not torch.cuda.is_available():
         raise ConfigError("--trainer-gpu is SGLang's, and there is no GPU: pass --device cpu, or leave it out")
-    free_bytes, _ = torch.cuda.mem_get_info(0)
+    free_bytes, all_bytes = torch.cuda.mem_get_info(0)
     shapes = expected_shapes(config_from_json(store.config(version)))
-    shares = card_shares(free_bytes, options.model_dir, shapes, tp_size=_tp_size(options.extra))
+    shares = card_shares(
+        free_bytes,
+        options.model_dir,
+        shapes,
+        used_bytes=all_bytes - free_bytes,
+        tp_size=_tp_size(options.extra),
+    )
     log.info(
         "sharing the card with the trainer",
         **{name: f"{size / 2**30:.1f} GiB" for name, size in asdict(shares).items()},

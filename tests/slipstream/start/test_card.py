@@ -40,9 +40,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def shares(folder: Path, card_gib: float, tp_size: int = 1) -> CardShares:
+def shares(folder: Path, free_gib: float, *, used_gib: float = 0.0, tp_size: int = 1) -> CardShares:
     shapes = expected_shapes(DraftConfig.for_target(SIZES, draft_vocab_size=32000))
-    return card_shares(int(card_gib * GIB), folder, shapes, tp_size=tp_size)
+    return card_shares(int(free_gib * GIB), folder, shapes, used_bytes=int(used_gib * GIB), tp_size=tp_size)
 
 
 def test_the_trainer_fits_into_what_sglang_leaves(folder: Path) -> None:
@@ -57,7 +57,7 @@ def test_the_trainer_fits_into_what_sglang_leaves(folder: Path) -> None:
 
 def test_what_does_not_fit_is_refused_with_the_sum(folder: Path) -> None:
     one = shares(folder, 24)
-    with pytest.raises(ConfigError, match=r"one GPU of 24\.0 GiB cannot hold") as refused:
+    with pytest.raises(ConfigError, match=r"24\.0 GiB of the GPU are free") as refused:
         _ = one.fraction
     said = str(refused.value)
     for size in (one.target, one.draft, one.least_cache, one.work, one.trainer):
@@ -65,6 +65,16 @@ def test_what_does_not_fit_is_refused_with_the_sum(folder: Path) -> None:
     total = one.target + one.draft + one.least_cache + one.work + one.trainer
     assert f"need {total / GIB:.1f} (" in said
     assert "SLIPSTREAM_TRAINER_GPU" in said
+
+
+def test_sglang_that_starts_again_beside_its_trainer_counts_it_once(folder: Path) -> None:
+    first = shares(folder, 40, used_gib=0.5)
+    trainer_gib = first.trainer / GIB
+    again = shares(folder, 40 - trainer_gib, used_gib=trainer_gib)
+    assert (first.trainer > 0, again.trainer) == (True, 0)
+    static_bytes = [one.fraction * one.card for one in (first, again)]
+    assert static_bytes[1] >= static_bytes[0]
+    assert static_bytes[1] + again.work <= again.card
 
 
 def test_of_a_target_on_two_gpus_each_has_half(folder: Path) -> None:
