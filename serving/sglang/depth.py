@@ -137,7 +137,7 @@ class DepthControl:
         self._clock.start()
 
     def committed(self) -> None:
-        """The step has its tokens, and now the draft reads them. A server without drafts would have ended here."""
+        """A step at depth 0 has its tokens, and now the draft reads them. A server without drafts would end here."""
         self._clock.commit()
 
     def interrupted(self) -> None:
@@ -384,7 +384,7 @@ class StepClock:
         self._committed = None
 
     def commit(self) -> None:
-        """The step has its tokens, before `stop`."""
+        """The step has its tokens, before `stop`; where nobody says so, it has them at its end."""
         self._committed = self._device.mark()
 
     def stop(self, about: Any) -> None:

@@ -313,10 +313,10 @@ class RoundPlanner:
     def plan_depth(self, batch: int, depths: Sequence[int]) -> Plan:
         """The plan of an engine that fixes one length for all chains of a round before it drafts, SGLang.
 
-        `depths` are the lengths that it can choose from, 0 first. Its times are those of whole rounds, drafting
-        included, told by `observe_round`. A look is a round of the shortest chains where the best is to draft
-        nothing, and else one of the next shorter or longer ones. Engines that were told the same rounds in the same
-        order plan the same.
+        `depths` are the lengths that it can choose from, 0 first. Its times are those told by `observe_round`: of whole
+        rounds, drafting included, and of plain decoding where nothing is proposed. A look is a round of the shortest
+        chains where the best is to draft nothing, and else one of the next shorter or longer ones. Engines that were
+        told the same rounds in the same order plan the same.
         """
         reaches = itertools.accumulate(
             (self.positions.rate(position) for position in range(1, depths[-1] + 1)), operator.mul
@@ -479,7 +479,7 @@ class RoundPlanner:
                 self.confidence.add(step, probability, accepted=step < verdict.num_accepted)
 
     def observe_round(self, batch: int, depth: int, seconds: float) -> None:
-        """What a whole round took that `plan_depth` has planned."""
+        """What a round took that `plan_depth` has planned; at depth 0, what it would take without a draft."""
         self.times.add_verification(batch, depth, 0, seconds)
 
     def look_again(self) -> None:

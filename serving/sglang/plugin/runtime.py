@@ -180,7 +180,8 @@ class EngineRuntime:
         """The draft reads what the step has committed, unless there is nothing to gain from it."""
         if self._choosing(self._skip_reading, batch, result):
             return None
-        self._choosing(self.depth.committed)
+        if self._worker.speculative_num_steps == 0:
+            self._choosing(self.depth.committed)
         caught_up = run()
         self._capturing(self._saw_extended, batch)
         return caught_up

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -17,7 +18,7 @@ from speculator.redis.client import RedisKeys, connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
 from speculator.redis.stream_accounting import MAX_DEAD_LETTERS, StreamLag
-from speculator.redis.trace_stream import StreamEntry, TraceStream
+from speculator.redis.trace_stream import StreamEntry, TraceStream, cap_for
 
 MODEL = "smollm2"
 CAP = 1 << 20
@@ -37,6 +38,16 @@ def append(traces: TraceStream, count: int, payload: bytes = ENTRY) -> list[str]
 
 def ids_of(entries: list[StreamEntry]) -> list[str]:
     return [entry.id for entry in entries]
+
+
+@pytest.mark.parametrize(("width", "least_bytes", "most_bytes"), [(576, 512 << 20, 512 << 20), (4096, 2.0e9, 2.1e9)])
+def test_the_cap_follows_from_the_width_of_the_target(
+    width: int, least_bytes: float, most_bytes: float, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": width, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}
+    config = {**sizes, "vocab_size": 32, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert least_bytes <= cap_for(tmp_path) <= most_bytes
 
 
 def balance(lag: StreamLag) -> int:
