@@ -22,7 +22,7 @@ from serving.sglang.capture.request import parent_of, policy_of, sampling_of
 from serving.sglang.device import Device, Mark
 from serving.sglang.draft_sleep import Dormancy
 from serving.speedup import ControlShare, EstimatedSpeedup, Group, SpeedupMeter
-from speculator.proposals.planner import RoundPlanner
+from speculator.proposals.planner import FadingMean, RoundPlanner
 from speculator.tracing import Parent, record
 
 _ASKED = "_slipstream_asked"
@@ -50,8 +50,14 @@ class _Round:
     accepted: Sequence[int] | None = None
 
 
-StepTimes = list[tuple[int, int, float]]
-"""Batch size, depth and seconds of decode steps."""
+class TimedStep(NamedTuple):
+    """What a decode step took, `seconds` against those of a server without a draft."""
+
+    batch: int
+    depth: int
+    seconds: float
+    reading_s: float = 0.0
+    """In which the draft has read what a step at depth 0 committed."""
 
 
 class DepthControl:
@@ -77,13 +83,13 @@ class DepthControl:
         """
         self._depths, self._clock, self.meter, self._is_alone = depths, clock, meter, is_alone
         self._planner = RoundPlanner(max_depth=depths[-1]) if 0 in depths else None
-        self._times: StepTimes = []
+        self._times: list[TimedStep] = []
         self._estimated = EstimatedSpeedup()
         self.tally = RoundTally()
         self._dormancy, self._version, self._control, self._on_round = dormancy, version, control, on_round
         self._is_control = False
-        self._wants_draft = True
-        """Whether drafting was last planned, looks at a draft that does not pay aside."""
+        self._reading = FadingMean(0.0)
+        """What the draft's reading of a step at depth 0 takes, in plain steps."""
         self._are_cold = False
         """All requests of the last step: what they accept is not observed, so nothing says that drafting pays."""
         self._rounds: deque[_Round] = deque()
@@ -108,7 +114,6 @@ class DepthControl:
         plan = self._planner.plan_depth(
             batch, [depth for depth in self._depths if self.limit is None or depth <= self.limit]
         )
-        self._wants_draft = plan.num_proposals > 0 and not plan.is_look
         return plan.num_proposals
 
     @property
@@ -153,31 +158,34 @@ class DepthControl:
         asked = tuple((str(request.rid), _asked_by(request)) for request in requests)
         round_ = _Round(self._version, self.target_version, len(requests), depth, self._is_control, cold, asked)
         self._are_cold = self._dormancy.are_cold(requests)
-        planner = None if self._is_control else self._planner
-        if planner is not None and self._dormancy.step(self._wants_draft, are_cold=self._are_cold):
-            planner.look_again()
+        if self._planner is not None and self._dormancy.is_asleep and self._dormancy.slept():
+            self._planner.look_again()
         self._is_control = False
         self._rounds.append(round_)
         self._clock.stop(round_)
         for timed in self._clock.finished():
             done = timed.about
             done.seconds = timed.committed_s if done.is_control else timed.whole_s
-            # Against what a server without a draft takes: one that proposes nothing soon sleeps and reads nothing.
-            self._times.append((done.batch, done.depth, timed.whole_s if done.depth else timed.committed_s))
+            # A server without a draft has no reading behind its steps.
+            seconds = timed.whole_s if done.depth else timed.committed_s
+            self._times.append(TimedStep(done.batch, done.depth, seconds, timed.whole_s - seconds))
         if self._is_alone:
             self.learn_times(self.take_times())
         self._settle()
 
-    def take_times(self) -> StepTimes:
+    def take_times(self) -> list[TimedStep]:
         """What this rank's steps took since this was last asked."""
         times, self._times = self._times, []
         return times
 
-    def learn_times(self, times: StepTimes) -> None:
+    def learn_times(self, times: list[TimedStep]) -> None:
         """Plan by these from now on, too."""
-        if self._planner is not None:
-            for batch, depth, seconds in times:
-                self._planner.observe_round(batch, depth, seconds)
+        if self._planner is None:
+            return
+        for step in times:
+            self._planner.observe_round(step.batch, step.depth, step.seconds)
+            if step.reading_s:
+                self._reading.add(step.reading_s / step.seconds)
 
     def verified(self, accepted: Sequence[int]) -> None:
         """The result of the oldest launched step: accepted proposals of each request."""
@@ -185,6 +193,8 @@ class DepthControl:
         if round_ is None:
             return
         round_.accepted = list(accepted)
+        if self._planner is not None and not round_.is_control:
+            self._weigh(self._planner, round_, sum(accepted))
         if round_.depth > 0:
             if self._planner is not None:
                 for count, is_cold in zip(round_.accepted, round_.cold, strict=True):
@@ -193,6 +203,14 @@ class DepthControl:
             self.num_verifications += round_.batch
             self.num_verified_tokens += round_.batch + sum(round_.accepted)
         self._settle()
+
+    def _weigh(self, planner: RoundPlanner, done: _Round, num_accepted: int) -> None:
+        """Does the draft save time? By what all ranks know: expected times, and what was accepted."""
+        plain_s = planner.times.verify_s(done.batch, 0, 0)
+        if self.is_asleep or all(done.cold) or not plain_s:
+            return
+        took = planner.times.verify_s(done.batch, done.depth, 0) / plain_s if done.depth else 1 + self._reading.value
+        self._dormancy.saved(1 + num_accepted / done.batch - took)
 
     def renewed(self, version: int) -> None:
         """Another draft version is in service."""

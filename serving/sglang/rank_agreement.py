@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from serving.sglang.depth import StepTimes
+from serving.sglang.depth import TimedStep
 
 MEETING_STEPS = 32
 """A meeting costs a few hundred microseconds; a swap waits for one at most a second or two."""
@@ -62,14 +62,14 @@ class Agreement:
         dist.all_reduce(bounds, dist.ReduceOp.MIN, group=self._group)
         return bool(bounds[0] == -bounds[1]) and int(bounds[0]) != 0
 
-    def times(self, own: StepTimes) -> StepTimes:
+    def times(self, own: list[TimedStep]) -> list[TimedStep]:
         """The step times that rank 0 has measured, the newest of them; call at a meeting, on every rank."""
         if self._group is None:
             return own
-        table = torch.full((_MOST_TIMES, 3), float("nan"), dtype=torch.float64)
+        table = torch.full((_MOST_TIMES, len(TimedStep._fields)), float("nan"), dtype=torch.float64)
         if own:
             newest = torch.tensor(own[-_MOST_TIMES:], dtype=torch.float64)
             table[: len(newest)] = newest
         dist.broadcast(table, dist.get_global_rank(self._group, 0), group=self._group)
         known = table[~table[:, 0].isnan()].tolist()
-        return [(int(batch), int(depth), seconds) for batch, depth, seconds in known]
+        return [TimedStep(int(batch), int(depth), *seconds) for batch, depth, *seconds in known]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from serving.engine import Stratum, WatchedRound
-from serving.sglang.depth import DepthControl, StepClock
+from serving.sglang.depth import DepthControl, StepClock, TimedStep
 from serving.sglang.device import Device, HostDevice
 from serving.sglang.draft_sleep import LOOK_EVERY_STEPS, SLEEP_AFTER_STEPS, Dormancy
 from serving.sglang.report import EngineReport
@@ -37,7 +38,7 @@ def make_control(
         is_alone=not seconds,
         on_round=None if seen is None else seen.append,
     )
-    control.learn_times([(1, depth, cost) for depth, cost in (seconds or {}).items()] * 8)
+    control.learn_times([TimedStep(1, depth, cost) for depth, cost in (seconds or {}).items()] * 8)
     return control
 
 
@@ -208,7 +209,7 @@ def test_the_baseline_is_the_time_of_a_server_that_has_no_draft_to_keep_up_to_da
         device.finish()
         control.verified([depth])
     assert {(round_.drafted, round_.seconds) for round_ in seen} == {(False, 1.0), (True, 1.25)}
-    planned = {(depth > 0, seconds) for _, depth, seconds in control.take_times()}
+    planned = {(depth > 0, seconds) for _, depth, seconds, _ in control.take_times()}
     assert planned == {(False, 1.0), (True, 1.25)}, "drafting must beat such a server"
 
 
@@ -227,6 +228,27 @@ def test_a_draft_that_earns_only_what_its_own_reading_costs_falls_asleep() -> No
         device.finish()
         control.verified([int(depth > 0 and number % 10 == 0)])
     assert control.is_asleep
+
+
+def test_a_draft_that_now_and_then_seems_to_pay_and_reads_for_it_falls_asleep() -> None:
+    """A step with a proposal brings 1.22 tokens a request in 1.2; in every other step the draft only reads."""
+    device, random_ = SlowDevice(), random.Random(0)
+    control, batch = make_control(device=device), requests(8)
+    depths = []
+    for _ in range(3000):
+        depths.append(control.steps_for(8))
+        control.started()
+        device.now_s += SECONDS[depths[-1]]
+        if not control.needs_no_reading(batch):
+            control.committed()
+            device.now_s += 0.1 if depths[-1] == 0 else 0.0
+        control.launched(batch, depths[-1])
+        device.finish()
+        control.verified([int(depths[-1] > 0 and random_.random() < 0.22) for _ in batch])
+        if control.is_asleep:
+            break
+    assert control.is_asleep
+    assert 20 < sum(depth > 0 for depth in depths) < len(depths) - 20
 
 
 def test_what_sglang_does_between_two_steps_is_part_of_the_second() -> None:

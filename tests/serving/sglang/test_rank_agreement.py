@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp  # noqa: TID251 - two ranks on one machine
 
+from serving.sglang.depth import TimedStep
 from serving.sglang.rank_agreement import MEETING_STEPS, Agreement
 
 
@@ -28,7 +29,7 @@ def _rank(rank: int, folder: str) -> None:
         "no limit": agreement.limit(None if rank == 0 else 3),
         "all hold": agreement.all(True),
         "one does not": agreement.all(rank == 0),
-        "times": agreement.times([(4, 2, 0.1 + step) for step in range(100)] if rank == 0 else [(1, 1, 9.0)]),
+        "times": agreement.times([TimedStep(4, 2, 0.1 + step) for step in range(100)] if rank == 0 else [TimedStep(1, 1, 9.0)]),
         "no times": agreement.times([]),
     }
     (Path(folder) / f"rank{rank}").write_text(json.dumps(outcome))
@@ -62,5 +63,5 @@ def test_alone_every_step_will_do() -> None:
     assert agreement.all_staged(3)
     assert agreement.first(3) == 3
     assert not agreement.all_staged(0)
-    assert agreement.times([(1, 0, 0.5)]) == [(1, 0, 0.5)]
+    assert agreement.times([TimedStep(1, 0, 0.5, 0.1)]) == [TimedStep(1, 0, 0.5, 0.1)]
     assert [agreement.all(holds) for holds in (True, False)] == [True, False]
