@@ -35,6 +35,17 @@ NO_DRAFT = 0
 MAX_PROPOSALS = 127
 
 
+Verification = Literal["coupled", "target_only", "rejection", "block"]
+"""How an engine decides about the proposals of sampled requests.
+
+coupled      the target's draw and the draft's share their noise (speculator/draft/verification.py)
+target_only  the draft proposes its likeliest token, the target draws by itself
+rejection    the draft draws x from q, which is accepted with probability min(1, p(x) / q(x)), and else the target draws
+             from what q lacks of p (Leviathan et al., arXiv 2211.17192)
+block        the same for all of a chain at once, which accepts as many proposals or more (Sun et al., arXiv 2403.10444)
+"""
+
+
 class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
     trace_id: str
     request_id: str
@@ -47,6 +58,8 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
     created_ms: int
     """When the request came, not when its answer ended."""
     sampling: SamplingParams
+    verification: Verification = "coupled"
+    """Traces that do not say so are taken to be of such an engine. Of a greedy request it makes no difference."""
     tenant: str = "default"
     group_id: str = ""
     domain: str = ""
@@ -60,9 +73,10 @@ class VerifyRounds:
     """The R verifications that fell into the span, in order.
 
     `draft_tokens` [R, P] int32 with −1 where a round proposed fewer than P; `draft_logprobs` [R, P] float16 under the
-    draft that proposed; `draft_parents` [R, P] int8 index of the parent proposal, −1 for the root (a chain is
-    −1, 0, 1, …); `num_accepted` [R] int8 without the bonus token; `draft_version` [R] int32, or `NO_DRAFT`;
-    `position` [R] int32 absolute position of the last committed token when the round was drafted.
+    draft that proposed, at the temperature at which it draws; `draft_parents` [R, P] int8 index of the parent proposal,
+    −1 for the root (a chain is −1, 0, 1, …); `num_accepted` [R] int8 without the bonus token;
+    `draft_version` [R] int32, or `NO_DRAFT`; `position` [R] int32 absolute position of the last committed token when
+    the round was drafted.
     """
 
     position: np.ndarray

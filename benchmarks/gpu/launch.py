@@ -88,6 +88,7 @@ def decode_step(
     spec_info = SimpleNamespace(
         draft_token=torch.zeros(batch * num_nodes, dtype=torch.int64, device=device),
         draft_token_num=num_nodes,
+        draft_probs=None,
         topk=1,
         retrieve_next_token=links,
         retrieve_next_sibling=links,

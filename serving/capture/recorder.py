@@ -23,7 +23,7 @@ from serving.capture.sampling import LOOK_EVERY_S, SAMPLING_REASONS, CaptureSamp
 from serving.engine import CapturePolicy
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import StreamError, TraceError, type_and_place
-from speculator.trace import Features, Trace, TraceHeader, encode_trace
+from speculator.trace import Features, Trace, TraceHeader, Verification, encode_trace
 
 DROP_REASONS = (
     "buffer_full",
@@ -287,6 +287,7 @@ def make_header(
     target_fingerprint: str,
     target_version: int,
     created_ms: int,
+    verification: Verification,
 ) -> TraceHeader:
     """A header with a new trace id; `first_position` is the absolute one of the span's first token.
 
@@ -302,6 +303,7 @@ def make_header(
         first_position=first_position,
         created_ms=created_ms,
         sampling=sampling,
+        verification=verification,
         tenant=policy.tenant,
         group_id=policy.group_id,
         domain=policy.domain,

@@ -138,6 +138,7 @@ class LocalCapture:
                 target_fingerprint=self._fingerprint,
                 target_version=target_version,
                 created_ms=generation.created_ms,
+                verification="coupled",
             ),
             token_ids=np.array(generation.tokens[start : start + length], np.int32),
             aux_hidden=aux_hidden,

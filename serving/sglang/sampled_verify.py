@@ -6,7 +6,14 @@ distribution, by the functions with which SGLang samples when it decodes plainly
 token that was drawn, so the text is distributed as without a draft. Where SGLang heeds seeds, a draw depends on seed
 and position alone, so the text of a seed is the same, too.
 
-Shape letters: B requests, N nodes of a tree, V vocabulary.
+With `--speculative-use-rejection-sampling` the draft draws its chain. The choice at a node is then the proposal behind
+it, where that is accepted, and else a draw from what the draft's distribution lacks of the served one; a rejected token
+has more of the former, so it is never chosen, and the same walk ends there.
+
+On any device SGLang asks of that verification what the draft's distribution was, even where nothing was proposed, and
+ends when there is none.
+
+Shape letters: B requests, N nodes of a tree, P = N − 1 proposals of a chain, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,6 +36,10 @@ class SampledVerify:
         self, run: Callable[..., Any], verify_input: Any, batch: Any, logits_output: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """SGLang's `eagle_sample`."""
+        if verify_input.draft_token_num == 1 and is_rejecting():
+            # Never read: what is proposed by nobody is not rejected.
+            any_V = logits_output.next_token_logits.new_empty(1, 1, logits_output.next_token_logits.shape[-1])
+            verify_input.draft_probs = any_V.expand(verify_input.draft_token.shape[0], -1, -1)
         self._asked = verify_input, batch, logits_output
         try:
             return run(verify_input, batch, logits_output, *args, **kwargs)
@@ -40,13 +51,23 @@ class SampledVerify:
         if self._asked is not None:
             verify_input, batch, logits_output = self._asked
             if not batch.sampling_info.is_all_greedy and commits_argmax(logits_output.next_token_logits):
-                kwargs["target_predict"] = sampled_targets(
-                    logits_output.next_token_logits,
-                    batch.sampling_info,
-                    verify_input.positions,
-                    verify_input.draft_token_num,
-                )
+                logits, num_nodes = logits_output.next_token_logits, verify_input.draft_token_num
+                if num_nodes > 1 and is_rejecting():
+                    served = served_probs(logits, batch.sampling_info, num_nodes)
+                    proposals = verify_input.draft_token.view(-1, num_nodes)[:, 1:]
+                    targets = rejecting_targets(served, verify_input.draft_probs, proposals)
+                else:
+                    targets = sampled_targets(logits, batch.sampling_info, verify_input.positions, num_nodes)
+                kwargs["target_predict"] = targets
         return run(*args, **kwargs)
+
+
+def is_rejecting() -> bool:
+    """Whether this server verifies by rejection sampling."""
+    from sglang.srt.speculative import eagle_utils
+
+    asked: bool = eagle_utils.get_spec().speculative_use_rejection_sampling
+    return asked
 
 
 def commits_argmax(logits: Tensor) -> bool:
@@ -81,3 +102,37 @@ def sampled_targets(logits: Tensor, sampling_info: Any, positions: Tensor, num_n
     else:
         drawn = sampler.sampling_from_probs_torch(probs, sampling_seed=seeds, positions=positions)
     return drawn.long().view(-1, num_nodes)
+
+
+def served_probs(logits: Tensor, sampling_info: Any, num_nodes: int) -> Tensor:
+    """[B, N, V] the distribution that each request is served after every node; `logits` [B · N, V] are left alone."""
+    probs = torch.softmax(logits.view(-1, num_nodes, logits.shape[-1]) / sampling_info.temperatures[:, None], dim=-1)
+    if sampling_info.need_top_k_sampling or sampling_info.need_top_p_sampling or sampling_info.need_min_p_sampling:
+        ordered, order = probs.sort(dim=-1, descending=True)
+        top_ks, top_ps, min_ps = (
+            getattr(sampling_info, name)[:, None, None] for name in ("top_ks", "top_ps", "min_ps")
+        )
+        dropped = (torch.arange(ordered.shape[-1]) >= top_ks) | (ordered.cumsum(-1) - ordered > top_ps)
+        if sampling_info.need_min_p_sampling:
+            dropped |= ordered < min_ps * ordered[..., :1]
+        probs = torch.zeros_like(probs).scatter_(-1, order, ordered.masked_fill(dropped, 0.0))
+        probs /= probs.sum(-1, keepdim=True)
+    return probs
+
+
+def rejecting_targets(served: Tensor, drafted: Tensor, proposals: Tensor) -> Tensor:
+    """[B, N] int64: at each node of a chain the proposal behind it where it is accepted, else a token instead of it.
+
+    `served` p [B, N, V], `drafted` q [B, P, V], `proposals` [B, P] drawn from q. A proposal x is accepted with
+    probability min(1, p(x) / q(x)), else the token is drawn from max(p − q, 0); behind the last one from p (Leviathan
+    et al., "Fast inference from transformers via speculative decoding", arXiv 2211.17192).
+    """
+    p_BP, q_BP = (probs[:, : proposals.shape[1]].gather(2, proposals[..., None])[..., 0] for probs in (served, drafted))
+    # A token that the draft cannot have drawn stands for none.
+    accepted = (torch.rand_like(p_BP) * q_BP < p_BP) & (q_BP > 0)
+    left = torch.cat([(served[:, :-1] - drafted).clamp_min(0), served[:, -1:]], dim=1)
+    # Where the two are equal nothing is left, and nothing is rejected.
+    left = torch.where(left.sum(-1, keepdim=True) > 0, left, served)
+    drawn = torch.multinomial(left.flatten(0, 1), 1).view(left.shape[:2])
+    drawn[:, :-1] = torch.where(accepted, proposals, drawn[:, :-1])
+    return drawn

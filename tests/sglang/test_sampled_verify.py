@@ -14,7 +14,7 @@ from sglang.srt.speculative import eagle_utils
 from torch import Tensor
 
 from serving.sglang.plugin import contract, hooks
-from serving.sglang.sampled_verify import SampledVerify, sampled_targets
+from serving.sglang.sampled_verify import SampledVerify, rejecting_targets, sampled_targets, served_probs
 from tests.sglang.ops.sgl_kernel.tree import verify_tree_greedy_cpu
 
 DRAWS = 10_000
@@ -101,6 +101,54 @@ def test_what_a_tree_commits_is_distributed_as_without_it(changes: dict[str, Any
     assert set(counts.tolist()) >= {1, 2}
 
 
+def chain(size: int, served_NV: Tensor, drafted_PV: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens [size, 3] that a chain of two draws commits under rejection sampling, −1 behind the last; their number."""
+    proposals = torch.stack([drafted_V.multinomial(size, replacement=True) for drafted_V in drafted_PV], dim=1)
+    targets = rejecting_targets(served_NV.expand(size, -1, -1), drafted_PV.expand(size, -1, -1), proposals)
+    index_BN = torch.arange(size * 3).view(size, 3)
+    predicts, accepted = torch.zeros(size * 3, dtype=torch.int32), torch.full((size, 3), -1, dtype=torch.int32)
+    counts = torch.empty(size, dtype=torch.int32)
+    links = torch.tensor([1, 2, -1]).expand(size, 3), torch.full((size, 3), -1)
+    candidates = torch.cat([torch.full((size, 1), 9), proposals], dim=1)
+    verify_tree_greedy_cpu(predicts, accepted, counts, candidates, index_BN, *links, targets)
+    return torch.where(accepted >= 0, predicts[accepted.clamp_min(0).long()], -1), counts + 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"temperatures": torch.full((1, 1), 0.7)},
+        {"need_top_k_sampling": True, "top_ks": torch.tensor([3])},
+        {"need_top_p_sampling": True, "top_ps": torch.tensor([0.8])},
+        {"need_min_p_sampling": True, "min_ps": torch.tensor([0.2])},
+    ],
+)
+def test_what_a_chain_of_draws_commits_is_distributed_as_without_it(changes: dict[str, Any]) -> None:
+    """Each position where it is reached: the node's distribution does not depend here on what came before."""
+    torch.manual_seed(5)
+    logits_NV, sampling = torch.randn(3, 6) * 1.5, info(**changes)
+    served_NV = served_probs(logits_NV, sampling, 3)[0]
+    drafted_PV = torch.softmax(logits_NV[:2] + torch.randn(2, 6), -1)
+    committed, counts = chain(DRAWS, served_NV, drafted_PV)
+    for node in range(3):
+        tokens = committed[counts > node, node]
+        freedom = int((served_NV[node] > 0).sum()) - 1
+        assert len(tokens) > 1000
+        assert chi_square(tokens, served_NV[node]) < CHI_SQUARE_999[max(freedom, 2)]
+    overlap = float(torch.minimum(served_NV[0], drafted_PV[0]).sum())
+    assert float((counts > 1).float().mean()) == pytest.approx(overlap, abs=0.02), "as often as it is possible"
+
+
+def test_a_draft_like_the_target_is_always_accepted_and_one_that_nobody_drew_never() -> None:
+    served_NV = torch.softmax(torch.randn(3, 6), -1)
+    _, counts = chain(500, served_NV, served_NV[:2])
+    assert set(counts.tolist()) == {3}
+    nobody = torch.zeros(500, 2, 6)
+    targets = rejecting_targets(served_NV.expand(500, -1, -1), nobody, torch.zeros(500, 2, dtype=torch.int64))
+    assert chi_square(targets[:, 0], served_NV[0]) < CHI_SQUARE_999[5]
+
+
 def noise(seeds: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
     """In the place of SGLang's hash, which is a compiled operator."""
     pairs = zip(seeds.tolist(), positions.tolist(), strict=True)
@@ -174,6 +222,54 @@ def test_sglangs_own_verification_asks_for_the_draw(hooked: list[Any], is_greedy
     [chosen_BN] = hooked
     assert torch.equal(chosen_BN, torch.tensor([[1, 0]]).expand(200, 2)) is is_greedy
     assert chosen_BN.float().mean().item() == pytest.approx(0.5, abs=0.1)
+
+
+@pytest.mark.parametrize("is_hooked", [True, False])
+def test_sglangs_rejection_sampling_takes_a_step_without_proposals(
+    monkeypatch: pytest.MonkeyPatch, is_hooked: bool
+) -> None:
+    """On a GPU it asks what proposals were drawn from, and ends the server where nobody has proposed any."""
+    drawn_from: list[Tensor] = []
+    parallel = SimpleNamespace(tp_group=SimpleNamespace(world_size=1))
+    monkeypatch.setattr(eagle_utils, "_is_cpu", False)
+    monkeypatch.setattr(eagle_utils, "sampling_softmax", lambda logits, temperatures: logits.softmax(-1), raising=False)
+    monkeypatch.setattr(
+        eagle_utils, "chain_speculative_sampling_triton", lambda **given: drawn_from.append(given["draft_probs"])
+    )
+    monkeypatch.setattr("sglang.srt.layers.dp_attention.is_dp_attention_enabled", lambda: False)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: parallel)
+    rejecting = {"speculative_use_rejection_sampling": True, "speculative_use_block_verification": False}
+    thresholds = {f"speculative_accept_threshold_{name}": 1.0 for name in ("single", "acc")}
+    monkeypatch.setattr(eagle_utils, "get_spec", lambda: SimpleNamespace(**rejecting, **thresholds))
+    sampling = info(
+        temperatures=torch.ones(3, 1),
+        acc_additive_penalties=None,
+        acc_scaling_penalties=None,
+        logit_bias=None,
+        has_watermark_candidates=False,
+    )
+    batch = SimpleNamespace(
+        device="cpu",
+        forward_mode=SimpleNamespace(is_idle=lambda: False),
+        seq_lens=torch.ones(3),
+        sampling_info=sampling,
+    )
+    tree = SimpleNamespace(
+        draft_token_num=1,
+        draft_token=torch.zeros(3, dtype=torch.int64),
+        draft_probs=None,
+        max_tree_depth=1,
+        retrieve_index=None,
+        retrieve_next_token=None,
+        retrieve_next_sibling=None,
+    )
+    output = SimpleNamespace(next_token_logits=torch.zeros(3, 7))
+    if is_hooked:
+        SampledVerify().around_sampling(eagle_utils.eagle_sample, tree, batch, output)
+        assert [probs.shape for probs in drawn_from] == [(3, 1, 7)]
+    else:
+        with pytest.raises(ValueError, match="draft_probs missing"):
+            eagle_utils.eagle_sample(tree, batch, output)
 
 
 def test_both_hooks_are_registered() -> None:

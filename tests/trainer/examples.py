@@ -32,7 +32,9 @@ def acceptance(draft: Eagle3Draft, traces: Sequence[Trace], *, depth: int) -> Ac
     """Of greedy chains from every base on, those in the prompt included."""
     total = Acceptance()
     for trace in traces:
-        accept_NK, labelled_N = accept_probabilities(draft, batch_of([trace], draft), depth=depth, greedy=True)
+        accept_NK, labelled_N = accept_probabilities(
+            draft, batch_of([trace], draft), depth=depth, verification="target_only"
+        )
         total += expected_rounds(accept_NK, labelled_N, depth)
     return total
 

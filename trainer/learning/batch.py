@@ -21,7 +21,7 @@ from torch import Tensor
 
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import TraceError
-from speculator.trace import Trace
+from speculator.trace import Trace, Verification
 from trainer.learning.labels import Labels, Verdicts, make_labels, make_verdicts
 
 
@@ -37,6 +37,7 @@ class Example:
     trace_id: str
     domain: str
     sampling: SamplingParams
+    verification: Verification
     first_position: int
     first_base: int
     answer_base: int
@@ -91,6 +92,7 @@ def make_example(trace: Trace, draft_ids_V: Tensor, *, feature_width: int, windo
         trace_id=header.trace_id,
         domain=header.domain,
         sampling=header.sampling,
+        verification=header.verification,
         first_position=header.first_position,
         first_base=first_base,
         answer_base=max(header.num_prompt_tokens - 1 - header.first_position - first_base, 0),

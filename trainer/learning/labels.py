@@ -45,7 +45,8 @@ left out. A round at p = 2 proposes `D X Y` where `D E` was committed:
     D  step 0, accepted (row 2)      X  step 1, rejected (row 3)      Y  below X: no verdict
 
 A proposal is accepted when it is the committed token. Verification emits the same token whatever was proposed
-(speculator/draft/verification.py), and under rejection sampling a rejected token is never the one that replaces it.
+(speculator/draft/verification.py), and under rejection sampling, of single proposals or of blocks, a rejected token is
+never the one that replaces it: q has more of it than p.
 
 Shape letters: T tokens of the span, R rows (in `make_verdicts`, rounds), P proposals a round, J verdicts, S states,
 K kept target tokens, D draft vocabulary, V target vocabulary.

@@ -20,22 +20,25 @@ Every rank scores its own traces, and rank 0 decides about all of them. Each dra
 incumbent's scores are kept from one decision to the next, and those of a candidate become the incumbent's when it is
 published. How often the gate is wrong: benchmarks/results/gate.md.
 
-**How many tokens a draft would commit.** Under drafter-invariant verification (speculator/draft/verification.py) the
-text is fixed whatever the draft proposes: a round at base n accepts proposals as long as they are the text's tokens. So
-a trace can be decoded again with any draft (`predict_acceptance`): every answer position is asked for the probability
-that the draft's proposal there is accepted, and the rounds that follow from it are counted in expectation. Control
-rounds, which draft nothing, are no part of it.
+**How many tokens a draft would commit.** A proposal is accepted when it is the token that the text has there, whatever
+the engine's verification (`speculator.trace.Verification`). So a trace can be decoded again with any draft
+(`predict_acceptance`): every answer position is asked for the probability that the draft's proposal there is accepted,
+given the text's token y, and the rounds that follow from it are counted in expectation. Control rounds, which draft
+nothing, are no part of it.
 
-For a greedy request each proposal is accepted or not, and the expectation is the count itself. For a sampled one the
-noise that target and draft shared is not in the trace. The token y that it made the target emit is, and the probability
-that the draft proposes y under the same noise follows. With Gumbel noise on served p and drafted q both choose y with
-probability 1 / Σ_x max(p(x)/p(y), q(x)/q(y)) (Moulton and Jiang, "Maximally consistent sampling and the Jaccard index
-of probability distributions", arXiv 1809.04052), and the target alone chooses it with p(y), so
+A greedy request accepts the draft's likeliest token or not, and the expectation is the count itself. So does an engine
+in which the target draws by itself. Where the draft draws, what it would draw is not in the trace; with p served and q
+drafted it follows from y.
 
-    P(accepted | y) = 1 / Σ_x max(p(x), q(x) · p(y) / q(y))
+* **Coupled**, under drafter-invariant verification (speculator/draft/verification.py): with the same Gumbel noise p and
+  q both choose y with probability 1 / Σ_x max(p(x)/p(y), q(x)/q(y)) (Moulton and Jiang, "Maximally consistent sampling
+  and the Jaccard index of probability distributions", arXiv 1809.04052), the target alone with p(y), so
+  P(accepted | y) = 1 / Σ_x max(p(x), q(x) · p(y) / q(y)).
+* **Rejection sampling**: y is proposed and accepted with probability q(y) · min(1, p(y) / q(y)), emitted with p(y), so
+  P(accepted | y) = min(1, q(y) / p(y)). Block verification accepts no less, and is counted so.
 
-Equal distributions give 1. Noise of different positions is independent, and a position's noise decides one accepted
-proposal or one rejection, never both: the probabilities along a chain multiply.
+Equal distributions give 1. What is drawn at different positions is independent, and decides there one accepted proposal
+or one rejection, never both: the probabilities along a chain multiply.
 
 Shape letters: N base positions, S states, K kept target tokens or depth, D draft vocabulary.
 """
@@ -46,7 +49,7 @@ import enum
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -54,7 +57,7 @@ from torch import Tensor
 
 from speculator.draft.eagle3 import Eagle3Draft, autocast
 from speculator.errors import DraftError, StoreError
-from speculator.trace import Trace
+from speculator.trace import Trace, Verification
 from speculator.versions.lifecycle import Number
 from trainer.config import TrainerConfig
 from trainer.learning.batch import Batch, Example, Window, pack
@@ -133,10 +136,46 @@ def recorded_rounds(trace: Trace) -> Acceptance:
 def coupled_acceptance(logits_SD: Tensor, labels: Labels, tokens_S: Tensor) -> Tensor:
     """[S] probability that the draft proposes the emitted token, given that the target emitted it, under shared noise.
 
+    Arguments as for `rejection_acceptance`.
+    """
+    given = _given_emitted(logits_SD, labels, tokens_S)
+    ratio_S = (given.p / given.q).nan_to_num(0.0, posinf=_MAX_RATIO).clamp_max(_MAX_RATIO)
+    below_S = torch.maximum(labels.tail, ratio_S * given.below_q)
+    total_S = torch.maximum(given.kept_p, given.kept_q * ratio_S[:, None]).sum(-1) + given.outside_p + below_S
+    return torch.where(given.is_possible, total_S.reciprocal(), 0.0)
+
+
+def rejection_acceptance(logits_SD: Tensor, labels: Labels, tokens_S: Tensor) -> Tensor:
+    """[S] probability that the draft proposed the emitted token and had it accepted, given that it was emitted.
+
     `logits_SD` are tempered (`Labels.tempered`), `tokens_S` draft ids of the emitted tokens, −1 outside the draft
     vocabulary. Below the kept tokens, where the trace has a mass and no shape, the target is taken to be shaped like
     the draft: that is exact where nothing is served there, and too hopeful for an emitted token that was not kept.
     """
+    given = _given_emitted(logits_SD, labels, tokens_S)
+    # A token that is served with no probability was emitted all the same: p is rounded.
+    accept_S = (given.q / given.p).nan_to_num(0.0, posinf=1.0).clamp_max(1.0)
+    return torch.where(given.is_possible, accept_S, 0.0)
+
+
+class _Given(NamedTuple):
+    """Served p and drafted q of S rows."""
+
+    kept_p: Tensor
+    """[S, K] at the kept tokens, 0 at those that the draft cannot propose; so with `kept_q`."""
+    kept_q: Tensor
+    p: Tensor
+    """[S] at the emitted token, and so with `q`; below the kept ones of all of them together."""
+    q: Tensor
+    outside_p: Tensor
+    """[S] of kept tokens that the draft cannot propose."""
+    below_q: Tensor
+    """[S] of all but the kept tokens."""
+    is_possible: Tensor
+    """[S] bool: the draft can propose the emitted token."""
+
+
+def _given_emitted(logits_SD: Tensor, labels: Labels, tokens_S: Tensor) -> _Given:
     log_q_SK = logits_SD.gather(1, labels.draft_ids) - logits_SD.logsumexp(-1, keepdim=True)
     known_SK = labels.probs > 0
     kept_S = 1 - labels.tail
@@ -144,15 +183,10 @@ def coupled_acceptance(logits_SD: Tensor, labels: Labels, tokens_S: Tensor) -> T
     q_below_S = (1 - q_SK.sum(-1)).clamp_min(0)
     emitted_SK = known_SK & (labels.draft_ids == tokens_S[:, None])
     is_kept_S = emitted_SK.any(-1)
-    # p / q of the emitted token.
     p_S = torch.where(is_kept_S, (p_SK * emitted_SK).sum(-1), labels.tail)
     q_S = torch.where(is_kept_S, (q_SK * emitted_SK).sum(-1), q_below_S)
-    ratio_S = (p_S / q_S).nan_to_num(0.0, posinf=_MAX_RATIO).clamp_max(_MAX_RATIO)
-    outside_S = kept_S - p_SK.sum(-1)
-    below_S = torch.maximum(labels.tail, ratio_S * q_below_S)
-    total_S = torch.maximum(p_SK, q_SK * ratio_S[:, None]).sum(-1) + outside_S + below_S
     possible_S = is_kept_S | ((tokens_S >= 0) & (labels.tail > 0))
-    return torch.where(possible_S, total_S.reciprocal(), 0.0)
+    return _Given(p_SK, q_SK, p_S, q_S, kept_S - p_SK.sum(-1), q_below_S, possible_S)
 
 
 _MAX_BASES = 512
@@ -169,12 +203,13 @@ def predict_acceptance(
     """
     totals = {depth: Acceptance() for depth in depths}
     for example in examples:
-        greedy, most = example.sampling.temperature == 0, max(depths)
+        verification: Verification = "target_only" if example.sampling.temperature == 0 else example.verification
+        most = max(depths)
         parts = [(torch.zeros(0, most, dtype=torch.float64), torch.zeros(0, dtype=torch.bool))]
         for start in range(example.answer_base, example.num_bases, max_bases):
             window = Window(example=example, start=start, num_bases=min(example.num_bases - start, max_bases))
             batch = pack([window], max_context=_ALL_CONTEXT).to(draft.embed.device)
-            parts.append(accept_probabilities(draft, batch, depth=most, greedy=greedy))
+            parts.append(accept_probabilities(draft, batch, depth=most, verification=verification))
         accept_NK, labelled_N = (torch.cat(column) for column in zip(*parts, strict=True))
         for depth in depths:
             totals[depth] += expected_rounds(accept_NK, labelled_N, depth)
@@ -182,21 +217,25 @@ def predict_acceptance(
 
 
 @torch.no_grad()
-def accept_probabilities(draft: Eagle3Draft, batch: Batch, *, depth: int, greedy: bool) -> tuple[Tensor, Tensor]:
+def accept_probabilities(
+    draft: Eagle3Draft, batch: Batch, *, depth: int, verification: Verification
+) -> tuple[Tensor, Tensor]:
     """([N, depth] float64 P(proposal k of the chain from base n is accepted, once those before it are), [N] bool the
-    base has a label), both on the CPU. All of the batch's requests are greedy, or all sampled. What is not a number,
-    because weights or features overflow, accepts nothing.
+    base has a label), both on the CPU. All of the batch's requests are verified so; greedy ones as if `target_only`.
+    What is not a number, because weights or features overflow, accepts nothing.
     """
     num_bases, device = len(batch.rows), batch.rows.device
     accept_NK = torch.zeros(num_bases, depth, dtype=torch.float64, device=device)
     labelled_N = torch.zeros(num_bases, dtype=torch.bool, device=device)
-    # A greedy chain is followed while it is right; a sampled one may be right anywhere.
-    wanted_NK = None if greedy else torch.ones(num_bases, depth, dtype=torch.bool, device=device)
+    # A chain of likeliest tokens is followed while it is right; one that is drawn may be right anywhere.
+    accepted = {"coupled": coupled_acceptance, "rejection": rejection_acceptance, "block": rejection_acceptance}
+    wanted_NK = None if verification == "target_only" else torch.ones(num_bases, depth, dtype=torch.bool, device=device)
     for proposals in unroll(draft, batch, num_steps=depth, wanted_NK=wanted_NK):
         labels = batch.labels[proposals.label_rows]
         logits_SD = labels.tempered(proposals.logits)
         text_S = batch.draft_ids[proposals.label_rows + 1]
-        accept_S = proposals.hits if greedy else coupled_acceptance(logits_SD, labels, text_S)
+        drawn = accepted.get(verification)
+        accept_S = proposals.hits if drawn is None else drawn(logits_SD, labels, text_S)
         accept_NK[proposals.chains, proposals.step] = accept_S.double().nan_to_num(0.0, posinf=0.0)
         if proposals.step == 0:
             labelled_N[proposals.chains] = True

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from serving.sglang.capture.device_reads import HostCopy, Places, unpacked
-from serving.sglang.capture.request import InconsistentSpanError, RequestSpan, Round, Rows, Ticket
+from serving.sglang.capture.request import InconsistentSpanError, Origin, RequestSpan, Round, Rows, Ticket
 from serving.sglang.capture.verification_rows import TopTokens, committed, joined, prefilled, reduced
 from serving.sglang.device import Device
 from serving.sglang.settings import PluginSettings, buffer_bytes
@@ -94,15 +94,14 @@ class TraceAssembler:
         self,
         settings: PluginSettings,
         *,
-        engine_id: str,
-        target_fingerprint: str,
+        origin: Origin,
         device: Device,
         on_trace: Callable[[Trace], object],
         gathering: Gathering = Gathering(),
     ) -> None:
         self._gathering = gathering
         self._buffer_bytes, self._is_host = buffer_bytes(settings), device.is_host
-        self._engine_id, self._fingerprint, self._on_trace = engine_id, target_fingerprint, on_trace
+        self._origin, self._on_trace = origin, on_trace
         self._top_tokens = TopTokens(settings.capture_topk)
         self._queue: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._urgent = threading.Event()
@@ -274,7 +273,7 @@ class TraceAssembler:
 
     def _build(self, ticket: Ticket, span: RequestSpan, tokens: list[int]) -> None:
         started_s = time.perf_counter()
-        trace = span.trace(tokens, engine_id=self._engine_id, target_fingerprint=self._fingerprint)
+        trace = span.trace(tokens, self._origin)
         if trace is None:
             ticket.dropped = "nothing_computed"
             return

@@ -28,8 +28,9 @@ from serving.capture.filter import CaptureFilter
 from serving.capture.recorder import TraceRecorder
 from serving.capture.sampling import CaptureSampler
 from serving.sglang.capture.assembler import CopiedVerification, Prefill, TraceAssembler
-from serving.sglang.capture.device_reads import DraftProbe, HostCopier, Packed
+from serving.sglang.capture.device_reads import LEAST_PROBABILITY, DraftProbe, HostCopier, Packed
 from serving.sglang.capture.request import (
+    Origin,
     RequestSpan,
     SpanRequest,
     Ticket,
@@ -262,7 +263,7 @@ class StepCapture:
         if num_nodes > 1:
             by_tree |= {
                 "draft_token": before["draft_token"].view(num_requests, num_nodes),
-                "draft_logprobs": self._probe.logprobs(batch.req_pool_indices, num_nodes - 1),
+                "draft_logprobs": self._draft_logprobs(before, batch.req_pool_indices),
                 "next_token": before["input"].retrieve_next_token,
                 "next_sibling": before["input"].retrieve_next_sibling,
             }
@@ -284,6 +285,15 @@ class StepCapture:
             launched.nodes = by_tree["path"][self._device.index(tuple(tickets))] + num_nodes * own_B1
         launched.made = self._device.mark()
         return launched
+
+    def _draft_logprobs(self, before: Mapping[str, Any], req_pool_indices: Tensor) -> Tensor:
+        """[B, P] float32 of the proposals, under the distribution that they come from."""
+        asked = before["input"]
+        if asked.draft_probs is None:
+            return self._probe.logprobs(req_pool_indices, asked.draft_token_num - 1)
+        drawn_BP = before["draft_token"].view(-1, asked.draft_token_num)[:, 1:]
+        probs_BP: Tensor = asked.draft_probs.gather(2, drawn_BP[..., None])[..., 0]
+        return probs_BP.clamp_min(LEAST_PROBABILITY).log()
 
     def _of_features(self, features: Tensor) -> dict[str, Tensor]:
         """As they are copied and kept: on a GPU in the form in which traces have them, at half the bytes."""
@@ -347,10 +357,9 @@ class TracePipeline:
         self,
         settings: PluginSettings,
         *,
-        engine_id: str,
+        origin: Origin,
         model_key: str,
         model_dir: Path,
-        target_fingerprint: str,
         device: Device,
         probe: DraftProbe,
     ) -> None:
@@ -366,8 +375,7 @@ class TracePipeline:
         budget = ByteBudget(settings.capture_bytes_per_s)
         self._assembler = assembler = TraceAssembler(
             settings,
-            engine_id=engine_id,
-            target_fingerprint=target_fingerprint,
+            origin=origin,
             device=device,
             on_trace=lambda trace: self._recorder.submit(trace),
         )

@@ -24,6 +24,9 @@ from torch import Tensor
 
 from serving.sglang.device import Device, Mark
 
+LEAST_PROBABILITY = 1e-30
+"""Of a proposal, whose logarithm has to be a number."""
+
 
 class HostCopy:
     """Named tensors on their way to the host; `wait` blocks the calling thread, never the device."""
@@ -123,7 +126,7 @@ class DraftProbe:
     def saw_tree(self, scores: list[Tensor], chosen: Tensor) -> None:
         """The tree of a round: cumulative probabilities of all candidates, and which became its nodes [B, P]."""
         flat = torch.cat(scores, dim=1).flatten(1)
-        self._scores[: len(chosen), : chosen.shape[1]].copy_(flat.gather(1, chosen).clamp_min(1e-30).log())
+        self._scores[: len(chosen), : chosen.shape[1]].copy_(flat.gather(1, chosen).clamp_min(LEAST_PROBABILITY).log())
 
     def logprobs(self, req_pool_indices: Tensor, num_proposals: int) -> Tensor:
         """[B, P] float32: log q of each proposal given its parent for a chain, of its whole path for a tree."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,10 +24,18 @@ from serving.engine import CapturePolicy
 from serving.request_metadata import POLICY_KEY, TARGET_KEY, Marks
 from speculator.draft.sampling_params import SamplingParams
 from speculator.host import now_ms
-from speculator.trace import Trace, VerifyRounds
+from speculator.trace import Trace, Verification, VerifyRounds
 from speculator.tracing import Parent, joined
 
 _GREEDY_TOP_K = 1
+
+
+class Origin(NamedTuple):
+    """What is true of every trace of one server."""
+
+    engine_id: str
+    target_fingerprint: str
+    verification: Verification
 
 
 def mark(request: Any, header: str) -> None:
@@ -183,7 +191,7 @@ class RequestSpan:
         if not self.is_cut:
             self.rounds.append(round_)
 
-    def trace(self, tokens: list[int], *, engine_id: str, target_fingerprint: str) -> Trace | None:
+    def trace(self, tokens: list[int], origin: Origin) -> Trace | None:
         """The trace of an answer that ended; `tokens` are the prompt and the served completion.
 
         None where there is nothing to learn: no position was computed, or the answer's first token is its last.
@@ -209,10 +217,11 @@ class RequestSpan:
                 sampling=request.sampling,
                 num_prompt_tokens=request.num_prompt_tokens,
                 first_position=start,
-                engine_id=engine_id,
-                target_fingerprint=target_fingerprint,
+                engine_id=origin.engine_id,
+                target_fingerprint=origin.target_fingerprint,
                 target_version=self.target_version,
                 created_ms=request.created_ms,
+                verification=origin.verification,
             ),
             token_ids=np.array(tokens[start : start + length], np.int32),
             aux_hidden=features.view(torch.float8_e4m3fn) if scales else features,

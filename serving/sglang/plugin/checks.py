@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from serving.sglang.settings import PREFIX, PluginSettings
 from speculator.draft.checkpoint import check_fits, config_from_json, target_fingerprint
 from speculator.errors import ConfigError, SlipstreamError
+from speculator.trace import Verification
 from speculator.tracing import is_wanted
 from speculator.versions.store import DraftStore, Manifest
 
@@ -50,10 +51,6 @@ def check_server(args: Any, settings: PluginSettings) -> str:
         raise ConfigError("pipeline parallelism, disaggregation and DP attention are not supported: turn them off")
     if args.dp_size != 1:
         raise ConfigError(f"--dp-size is {args.dp_size}: start one server for each, and put sglang-router in front")
-    if args.speculative_use_rejection_sampling:
-        raise ConfigError(
-            "--speculative-use-rejection-sampling, or -block-verification, samples the proposals: turn it off"
-        )
     if args.enable_multi_layer_eagle:
         raise ConfigError(
             "--enable-multi-layer-eagle runs a worker without hooks: Slipstream improves drafts of one layer"
@@ -61,7 +58,25 @@ def check_server(args: Any, settings: PluginSettings) -> str:
     if args.enable_memory_saver:
         raise ConfigError("--enable-memory-saver takes weights away that a swap writes and a look reads: leave it out")
     is_wanted()
-    return version_of(args, settings).target_fingerprint
+    manifest = version_of(args, settings)
+    if args.speculative_use_rejection_sampling:
+        config = config_from_json(DraftStore(settings.store).config(manifest.version))
+        if config.draft_vocab_size != config.vocab_size:
+            raise ConfigError(
+                "rejection sampling needs a draft of the target's whole vocabulary, and version "
+                f"{manifest.version} has {config.draft_vocab_size:,} of {config.vocab_size:,} tokens: make a store by "
+                f"`slipstream draft init --draft-vocab-size {config.vocab_size}`, or leave out "
+                "--speculative-use-rejection-sampling and -block-verification"
+            )
+    return manifest.target_fingerprint
+
+
+def verification_of(args: Any) -> Verification:
+    """How the server decides about proposals of sampled requests; `args` are `resolved`."""
+    if not args.speculative_use_rejection_sampling:
+        return "target_only"
+    # 0.5.17 has no such option.
+    return "block" if getattr(args, "speculative_use_block_verification", False) else "rejection"
 
 
 def check_draft_options(args: Any, settings: PluginSettings) -> None:

@@ -46,6 +46,8 @@ SAMPLED_VERIFY = SglangFunction(
     "sglang.srt.speculative.eagle_utils.eagle_sample", ("verify_input", "batch", "logits_output")
 )
 """Returns what the target predicted, how many tokens it accepted, and the nodes along the accepted path."""
+SPEC = SglangFunction("sglang.srt.speculative.eagle_utils.get_spec", ())
+"""Called, not hooked: how this server speculates."""
 WALK = SglangFunction(
     "sglang.srt.speculative.eagle_utils.verify_tree_greedy_func",
     ("predicts", "accept_index", "accept_token_num", "candidates"),
@@ -92,6 +94,7 @@ SGLANG_FUNCTIONS = (
     VERIFY,
     VERIFIED,
     SAMPLED_VERIFY,
+    SPEC,
     WALK,
     DRAFT,
     EXTEND_PREFILL,
@@ -138,11 +141,14 @@ SGLANG_RECORDS = (
     SglangRecord("sglang.srt.layers.logits_processor.LogitsProcessorOutput", ("next_token_logits", "hidden_states")),
     SglangRecord(
         "sglang.srt.speculative.eagle_info.EagleVerifyInput",
-        ("draft_token", "draft_token_num", "topk", "positions", "retrieve_next_token", "retrieve_next_sibling"),
+        (
+            *("draft_token", "draft_token_num", "draft_probs", "topk", "positions"),
+            *("retrieve_next_token", "retrieve_next_sibling"),
+        ),
     ),
     SglangRecord(
         "sglang.srt.speculative.eagle_info.EagleDraftInput",
-        ("bonus_tokens", "num_tokens_per_req", "num_tokens_for_logprob_per_req"),
+        ("bonus_tokens", "draft_probs", "num_tokens_per_req", "num_tokens_for_logprob_per_req"),
     ),
     SglangRecord(
         "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo",

@@ -27,10 +27,11 @@ from serving.hotswap.breaker import LiveWatch
 from serving.hotswap.follower import DraftFollower
 from serving.sglang.capture.capture import TracePipeline
 from serving.sglang.capture.device_reads import DraftProbe
+from serving.sglang.capture.request import Origin
 from serving.sglang.depth import DepthControl, QuietSwitches, StepClock
 from serving.sglang.device import Device, device_layer
 from serving.sglang.draft_sleep import Dormancy
-from serving.sglang.plugin.checks import resolved, version_of
+from serving.sglang.plugin.checks import resolved, verification_of, version_of
 from serving.sglang.pointer import LazyPointer, RankPointer, RankTarget
 from serving.sglang.rank_agreement import Agreement
 from serving.sglang.report import Fields, of_speedup, of_swaps
@@ -93,6 +94,7 @@ class EngineRuntime:
         """Requests of the last step, and when it began."""
         self._prefilling: Any = None
         """The batch of a prefill whose tokens SGLang has not sampled yet."""
+        self._is_rejecting = verification_of(args) != "target_only"
         self._accept_index: torch.Tensor | None = None
         """The accepted path of the verification that is under way."""
 
@@ -242,7 +244,7 @@ class EngineRuntime:
         """Whether the draft does not read what this step commits."""
         if self._worker.speculative_num_steps > 0 or not self.depth.needs_no_reading(batch.reqs or ()):
             return False
-        self._worker._stub_skipped_draft_extend(batch, result)
+        self._leave_unread(batch, result)
         return True
 
     def _skip_prompt(self, batch: Any, next_tokens: torch.Tensor) -> Any:
@@ -252,8 +254,17 @@ class EngineRuntime:
         from sglang.srt.speculative.eagle_info import EagleDraftInput
 
         unread = EagleDraftInput(bonus_tokens=next_tokens, num_tokens_per_req=1, num_tokens_for_logprob_per_req=1)
-        self._worker._stub_skipped_draft_extend(batch, SimpleNamespace(next_draft_input=unread))
+        self._leave_unread(batch, SimpleNamespace(next_draft_input=unread))
         return unread
+
+    def _leave_unread(self, batch: Any, result: Any) -> None:
+        """Put something in the place of what the draft would have proposed next."""
+        self._worker._stub_skipped_draft_extend(batch, result)
+        if self._is_rejecting:
+            # The token that stands there was not drawn. Without a probability it is rejected, for one of the target's.
+            num_tokens = self._worker.target_worker.model_config.vocab_size
+            stub = result.next_draft_input
+            stub.draft_probs = torch.zeros(len(stub.topk_p), num_tokens, device=stub.topk_p.device)
 
     def _stop_capture(self) -> None:
         if self._traces is not None:
@@ -304,12 +315,12 @@ class EngineRuntime:
 
     def _new_traces(self, settings: PluginSettings, key: str, manifest: Manifest) -> TracePipeline:
         assert self.probe is not None
+        args = resolved(self._worker.server_args)
         return TracePipeline(
             settings,
-            engine_id=self._engine_id,
+            origin=Origin(self._engine_id, manifest.target_fingerprint, verification_of(args)),
             model_key=key,
-            model_dir=Path(resolved(self._worker.server_args).model_path),
-            target_fingerprint=manifest.target_fingerprint,
+            model_dir=Path(args.model_path),
             device=device_layer(device_of(self._worker)),
             probe=self.probe,
         )

@@ -13,6 +13,7 @@ from serving.capture.sampling import CaptureSampler
 from serving.sglang.capture.assembler import Gathering, TraceAssembler
 from serving.sglang.capture.capture import ByteBudget, StepCapture
 from serving.sglang.capture.device_reads import DraftProbe
+from serving.sglang.capture.request import Origin
 from serving.sglang.device import Device, HostDevice
 from serving.sglang.settings import PluginSettings
 from speculator.trace import Trace
@@ -73,8 +74,7 @@ def make_capture(
     plugin_settings = PluginSettings(**{"capture": True, "capture_topk": KEPT, **settings})
     assembler = TraceAssembler(
         plugin_settings,
-        engine_id="e",
-        target_fingerprint="f" * 64,
+        origin=Origin("e", "f" * 64, "target_only"),
         device=device,
         on_trace=traces.append,
         gathering=gathering,
@@ -115,6 +115,7 @@ def verify(
     accepted: list[int],
     version: int = 7,
     *,
+    drawn_from: torch.Tensor | None = None,
     step: Step = called,
 ) -> None:
     """One chain verification of the same width for all; the requests' outputs grow as SGLang's would."""
@@ -127,6 +128,7 @@ def verify(
     spec_info = SimpleNamespace(
         draft_token=nodes.flatten(),
         draft_token_num=num_nodes,
+        draft_probs=drawn_from,
         topk=1,
         retrieve_next_token=links,
         retrieve_next_sibling=torch.full_like(links, -1),

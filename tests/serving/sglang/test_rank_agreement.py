@@ -29,7 +29,9 @@ def _rank(rank: int, folder: str) -> None:
         "no limit": agreement.limit(None if rank == 0 else 3),
         "all hold": agreement.all(True),
         "one does not": agreement.all(rank == 0),
-        "times": agreement.times([TimedStep(4, 2, 0.1 + step) for step in range(100)] if rank == 0 else [TimedStep(1, 1, 9.0)]),
+        "times": agreement.times(
+            [TimedStep(4, 2, 0.1 + step) for step in range(100)] if rank == 0 else [TimedStep(1, 1, 9.0)]
+        ),
         "no times": agreement.times([]),
     }
     (Path(folder) / f"rank{rank}").write_text(json.dumps(outcome))
@@ -51,7 +53,7 @@ def test_two_ranks(tmp_path: Path) -> None:
             "no limit": None,
             "all hold": True,
             "one does not": False,
-            "times": [[4, 2, 0.1 + step] for step in range(100 - 2 * MEETING_STEPS, 100)],
+            "times": [[4, 2, 0.1 + step, 0.0] for step in range(100 - 2 * MEETING_STEPS, 100)],
             "no times": [],
         }
 

@@ -29,6 +29,9 @@ SERVED = object()
 """What SGLang's own function returns."""
 
 
+REJECTING = -1
+
+
 class Mode:
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -124,8 +127,9 @@ def unstarted(
     request: pytest.FixtureRequest,
 ) -> Iterator[Scene]:
     """One rank, on a CPU, with depths 0 and 2; a chain, or a tree of as many branches as the parameter. It captures,
-    but for the parameter 0.
+    but for the parameter 0. With `REJECTING` it verifies a chain by rejection sampling.
     """
+    asked = getattr(request, "param", 1)
     store = DraftStore(tmp_path / "drafts")
     fingerprint = target_fingerprint(model_dir)
     ensure_lineage(store, model_dir, fingerprint, draft_vocab_size=24)
@@ -142,12 +146,16 @@ def unstarted(
         monkeypatch.setitem(sys.modules, module.__name__, module)
     runner = SimpleNamespace(model=nn.Linear(2, 2), model_config=SimpleNamespace(context_len=64))
     arguments = {"model_path": str(model_dir), "served_model_name": "m", "port": 1}
-    given = {"speculative_eagle_topk": None, "enable_deterministic_inference": False}
+    given = {
+        "speculative_eagle_topk": None,
+        "speculative_use_rejection_sampling": asked == REJECTING,
+        "enable_deterministic_inference": False,
+    }
     worker = SimpleNamespace(
         server_args=SimpleNamespace(
             **arguments, **given, speculative_draft_model_path=str(store.root / "versions" / "000001")
         ),
-        topk=getattr(request, "param", 1) or 1,
+        topk=max(asked, 1),
         target_worker=SimpleNamespace(model_runner=runner),
         draft_worker=SimpleNamespace(draft_runner=SimpleNamespace(model=Draft(store.load(1)))),
         adaptive_controller=SimpleNamespace(candidate_steps=[0, 2]),
@@ -159,7 +167,7 @@ def unstarted(
         redis_url=redis_url,
         store=store.root,
         engine_id="under-test",
-        capture=getattr(request, "param", 1) > 0,
+        capture=asked != 0,
         capture_topk=4,
         poll_s=0.02,
     )
@@ -240,6 +248,25 @@ def test_the_draft_that_cannot_be_looked_at_goes_on(scene: Scene) -> None:
     scene.runtime.saw_forward(lambda: SimpleNamespace().logits_output)
     assert scene.prefill([Request([1, 2, 3])]) is SERVED
     scene.wait_for_failure("capture:AttributeError=1")
+
+
+@pytest.mark.parametrize("unstarted", [1, REJECTING], indirect=True)
+def test_what_the_draft_has_not_read_was_drawn_from_nothing(scene: Scene) -> None:
+    """SGLang puts a token in the place of the next proposal. Rejection sampling asks what it was drawn from."""
+
+    def stub(batch: Any, result: Any) -> None:
+        result.next_draft_input.topk_p = torch.zeros(len(batch.reqs), 1)
+
+    scene.worker._stub_skipped_draft_extend = stub
+    scene.worker.target_worker.model_config = SimpleNamespace(vocab_size=VOCAB)
+    result = SimpleNamespace(next_draft_input=SimpleNamespace(draft_probs=None))
+    batch = scene.batch("decode", [Request([1, 2, 3]), Request([4, 5, 6])])
+    assert scene.runtime.catch_up(lambda: pytest.fail("a fresh draft reads nothing"), batch, result) is None
+    drawn_from = result.next_draft_input.draft_probs
+    is_rejecting = scene.worker.server_args.speculative_use_rejection_sampling
+    assert (drawn_from is not None) == is_rejecting
+    if is_rejecting:
+        assert torch.equal(drawn_from, torch.zeros(2, VOCAB))
 
 
 def test_without_our_choice_of_the_depth_it_is_sglangs_own(scene: Scene) -> None:

@@ -16,7 +16,7 @@ import redis
 import structlog
 
 from serving.sglang.plugin import contract, hooks
-from serving.sglang.plugin.checks import check_draft_options, check_server
+from serving.sglang.plugin.checks import check_draft_options, check_server, verification_of
 from serving.sglang.pointer import LazyPointer
 from serving.sglang.settings import PluginSettings, buffer_bytes, is_enabled, load_settings
 from speculator.draft.checkpoint import target_fingerprint
@@ -63,6 +63,20 @@ def test_a_good_start(model_dir: Path, store: DraftStore) -> None:
     check_server(arguments(model_dir, store), PluginSettings(store=store.root))
 
 
+def test_a_draft_of_the_whole_vocabulary_may_be_drawn_from(model_dir: Path, tmp_path: Path) -> None:
+    """`draft init` with more tokens than the target has makes one of as many."""
+    whole = DraftStore(tmp_path)
+    ensure_lineage(whole, model_dir, target_fingerprint(model_dir), draft_vocab_size=1000)
+    rejecting = arguments(model_dir, whole, speculative_use_rejection_sampling=True)
+    check_server(rejecting, PluginSettings(store=whole.root))
+    assert not whole.load(1)["d2t"].any(), "draft ids are the target's"
+    # 0.5.17 has no block verification.
+    assert verification_of(rejecting) == "rejection"
+    rejecting.speculative_use_block_verification = True
+    assert verification_of(rejecting) == "block"
+    assert verification_of(arguments(model_dir, whole)) == "target_only"
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -72,7 +86,10 @@ def test_a_good_start(model_dir: Path, store: DraftStore) -> None:
         ({"pp_size": 2}, "pipeline parallelism"),
         ({"disaggregation_mode": "decode"}, "disaggregation"),
         ({"dp_size": 2}, "put sglang-router in front"),
-        ({"speculative_use_rejection_sampling": True}, "rejection-sampling, or -block-verification"),
+        (
+            {"speculative_use_rejection_sampling": True},
+            "version 1 has 24 of 47 tokens: make a store by `slipstream draft init --draft-vocab-size 47`",
+        ),
         ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
         ({"enable_memory_saver": True}, "--enable-memory-saver"),
         ({"speculative_draft_model_path": "/somewhere/else"}, "no version of the draft store"),

@@ -107,7 +107,7 @@ def test_every_tensor_of_a_step_is_made_where_the_batch_is(
     with torch.device("meta"):
         assert learner.step(batch).applied
         learner.step(None)
-        found = accept_probabilities(learner.draft, batch, depth=2, greedy=False)
+        found = accept_probabilities(learner.draft, batch, depth=2, verification="coupled")
     assert {tensor.device.type for tensor in (*learner.state().values(), *found)} == {"cpu"}
 
 

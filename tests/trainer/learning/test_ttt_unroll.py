@@ -133,7 +133,7 @@ def test_a_constrained_position_ends_chains_and_is_counted_nowhere() -> None:
     with torch.no_grad():
         first_base = first_base_of(trace)
         assert_same(steps_of(draft, batch, first_base), draft_one_by_one(draft, trace))
-    _, labelled_N = accept_probabilities(draft, batch, depth=DEPTH, greedy=True)
+    _, labelled_N = accept_probabilities(draft, batch, depth=DEPTH, verification="target_only")
     assert (labelled_N.logical_not().nonzero()[:, 0] + first_base).tolist() == [7, 14]
 
 
@@ -142,7 +142,7 @@ def test_accepted_lengths_count_leading_hits() -> None:
     with torch.no_grad():
         expected = draft_one_by_one(draft, trace)
     batch = batch_of([trace], draft)
-    accept_NK, _ = accept_probabilities(draft, batch, depth=DEPTH, greedy=True)
+    accept_NK, _ = accept_probabilities(draft, batch, depth=DEPTH, verification="target_only")
     accepted_N = accept_NK.sum(1).long()
     tokens, target_ids = trace.token_ids, draft.target_ids.tolist()
     for chain, accepted in enumerate(accepted_N.tolist()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -11,12 +12,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from serving.engine import CapturePolicy, GenerateRequest
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.sampling_params import SamplingParams
 from speculator.draft.verification import draws, gumbel, served_logits
-from speculator.trace import Trace
+from speculator.trace import Trace, Verification
 from tests.fixtures.decoding import emitted as reference
 from tests.fixtures.toy import random_draft
 from tests.serving.local.harness import fixed_engine
@@ -24,9 +26,15 @@ from tests.trainer.answers import answer_traces
 from tests.trainer.examples import batch_of, config_for
 from tests.trainer.learning.test_labels import round_trace
 from trainer.learning.batch import make_example
-from trainer.learning.labels import draft_ids_by_target_id, make_labels
+from trainer.learning.labels import Labels, draft_ids_by_target_id, make_labels
 from trainer.learning.optimizer_step import Learner
-from trainer.release.gate import coupled_acceptance, expected_rounds, predict_acceptance, recorded_rounds
+from trainer.release.gate import (
+    coupled_acceptance,
+    expected_rounds,
+    predict_acceptance,
+    recorded_rounds,
+    rejection_acceptance,
+)
 from trainer.statistics import Acceptance
 
 
@@ -119,42 +127,77 @@ def test_recorded_rounds_count_silent_ones_and_end_with_the_span() -> None:
 )
 def test_acceptance_given_the_emitted_token_is_that_of_noise_that_is_drawn(sampling: SamplingParams) -> None:
     """Play target and draft with the same noise many times, and count by emitted token."""
-    V, D = 8, 6
-    generator = torch.Generator().manual_seed(3)
-    target_logits = torch.randn(V, generator=generator, dtype=torch.float64) * 1.5
-    draft_logits = target_logits[:D] + torch.randn(D, generator=generator, dtype=torch.float64)
-    num_draws = 20_000
+    target_logits, draft_logits = toy_logits()
+    (V,), (D,), num_draws = target_logits.shape, draft_logits.shape, 20_000
     noise = torch.from_numpy(gumbel(np.stack([draws(1, position, V) for position in range(num_draws)])))
     emitted = reference(target_logits.expand(num_draws, V), sampling, noise)
     tempered = SamplingParams(temperature=sampling.temperature)
     proposed = reference(draft_logits.expand(num_draws, D), tempered, noise[:, :D])
-    top = target_logits.log_softmax(-1).topk(V)
+    check_by_token(coupled_acceptance, target_logits, draft_logits, sampling, emitted, accepted=proposed == emitted)
+
+
+def toy_logits() -> tuple[Tensor, Tensor]:
+    """Of a target with 8 tokens, and of a draft that knows the first 6 of them."""
+    generator = torch.Generator().manual_seed(3)
+    target_V = torch.randn(8, generator=generator, dtype=torch.float64) * 1.5
+    return target_V, target_V[:6] + torch.randn(6, generator=generator, dtype=torch.float64)
+
+
+def check_by_token(
+    acceptance: Callable[[Tensor, Labels, Tensor], Tensor],
+    target_V: Tensor,
+    draft_D: Tensor,
+    sampling: SamplingParams,
+    emitted: Tensor,
+    *,
+    accepted: Tensor,
+) -> None:
+    """The predicted acceptance of each token that is likely enough, against that of rounds that were played."""
+    (V,), (D,) = target_V.shape, draft_D.shape
+    top = target_V.log_softmax(-1).topk(V)
     draft_ids_V = draft_ids_by_target_id(torch.zeros(D, dtype=torch.int64), V)
     labels = make_labels(
         top.indices[None].int(), top.values[None].half(), torch.zeros(1, dtype=torch.bool), sampling, draft_ids_V
     )
-    served = served_logits(target_logits, sampling).softmax(-1)
+    served = served_logits(target_V, sampling).softmax(-1)
     for token in range(V):
         share = emitted == token
         if served[token] < 0.02:
             continue
-        frequency = float((proposed[share] == token).double().mean())
-        exact = coupled_acceptance(
-            labels.tempered(draft_logits[None]), labels, torch.tensor([token if token < D else -1])
-        )
+        frequency = float(accepted[share].double().mean())
+        exact = acceptance(labels.tempered(draft_D[None]), labels, torch.tensor([token if token < D else -1]))
         assert float(exact) == pytest.approx(frequency, abs=4 * 0.5 / int(share.sum()) ** 0.5 + 2e-3)
 
 
-def test_equal_distributions_always_agree_and_an_unknown_token_never_does() -> None:
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.7), SamplingParams(temperature=1.3, top_k=5)])
+def test_acceptance_given_the_emitted_token_is_that_of_rejection_sampling(sampling: SamplingParams) -> None:
+    target_V, draft_D = toy_logits()
+    p_V = served_logits(target_V, sampling).softmax(-1)
+    q_V = torch.zeros_like(p_V)
+    q_V[: len(draft_D)] = (draft_D / sampling.temperature).softmax(-1)
+    generator = torch.Generator().manual_seed(4)
+    num_draws = 20_000
+    proposed = q_V.multinomial(num_draws, replacement=True, generator=generator)
+    coins = torch.rand(num_draws, generator=generator, dtype=torch.float64)
+    accepted = coins * q_V[proposed] < p_V[proposed]
+    instead = (p_V - q_V).clamp_min(0).multinomial(num_draws, replacement=True, generator=generator)
+    emitted = torch.where(accepted, proposed, instead)
+    check_by_token(rejection_acceptance, target_V, draft_D, sampling, emitted, accepted=accepted)
+
+
+@pytest.mark.parametrize("acceptance", [coupled_acceptance, rejection_acceptance])
+def test_equal_distributions_always_agree_and_an_unknown_token_never_does(
+    acceptance: Callable[[Tensor, Labels, Tensor], Tensor],
+) -> None:
     logits = torch.tensor([[1.0, 0.5, -1.0, -30.0]])
     top = logits.log_softmax(-1).topk(4)
     labels = make_labels(
         top.indices.int(), top.values.half(), torch.zeros(1, dtype=torch.bool), SamplingParams(), torch.arange(4)
     )
-    assert float(coupled_acceptance(logits, labels, torch.tensor([0]))) == pytest.approx(1, abs=2e-3)
-    assert float(coupled_acceptance(logits, labels, torch.tensor([-1]))) == 0
+    assert float(acceptance(logits, labels, torch.tensor([0]))) == pytest.approx(1, abs=2e-3)
+    assert float(acceptance(logits, labels, torch.tensor([-1]))) == 0
     far = torch.tensor([[-200.0, 0.5, 0.0, 0.0]])
-    assert 0 <= float(coupled_acceptance(far, labels, torch.tensor([0]))) < 1e-6
+    assert 0 <= float(acceptance(far, labels, torch.tensor([0]))) < 1e-6
 
 
 DEPTH = 4
@@ -227,6 +270,21 @@ def test_sampled_rounds_are_predicted_in_expectation(
     assert live.length > 1.1, "the case must have accepted proposals"
     assert found.length == pytest.approx(live.length, rel=0.05)
     assert found.rates[0] == pytest.approx(live.rates[0], abs=0.04)
+
+
+def test_where_the_target_draws_by_itself_only_the_likeliest_token_is_proposed(
+    draft: Eagle3Draft, traces: list[Trace]
+) -> None:
+    """So a sampled text is decoded again as a greedy one is, and a draft that hedges earns less than by rejection."""
+
+    def length(temperature: float, verification: Verification) -> float:
+        told = {"sampling": SamplingParams(temperature=temperature), "verification": verification}
+        changed = [dataclasses.replace(trace, header=msgspec.structs.replace(trace.header, **told)) for trace in traces]
+        return predicted(draft, changed, [DEPTH])[DEPTH].length
+
+    assert length(0.8, "target_only") == length(0.0, "coupled") == length(0.0, "rejection")
+    assert len({length(0.8, verification) for verification in ("target_only", "coupled", "rejection")}) == 3
+    assert length(0.8, "block") == length(0.8, "rejection") > length(0.8, "coupled")
 
 
 def test_shallower_chains_commit_less_and_each_depth_is_what_it_would_be_alone(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import sys
 import weakref
 from pathlib import Path
@@ -20,7 +21,7 @@ from serving.request_metadata import HEADER, OTHER_TARGET, Marks
 from serving.sglang.capture.assembler import Gathering
 from serving.sglang.capture.capture import ByteBudget, StepCapture, TracePipeline
 from serving.sglang.capture.device_reads import DraftProbe
-from serving.sglang.capture.request import is_for_another_target, mark, policy_of, sampling_of
+from serving.sglang.capture.request import Origin, is_for_another_target, mark, policy_of, sampling_of
 from serving.sglang.capture.verification_rows import TopTokens, in_order, tree_parents
 from serving.sglang.device import Device, HostDevice
 from serving.sglang.plugin import hooks
@@ -205,10 +206,9 @@ def test_the_report_counts_what_was_refused_and_what_was_dropped(monkeypatch: py
             capture_unmarked=False,
             stream_max_bytes=1,
         ),
-        engine_id="e",
+        origin=Origin("e", "f" * 64, "target_only"),
         model_key="m",
         model_dir=Path(),
-        target_fingerprint="f" * 64,
         device=HostDevice(),
         probe=DraftProbe(num_slots=4, max_batch=4, max_proposals=3, topk=1, device=torch.device("cpu")),
     )
@@ -270,6 +270,7 @@ def _trees(capture: StepCapture, requests: list[Request], paths: list[list[int]]
         spec_info=SimpleNamespace(
             draft_token=torch.tensor([[10, 21, 22]] * len(paths)).flatten(),
             draft_token_num=num_nodes,
+            draft_probs=None,
             topk=2,
             retrieve_next_token=links,
             retrieve_next_sibling=torch.tensor([[-1, 2, -1]] * len(paths)),
@@ -365,6 +366,24 @@ def test_tree_links_become_parents() -> None:
     assert tree_parents([1, 2, 3, -1], [-1] * 4) == [-1, 0, 1]
 
 
+def test_what_was_drawn_is_recorded_with_the_probability_that_it_was_drawn_with() -> None:
+    """Whatever the draft likes best. A token that stands for none has the least probability."""
+    traces: list[Trace] = []
+    capture = make_capture(traces)
+    request = Request([1, 2])
+    prefill(capture, [request])
+    request.output_ids = [10]
+    drawn_from = torch.zeros(1, 2, VOCAB)
+    drawn_from[0, 0, [21, 3]] = torch.tensor([0.25, 0.75])
+    verify(capture, [request], [2], [[21, 22]], [1], drawn_from=drawn_from)
+    end(capture, request)
+    settle(capture)
+    (trace,) = traces
+    check_trace(trace)
+    assert trace.header.verification == "target_only"
+    assert trace.rounds.draft_logprobs[0].tolist() == pytest.approx([math.log(0.25), math.log(1e-30)], rel=1e-3)
+
+
 def test_a_trees_logprobs_are_its_nodes_own() -> None:
     traces: list[Trace] = []
     probe = DraftProbe(num_slots=4, max_batch=4, max_proposals=3, topk=2, device=torch.device("cpu"))
@@ -377,6 +396,7 @@ def test_a_trees_logprobs_are_its_nodes_own() -> None:
     spec_info = SimpleNamespace(
         draft_token=torch.tensor([10, 21, 22, 23]),
         draft_token_num=4,
+        draft_probs=None,
         topk=2,
         retrieve_next_token=torch.tensor([[1, 3, -1, -1]]),
         retrieve_next_sibling=torch.tensor([[-1, 2, -1, -1]]),

@@ -12,6 +12,7 @@ from serving.engine import CapturePolicy
 from serving.sglang.capture.request import (
     MAX_COMPLETION_TOKENS,
     InconsistentSpanError,
+    Origin,
     RequestSpan,
     Round,
     Rows,
@@ -57,7 +58,7 @@ def round_(position: int, tokens: list[int], path: list[int]) -> Round:
 
 
 def trace_of(span: RequestSpan, tokens: list[int]) -> Trace | None:
-    trace = span.trace(tokens, engine_id="e", target_fingerprint="f" * 64)
+    trace = span.trace(tokens, Origin("e", "f" * 64, "target_only"))
     if trace is not None:
         check_trace(trace)
     return trace

@@ -8,6 +8,8 @@ the operators below instead of compiled ones. They are written for tests of the 
 kernels and would then ask for many more.
 """
 
+import os
+
 import torch
 
 from .attention import decode_attention_cpu, extend_attention_cpu
@@ -35,6 +37,9 @@ __all__ = [
     "rotate_input_ids_cpu",
     "verify_tree_greedy_cpu",
 ]
+
+# SGLang draws the proposals of rejection sampling by a kernel in Triton, or by PyTorch.
+os.environ.setdefault("SGLANG_OPT_USE_GUMBEL_SAMPLE", "0")
 
 # The attention backend looks these two up on the namespace and calls them; plain functions spare the dispatcher.
 torch.ops.sgl_kernel.decode_attention_cpu = decode_attention_cpu
