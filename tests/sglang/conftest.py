@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
 from slipstream.models import BUNDLED_MODEL, resolve_model
 from speculator.draft.checkpoint import target_fingerprint
@@ -20,6 +22,14 @@ if importlib.util.find_spec("sglang") is None:
     collect_ignore += [
         path.name for path in Path(__file__).parent.glob("test_*.py") if path.name not in _RUN_WITHOUT_SGLANG
     ]
+
+
+elif not torch.cuda.is_available():
+    # Triton's own functions are either compiled or interpreted, from its first import on. What SGLang has in Triton is
+    # neither run nor changed by this.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        importlib.import_module("triton.language")
 
 
 # What SGLang and its GPU libraries say when a test imports them into its own process on a machine without a GPU.

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from serving.sglang.plugin.checks import VERSIONS, sglang_version
-from serving.sglang.plugin.contract import CPU_FUNCTIONS, SGLANG_FUNCTIONS, SGLANG_RECORDS
+from serving.sglang.plugin.contract import CPU_FUNCTIONS, GPU_FUNCTIONS, SGLANG_FUNCTIONS, SGLANG_RECORDS
 
 _UNPACKED = Path(sys.prefix) / "versions"
 
@@ -71,7 +71,7 @@ def sources(request: pytest.FixtureRequest) -> Sources:
 
 
 def test_functions_take_what_hooks_give_them(sources: Sources) -> None:
-    for used in (*SGLANG_FUNCTIONS, *CPU_FUNCTIONS):
+    for used in (*SGLANG_FUNCTIONS, *CPU_FUNCTIONS, *GPU_FUNCTIONS):
         function = sources.find(used.path)
         assert isinstance(function, ast.FunctionDef), used.path
         given = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]

@@ -79,6 +79,12 @@ CPU_PLAN = SglangFunction(f"{_AMX}.init_forward_metadata", ("self", "forward_bat
 CPU_EXTEND = SglangFunction(f"{_AMX}.forward_extend", _ATTEND)
 CPU_DECODE = SglangFunction(f"{_AMX}.forward_decode", _ATTEND)
 """Called, not hooked."""
+_TRITON = "sglang.srt.layers.attention.triton_backend.TritonAttnBackend"
+TRITON_PLAN = SglangFunction(f"{_TRITON}.init_forward_metadata", ("self", "forward_batch"))
+TRITON_GRAPH = SglangFunction(f"{_TRITON}.init_forward_metadata_out_graph", ("self", "forward_batch", "in_capture"))
+TRITON_EXTEND = SglangFunction(f"{_TRITON}.forward_extend", _ATTEND)
+TRITON_DECODE = SglangFunction(f"{_TRITON}.forward_decode", _ATTEND)
+"""Called, not hooked."""
 _OPENAI = "sglang.srt.entrypoints.openai"
 _CONVERTED = ("self", "request", "raw_request")
 CHAT = SglangFunction(f"{_OPENAI}.serving_chat.OpenAIServingChat._convert_to_internal_request", _CONVERTED)
@@ -109,13 +115,14 @@ SGLANG_FUNCTIONS = (
     COMPLETION,
 )
 CPU_FUNCTIONS = (CPU_PLAN, CPU_EXTEND, CPU_DECODE)
-"""A server on a GPU has no need of them."""
+"""A server on a GPU has no need of them, and one on a CPU none of the next."""
+GPU_FUNCTIONS = (TRITON_PLAN, TRITON_GRAPH, TRITON_EXTEND, TRITON_DECODE)
 
 
 def functions_of(environment: Mapping[str, str] = os.environ) -> tuple[SglangFunction, ...]:
     """Those that are hooked or called in a process with these variables, of which one tells SGLang to use the CPU."""
     is_cpu = environment.get("SGLANG_USE_CPU_ENGINE") == "1"
-    return (*SGLANG_FUNCTIONS, *CPU_FUNCTIONS) if is_cpu else SGLANG_FUNCTIONS
+    return (*SGLANG_FUNCTIONS, *(CPU_FUNCTIONS if is_cpu else GPU_FUNCTIONS))
 
 
 @dataclass(frozen=True)

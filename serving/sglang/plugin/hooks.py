@@ -13,6 +13,7 @@ from typing import Any, Literal
 import structlog
 
 from serving.request_metadata import HEADER, OTHER_TARGET
+from serving.sglang import one_token
 from serving.sglang.capture.request import is_for_another_target, mark
 from serving.sglang.plugin.checks import (
     check_draft_options,
@@ -41,6 +42,9 @@ from serving.sglang.plugin.contract import (
     STEP,
     STEPS,
     TREE,
+    TRITON_EXTEND,
+    TRITON_GRAPH,
+    TRITON_PLAN,
     VERIFIED,
     VERIFY,
     WALK,
@@ -125,8 +129,12 @@ def add_hooks(settings: PluginSettings, registry: Any, hook_type: Any) -> None:
     add(RELEASE, _before_release, "before")
     add(STEPS, _around_steps, "around")
     if CPU_PLAN in functions_of():
-        add(CPU_PLAN, after_plan, "after")
-        add(CPU_EXTEND, around_extend, "around")
+        add(CPU_PLAN, one_token.after_cpu_plan, "after")
+        add(CPU_EXTEND, one_token.around_cpu_extend, "around")
+    else:
+        add(TRITON_PLAN, one_token.around_triton_plan, "around")
+        add(TRITON_GRAPH, one_token.around_triton_plan, "around")
+        add(TRITON_EXTEND, one_token.around_triton_extend, "around")
     for endpoint in (CHAT, COMPLETION):
         add(endpoint, before_conversion, "before")
 
@@ -241,34 +249,3 @@ def before_conversion(endpoint: Any, request: Any, raw_request: Any = None) -> N
         from fastapi import HTTPException
 
         raise HTTPException(503, OTHER_TARGET)
-
-
-# On a CPU a step without proposals attends as plain decoding does. SGLang verifies one token there as it reads prompts:
-# it stores keys and values first, in calls of their own. Its operator of plain decoding does both at once, and rounds
-# as a server without a draft does. On a GPU such a step has a graph of its own, and nothing is changed.
-
-
-def after_plan(_: Any, backend: Any, forward_batch: Any) -> None:
-    """Before the layers of a pass: what its attention reads, where it verifies one token of each request."""
-    if _is_one_token(forward_batch) and not backend.use_mla:
-        # What the operator reads in the batch's place; a verification counts its own token in no length.
-        backend.draft_decode_metadata = (
-            backend.req_to_token_pool.req_to_token,
-            forward_batch.seq_lens + 1,
-            forward_batch.req_pool_indices,
-        )
-    elif backend.draft_decode_metadata is not None:
-        backend.draft_decode_metadata = None
-
-
-def around_extend(
-    run: Any, backend: Any, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any
-) -> Any:
-    if backend.draft_decode_metadata is None:
-        return run(backend, q, k, v, layer, forward_batch, *args, **kwargs)
-    return backend.forward_decode(q, k, v, layer, forward_batch, *args, **kwargs)
-
-
-def _is_one_token(forward_batch: Any) -> bool:
-    verifies: bool = forward_batch.forward_mode.is_target_verify()
-    return verifies and forward_batch.spec_info.draft_token_num == 1

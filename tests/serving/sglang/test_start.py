@@ -254,9 +254,9 @@ def test_a_class_of_sglang_that_lacks_a_field() -> None:
         contract.check_sglang_records([dataclasses.replace(known, path="serving.engine.Nobody")], "9.9")
 
 
-def test_a_server_on_a_gpu_needs_no_functions_of_a_cpu() -> None:
+def test_a_server_on_a_gpu_needs_no_functions_of_a_cpu_nor_the_reverse() -> None:
     on_cpu = contract.functions_of({"SGLANG_USE_CPU_ENGINE": "1"})
-    assert set(on_cpu) - set(contract.functions_of({})) == set(contract.CPU_FUNCTIONS)
+    assert set(on_cpu) ^ set(contract.functions_of({})) == {*contract.CPU_FUNCTIONS, *contract.GPU_FUNCTIONS}
 
 
 def test_a_hook_that_sglang_could_not_put_in_place_is_named() -> None:
