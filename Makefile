@@ -29,7 +29,7 @@ chaos: .venv/.installed ## faults put into the running loop, one after another, 
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PYTHON) -m benchmarks.chaos $(ARGS)
 
 # Where PyTorch and SGLang are installed by others, PYTHON=python3 names their interpreter.
-gpu: ## what only a GPU shows, in four stages; ARGS="--stage 1 4 --device cpu --quick"
+gpu: ## what only a GPU shows, in five stages; ARGS="--stage 1 4 --device cpu --quick"
 	@[ "$(origin PYTHON)" != file ] || $(MAKE) --no-print-directory .venv-sglang/.installed
 	$(if $(filter file,$(origin PYTHON)),.venv-sglang/bin/python,$(PYTHON)) -m benchmarks.gpu $(ARGS)
 

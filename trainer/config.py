@@ -172,6 +172,9 @@ class TrainerConfig(BaseSettings):
     busy_share: float = Field(default=1.0, gt=0, le=1)
     """Share of its time in which the trainer computes while an engine of its machine is always busy; the less busy the
     engine, the larger the share. At 1 the trainer never rests."""
+    card_share: float = Field(default=0.01, gt=0, le=1)
+    """The same on a GPU that an engine has, too, whenever requests run there. At 0.01 fewer than one in a hundred of
+    their tokens wait for it."""
 
     @field_validator("loss")
     @classmethod

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from speculator.draft.checkpoint import target_fingerprint
 from speculator.redis.client import connect
-from speculator.redis.control_plane import DraftPointer
+from speculator.redis.control_plane import DraftPointer, card_id
 from speculator.redis.trace_deletion import Erasures, Remover
 from speculator.redis.trace_stream import RewardStream, TraceStream, cap_for
 from speculator.tracing import prefixed, span
@@ -148,7 +148,14 @@ class Trainer:
             vetoed_since_s=progress.vetoed_since_s,
             clock=clock,
         )
-        self.throttle = Throttle(pointer.engines, self.ranks, self.metrics, busy_share=config.busy_share)
+        self.throttle = Throttle(
+            pointer.engines,
+            self.ranks,
+            self.metrics,
+            busy_share=config.busy_share,
+            card_share=config.card_share,
+            card="" if device is None else card_id(device),
+        )
         self._saved_s, self._saved_steps = time.monotonic(), self.learner.num_steps
         self.metrics.healthy.set(self.training.guard.healthy)
         self.source.observe_lag()

@@ -6,6 +6,10 @@
 
 `busy` is the share of time in steps of this machine's busiest engine (speculator/redis/control_plane.py). A turn of the
 loop that took t seconds is followed by a rest of t · (1/share − 1) seconds, on a CPU and on a GPU alike.
+
+On a GPU that an engine has, too, a step of one takes longer while the other computes. So the share is at most
+`card_share` there from the moment on in which requests are known to run until none does. At 1% fewer than one in a
+hundred of a client's tokens fall into a turn, however long that makes them.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from contextlib import suppress
 from functools import partial
 
 from speculator.errors import StreamError
-from speculator.redis.control_plane import busiest_here
+from speculator.redis.control_plane import busiest_here, is_card_busy
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks
 
@@ -26,6 +30,8 @@ LOOK_S = 1.0
 """Between two looks at the engines' reports, during a rest too: a rest ends when they become idle."""
 LONGEST_REST_S = 30.0
 """Even after a long turn: traces and orders to erase wait meanwhile."""
+LONGEST_CARD_REST_S = 300.0
+"""The same on a GPU that an engine has, too: that of a gate's decision of 3 s at 1%."""
 
 
 class Throttle:
@@ -42,19 +48,23 @@ class Throttle:
         metrics: TrainerMetrics,
         *,
         busy_share: float,
+        card_share: float = 1.0,
+        card: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`engines` gives the engines' reports or raises StreamError; `busy_share` is the trainer's share of its time
-        beside an engine that is always busy, above 0 and at most 1. `clock` gives seconds.
+        beside an engine that is always busy, `card_share` that beside one of the same GPU, the `card`, both above 0
+        and at most 1. `clock` gives seconds.
         """
         self._engines, self._ranks, self._metrics, self._clock = engines, ranks, metrics, clock
-        self._busy_share, self._share = busy_share, 1.0
+        self._busy_share, self._card_share, self._card = busy_share, card_share, card
+        self._share, self._longest_s = 1.0, LONGEST_REST_S
         self._looked_s = -math.inf
         metrics.time_share.set(1.0)
 
     def rest(self, worked_s: float, stop: threading.Event) -> None:
         """Rest after a turn of `worked_s` seconds; not once `stop` is set."""
-        if self._busy_share == 1:
+        if self._busy_share == 1 and not (self._card and self._card_share < 1):
             return
         began_s, rested_s = self._clock(), 0.0
         while pause_s := self._ranks.lead(partial(self._pause_ms, worked_s, rested_s)) / 1000:
@@ -67,7 +77,7 @@ class Throttle:
     def _pause_ms(self, worked_s: float, rested_s: float) -> int:
         """Until the rest is over, or until the next look."""
         self._look()
-        owed_s = min(worked_s * (1 / self._share - 1), LONGEST_REST_S) - rested_s
+        owed_s = min(worked_s * (1 / self._share - 1), self._longest_s) - rested_s
         return int(1000 * min(max(owed_s, 0.0), LOOK_S))
 
     def _look(self) -> None:
@@ -75,6 +85,9 @@ class Throttle:
         if self._clock() - self._looked_s < LOOK_S:
             return
         with suppress(StreamError):
-            self._share = 1 - busiest_here(self._engines()) * (1 - self._busy_share)
+            reports = self._engines()
+            self._share, self._longest_s = 1 - busiest_here(reports) * (1 - self._busy_share), LONGEST_REST_S
+            if self._card_share < self._share and is_card_busy(reports, self._card):
+                self._share, self._longest_s = self._card_share, LONGEST_CARD_REST_S
         self._looked_s = self._clock()
         self._metrics.time_share.set(self._share)

@@ -8,6 +8,7 @@ make gpu [ARGS="--stage 1 4 --folder DIR --json FILE --again --quick --device cp
   temperature (tests/sglang).
 3 asleep: an 8B of random weights without drafts, and with the plugin and a draft that has learnt nothing.
 4 drafting: SGLang's EAGLE-3 alone and with the plugin, capturing nobody, half of a batch, and all; swaps under load.
+5 shared: a small model served and learnt from on one card: what clients wait for the trainer.
 
 Each stage leaves its figures in the folder, and one that has is not run again. Where there is no GPU, or with
 `--device cpu`, the same steps run on the CPU with a tiny target: they show that the command works, not what a GPU does.
@@ -30,7 +31,7 @@ from benchmarks.common.report import Target, finish
 if TYPE_CHECKING:
     from benchmarks.gpu.scale import Scene
 
-_STAGES = {1: "device", 2: "server", 3: "asleep", 4: "drafting"}
+_STAGES = {1: "device", 2: "server", 3: "asleep", 4: "drafting", 5: "shared"}
 _DEVICE_TESTS = tuple(
     f"tests/serving/sglang/{name}"
     for name in ("capture", "test_cuda.py", "test_no_waiting.py", "test_runtime.py", "test_swap.py")
@@ -79,13 +80,16 @@ def _machine(wanted: str | None) -> dict[str, Any]:
 
 
 def _run(name: str, *, quick: bool) -> dict[str, Any]:
-    from benchmarks.gpu import launch, scale
+    from benchmarks.gpu import launch, scale, shared
     from tests.sglang.server import IS_ON_GPU
 
     if name == "device":
         return {"tests": _tests(_DEVICE_TESTS), **launch.measure(quick=quick)}
     if name == "server":
         return {"tests": _tests(_SERVER_TESTS)}
+    if name == "shared":
+        learning_s, turns, turn_s = (15.0, 2, 5.0) if quick else (120.0, 5, 20.0)
+        return shared.measure(clients=16 if IS_ON_GPU else 2, learning_s=learning_s, turns=turns, turn_s=turn_s)
     repeats = 1 if quick else 3
     stages: dict[str, Callable[[Scene], dict[str, Any]]] = {
         "asleep": lambda scene: scale.asleep(scene, repeats),
@@ -141,8 +145,14 @@ def _summary(document: dict[str, Any]) -> tuple[list[tuple[str, object]], list[T
         rows += [(cell.replace("_", " "), f"{spread['median']:.2f} ms a token") for cell, spread in times.items()]
     if "drafting" in document:
         rows.append(("stall of swaps (ms)", ", ".join(f"{ms:.2f}" for ms in document["drafting"]["swaps"]["stall_ms"])))
+    if "shared" in document:
+        shared = document["shared"]
+        gaps = ", ".join(f"{shared['p99_ms'][name]:.1f} {name}" for name in ("with", "without"))
+        rows.append(("p99 between tokens beside a trainer (ms)", f"{gaps}; {shared['p99_ratio']:.3f} ×"))
     is_gpu = document["machine"]["device"] != "cpu"
     targets += _ratios(document) if is_gpu else []
+    if is_gpu and "shared" in document:
+        targets.append(Target("p99_beside_a_trainer", document["shared"]["p99_ratio"], 1.1, at_least=False))
     return rows, targets
 
 

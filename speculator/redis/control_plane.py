@@ -242,6 +242,15 @@ def machine_id() -> str:
         return platform.node()
 
 
+def card_id(device: Any) -> str:
+    """The number that a `torch.device`'s GPU was made with, the same in all containers; empty where it is none."""
+    if device.type != "cuda":
+        return ""
+    import torch
+
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
 class EngineLoad:
     """Measures the share of time that an engine spends in steps.
 
@@ -249,9 +258,9 @@ class EngineLoad:
     one step.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` gives seconds."""
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, card: str = "") -> None:
+        """`clock` gives seconds. `card` is the engine's GPU (`card_id`)."""
+        self._clock, self._card = clock, card
         self._busy_s, self._changed_s, self._is_stepping = 0.0, clock() - LINGER_S, False
         self._reported_busy_s, self._reported_s = 0.0, clock()
 
@@ -265,12 +274,14 @@ class EngineLoad:
             self._change(is_stepping=False)
 
     def report(self) -> dict[str, str | float]:
-        """Fields of the engine's report: its machine, and `busy`, the share of time in steps since the last call."""
+        """Fields of the engine's report: its machine, its GPU, and `busy`, the share of time in steps since the last
+        call.
+        """
         now_s = self._clock()
         busy_s = self._busy_s + (now_s - self._changed_s if self._is_stepping else 0.0)
         share = (busy_s - self._reported_busy_s) / max(now_s - self._reported_s, 1e-6)
         self._reported_busy_s, self._reported_s = busy_s, now_s
-        return {"machine": machine_id(), "busy": round(min(max(share, 0.0), 1.0), 3)}
+        return {"machine": machine_id(), "card": self._card, "busy": round(min(max(share, 0.0), 1.0), 3)}
 
     def _change(self, *, is_stepping: bool) -> None:
         now_s = self._clock()
@@ -285,6 +296,11 @@ def busiest_here(reports: Mapping[str, Mapping[str, str]]) -> float:
     by engine id, as `DraftPointer.engines` reads them.
     """
     return max((_busy(report) for report in reports.values() if report.get("machine") == machine_id()), default=0.0)
+
+
+def is_card_busy(reports: Mapping[str, Mapping[str, str]], card: str) -> bool:
+    """Whether an engine of this GPU was in a step lately; not where `card` is empty."""
+    return bool(card) and any(_busy(report) > 0 for report in reports.values() if report.get("card") == card)
 
 
 def _busy(report: Mapping[str, str]) -> float:

@@ -24,22 +24,29 @@ from trainer.loop import Trainer, train_until
 from trainer.metrics import TrainerMetrics
 from trainer.process import give_way_in_the_kernel
 from trainer.ranks import Ranks
-from trainer.throttle import LONGEST_REST_S, Throttle
+from trainer.throttle import LONGEST_CARD_REST_S, LONGEST_REST_S, Throttle
 
 Reports = dict[str, dict[str, str]]
 
 MACHINE = machine_id()
+CARD_SHARE = 0.01
 
 
 class Engines:
     """Their reports, one look after the other and then the last again. The clock moves in rests and turns alone."""
 
-    def __init__(self, *looks: Reports, busy_share: float, stop: bool = False) -> None:
+    def __init__(self, *looks: Reports, busy_share: float = 1.0, card: str = "", stop: bool = False) -> None:
         self.looks, self.num_asked, self.rested_s, self.now_s = list(looks), 0, 0.0, 1000.0
         self.is_stopped, self.is_away, self.hangs_s = stop, False, 0.0
         self.registry = CollectorRegistry()
         self.throttle = Throttle(
-            self.read, Ranks(), TrainerMetrics(self.registry), busy_share=busy_share, clock=lambda: self.now_s
+            self.read,
+            Ranks(),
+            TrainerMetrics(self.registry),
+            busy_share=busy_share,
+            card_share=CARD_SHARE,
+            card=card,
+            clock=lambda: self.now_s,
         )
 
     def read(self) -> Reports:
@@ -82,6 +89,31 @@ def test_the_trainers_share_falls_as_the_load_rises(load: str, busy_share: float
 def test_by_default_the_trainer_never_rests_and_asks_nobody() -> None:
     engines = Engines(busy("1.0"), busy_share=1.0)
     assert engines.rest_after(1.0) == engines.num_asked == 0
+
+
+def on_card(share: str, card: str = "GPU-1") -> Reports:
+    return {"engine": {"version": "1", "machine": "another container's", "busy": share, "card": card}}
+
+
+def test_on_the_engines_own_gpu_few_tokens_wait_for_the_trainer() -> None:
+    """However little the engine has to do: its requests are what waits."""
+    engines = Engines(on_card("0.05"), card="GPU-1")
+    assert engines.rest_after(0.15) == pytest.approx(0.15 * (1 / CARD_SHARE - 1), abs=0.02)
+    assert engines.metric("time_share_ratio") == CARD_SHARE
+    assert engines.rest_after(2.0) == pytest.approx(2.0 * (1 / CARD_SHARE - 1), abs=0.02), "a gate's decision, too"
+    assert engines.rest_after(60.0) == pytest.approx(LONGEST_CARD_REST_S, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("reports", "card"), [(on_card("0.0"), "GPU-1"), (on_card("1.0"), "GPU-2"), (on_card("1.0", ""), "")]
+)
+def test_on_a_gpu_where_nothing_runs_or_of_its_own_the_trainer_does_not_rest(reports: Reports, card: str) -> None:
+    assert Engines(reports, card=card).rest_after(1.0) == 0
+
+
+def test_a_rest_on_the_engines_gpu_ends_with_its_last_request() -> None:
+    engines = Engines(on_card("0.5"), on_card("0.5"), on_card("0.0"), card="GPU-1")
+    assert engines.rest_after(1.0) == pytest.approx(2.0), "of 99 seconds"
 
 
 def test_an_engine_of_another_machine_holds_nobody_up() -> None:

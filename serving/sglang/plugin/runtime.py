@@ -40,7 +40,7 @@ from serving.sglang.swap import SglangDraft
 from serving.speedup import ControlShare, SpeedupMeter
 from speculator.draft.checkpoint import config_from_json, expected_shapes, model_key
 from speculator.errors import ConfigError, type_and_place
-from speculator.redis.control_plane import EngineLoad
+from speculator.redis.control_plane import EngineLoad, card_id
 from speculator.tracing import close_spans, configure_spans
 from speculator.versions.store import DraftStore, Manifest
 
@@ -98,7 +98,7 @@ class EngineRuntime:
         self._accept_index: torch.Tensor | None = None
         """The accepted path of the verification that is under way."""
 
-        self._load = EngineLoad()
+        self._load = EngineLoad(card=card_id(device_of(worker)))
         self._traces: TracePipeline | None = None
         self._erasures: ErasureWatch | None = None
         if self._pointer is not None:

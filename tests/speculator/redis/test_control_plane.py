@@ -191,7 +191,7 @@ def test_the_share_of_time_in_steps_since_the_last_report() -> None:
     clock.now_s += 1.0
     with load.stepping():
         clock.now_s += 3.0
-    assert load.report() == {"machine": machine_id(), "busy": 0.75}
+    assert load.report() == {"machine": machine_id(), "card": "", "busy": 0.75}
     clock.now_s += 2.0
     assert load.report()["busy"] == 0.0
 
