@@ -363,8 +363,8 @@ def quantised(aux: Tensor) -> tuple[Tensor, Tensor]:
     """
     # In place from here on: fresh memory of this size costs more than the arithmetic.
     wide = aux.detach().to(torch.float32, copy=True)
-    least, most = torch.aminmax(wide, dim=1)
-    scale = (torch.maximum(most, -least) / _FLOAT8_MAX).clamp_min(_MIN_SCALE).half()
+    largest = torch.linalg.vector_norm(wide, torch.inf, dim=1)
+    scale = (largest / _FLOAT8_MAX).clamp_min(_MIN_SCALE).half()
     scaled = wide.div_(scale.float()[:, None]).clamp_(-_FLOAT8_MAX, _FLOAT8_MAX)
     return scaled.to(torch.float8_e4m3fn), scale
 

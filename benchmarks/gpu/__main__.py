@@ -140,6 +140,9 @@ def _summary(document: dict[str, Any]) -> tuple[list[tuple[str, object]], list[T
                 f"{step['host_ms']:.2f} ms of the scheduler's thread{on_device}, {counts}",
             )
         )
+    if "device" in document:
+        rows.append(("assembler's Python a request and step", f"{document['device']['assembling_us']:.1f} µs"))
+        targets += _of_threads(document["device"])
     for name in ("asleep", "drafting"):
         times = document.get(name, {}).get("ms_a_token", {})
         rows += [(cell.replace("_", " "), f"{spread['median']:.2f} ms a token") for cell, spread in times.items()]
@@ -154,6 +157,20 @@ def _summary(document: dict[str, Any]) -> tuple[list[tuple[str, object]], list[T
     if is_gpu and "shared" in document:
         targets.append(Target("p99_beside_a_trainer", document["shared"]["p99_ratio"], 1.1, at_least=False))
     return rows, targets
+
+
+_MOST_MS = {64: (0.1, 0.3), 256: (0.1, 0.8)}
+"""Of the scheduler's thread a step: with nobody captured, and with half of the batch."""
+
+
+def _of_threads(device: dict[str, Any]) -> list[Target]:
+    targets = [Target("assembler_us", device["assembling_us"], 5.0, at_least=False)]
+    for step in device["steps"]:
+        batch, captured = step["batch"], step["captured"]
+        if batch in _MOST_MS and captured < batch:
+            name = f"scheduler_ms_{step['width']}_{captured}_of_{batch}"
+            targets.append(Target(name, step["host_ms"], _MOST_MS[batch][captured > 0], at_least=False))
+    return targets
 
 
 def _ratios(document: dict[str, Any]) -> list[Target]:

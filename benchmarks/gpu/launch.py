@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from serving.sglang.capture.assembler import Gathering
 from serving.sglang.capture.capture import StepCapture
 from serving.sglang.capture.device_reads import DraftProbe
 from serving.sglang.capture.verification_rows import TopTokens
 from serving.sglang.device import HostDevice, device_layer
-from tests.serving.sglang.harness import Request, make_capture
+from tests.serving.sglang.harness import Request, make_capture, prefill, settle, verify
 
 DEPTH, TOPK, VOCAB = 4, 64, 151_936
 _NARROW = (8, 128, 1)
@@ -150,6 +151,24 @@ def cost(device: torch.device, width: int, batch: int, captured: int, steps: int
     return found
 
 
+def assembling_us(batch: int, steps: int) -> float:
+    """Microseconds of Python a request and step on the assembler's thread, which holds the scheduler's interpreter.
+
+    All of the batch is captured, and the verifications of a moment are `steps`. The tensors hold next to nothing.
+    """
+    device = torch.device("cpu")
+    probe = DraftProbe(num_slots=batch, max_batch=batch, max_proposals=DEPTH, topk=1, device=device)
+    waiting = Gathering(seconds=3600, num_bytes=1 << 40, behind_bytes=1 << 40)
+    capture = make_capture([], device=Elsewhere(device), probe=probe, gathering=waiting)
+    requests = [Request([1] * 8, str(number)) for number in range(batch)]
+    prefill(capture, requests)
+    for step in range(steps):
+        verify(capture, requests, [8 + 2 * step] * batch, [[1] * DEPTH] * batch, [1] * batch)
+    begun_s = time.process_time()
+    settle(capture)
+    return 1e6 * (time.process_time() - begun_s) / (batch * steps)
+
+
 def top_tokens_ms(device: torch.device, rows: int, steps: int) -> dict[str, Any]:
     """How long a GPU takes for the likeliest tokens of float32 logits."""
     logits, top_tokens, layer = (
@@ -180,6 +199,7 @@ def measure(*, quick: bool) -> dict[str, Any]:
             for captured in sorted({0, (batch + 1) // 2, batch})
         ],
     }
+    found["assembling_us"] = round(statistics.median(assembling_us(64, 50) for _ in range(5)), 2)
     if is_gpu:
         found["top_tokens"] = [top_tokens_ms(device, rows, 30) for rows in (5, 160, 320, 1280)]
     return found

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from serving.sglang.capture.device_reads import HostCopy, Places, unpacked
-from serving.sglang.capture.request import InconsistentSpanError, Origin, RequestSpan, Round, Rows, Ticket
+from serving.sglang.capture.request import InconsistentSpanError, Origin, RequestSpan, Rounds, Rows, Ticket
 from serving.sglang.capture.verification_rows import TopTokens, committed, joined, prefilled, reduced
 from serving.sglang.device import Device
 from serving.sglang.settings import PluginSettings, buffer_bytes
@@ -224,7 +224,7 @@ class TraceAssembler:
                 self.held_bytes -= num_bytes
                 self.queued_bytes -= num_bytes
 
-    def _grow(self, additions: Sequence[tuple[Ticket, Rows, Sequence[Round]]]) -> None:
+    def _grow(self, additions: Sequence[tuple[Ticket, Rows, Rounds | None]]) -> None:
         num_bytes = 0
         for ticket, rows, rounds in additions:
             span = ticket.growing
@@ -233,8 +233,8 @@ class TraceAssembler:
             self._spans.setdefault(ticket, span)
             before = span.num_bytes
             try:
-                for round_ in rounds:
-                    span.add_round(round_)
+                if rounds is not None:
+                    span.add_rounds(rounds)
                 span.add_rows(rows)
             except Exception as error:
                 self._fail(ticket, error)

@@ -274,7 +274,7 @@ class StepCapture:
         logits = result.logits_output.next_token_logits.view(num_requests, num_nodes, -1)
         if len(tickets) < num_requests:
             chosen = self._device.index(tuple(tickets))
-            features, logits = features[chosen], logits[chosen]
+            features, logits = features.index_select(0, chosen), logits.index_select(0, chosen)
         elif not self._device.is_host:
             features = features.clone()
         launched.by_tree, launched.features = Packed.of(by_tree), features.flatten(0, 1)

@@ -133,9 +133,8 @@ class DraftProbe:
         num_requests = len(req_pool_indices)
         if self._topk > 1:
             return self._scores[:num_requests, :num_proposals]
-        logprobs = self._later[:num_requests, :num_proposals].clone()
-        logprobs[:, 0] = self._first[req_pool_indices.long()]
-        return logprobs
+        first = self._first.index_select(0, req_pool_indices)
+        return torch.cat([first[:, None], self._later[:num_requests, 1:num_proposals]], dim=1)
 
 
 def _best_logprob(logits: Tensor) -> Tensor:

@@ -149,15 +149,18 @@ class Rows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Round:
-    """One verification with proposals: tokens, log-probabilities and parents [P] as in a trace, the accepted path."""
+class Rounds:
+    """Verifications of P proposals each, one after another: k of them, with arrays as in a trace."""
 
-    position: int
+    position: np.ndarray
+    """[k] int32, and so is `num_accepted` int8."""
     tokens: np.ndarray
+    """[k, P] int32, and so are `logprobs` float16 and `parents` int8."""
     logprobs: np.ndarray
     parents: np.ndarray
+    num_accepted: np.ndarray
     path: np.ndarray
-    """Tokens of the accepted proposals, in order."""
+    """[k, P] int32: in front, as many as were accepted, the tokens along the accepted path."""
     draft_version: int
 
 
@@ -169,7 +172,7 @@ class RequestSpan:
     target_version: int = 0
     """In service when the request was first read."""
     rows: list[Rows] = field(default_factory=list)
-    rounds: list[Round] = field(default_factory=list)
+    rounds: list[Rounds] = field(default_factory=list)
     num_bytes: int = 0
     is_cut: bool = False
 
@@ -187,9 +190,9 @@ class RequestSpan:
         """Drop what was captured."""
         self.rows, self.rounds, self.num_bytes = [], [], 0
 
-    def add_round(self, round_: Round) -> None:
+    def add_rounds(self, rounds: Rounds) -> None:
         if not self.is_cut:
-            self.rounds.append(round_)
+            self.rounds.append(rounds)
 
     def trace(self, tokens: list[int], origin: Origin) -> Trace | None:
         """The trace of an answer that ended; `tokens` are the prompt and the served completion.
@@ -244,29 +247,52 @@ class RequestSpan:
         return ids, logprobs
 
     def _rounds(self, tokens: list[int], end: int) -> VerifyRounds:
-        rounds = [round_ for round_ in self.rounds if round_.position < end]
-        for round_ in rounds:
-            served = tokens[round_.position + 1 : round_.position + 1 + len(round_.path)]
-            if served != round_.path[: len(served)].tolist():
-                raise InconsistentSpanError(f"the proposals accepted at position {round_.position} were not served")
-        width = max((len(round_.tokens) for round_ in rounds), default=0)
-        draft_tokens = np.full((len(rounds), width), -1, np.int32)
-        draft_logprobs = np.zeros((len(rounds), width), np.float16)
+        parts = self.rounds
+        width = max((part.tokens.shape[1] for part in parts), default=0)
+        position = _joined([part.position for part in parts], np.int32)
+        num_accepted = _joined([part.num_accepted for part in parts], np.int8)
+        path = _padded([part.path for part in parts], width, np.int32, -1)
+        kept = position < end
+        self._check_served(tokens, position[kept], path[kept], num_accepted[kept])
+        parents = _padded([part.parents for part in parts], width, np.int8, 0)
         # Beyond a round's proposals the parents say nothing, but must be valid: a chain's are.
-        parents = np.broadcast_to(np.arange(-1, width - 1, dtype=np.int8), draft_tokens.shape).copy()
-        for row, round_ in enumerate(rounds):
-            size = len(round_.tokens)
-            draft_tokens[row, :size] = round_.tokens
-            draft_logprobs[row, :size] = round_.logprobs
-            parents[row, :size] = round_.parents
+        sizes = np.repeat([part.tokens.shape[1] for part in parts], [len(part.position) for part in parts])
+        columns = np.arange(width)
+        parents = np.where(columns < sizes.reshape(-1, 1), parents, columns - 1).astype(np.int8)
+        versions = np.repeat([part.draft_version for part in parts], [len(part.position) for part in parts])
         return VerifyRounds(
-            position=np.array([round_.position for round_ in rounds], np.int32),
-            draft_tokens=draft_tokens,
-            draft_logprobs=draft_logprobs,
-            draft_parents=parents,
-            num_accepted=np.array([len(round_.path) for round_ in rounds], np.int8),
-            draft_version=np.array([round_.draft_version for round_ in rounds], np.int32),
+            position=position[kept],
+            draft_tokens=_padded([part.tokens for part in parts], width, np.int32, -1)[kept],
+            draft_logprobs=_padded([part.logprobs for part in parts], width, np.float16, 0)[kept],
+            draft_parents=parents[kept],
+            num_accepted=num_accepted[kept],
+            draft_version=versions[kept].astype(np.int32),
         )
+
+    @staticmethod
+    def _check_served(tokens: list[int], position_R: np.ndarray, path_RP: np.ndarray, accepted_R: np.ndarray) -> None:
+        """Raise InconsistentSpanError unless what was accepted behind each position was served there."""
+        served_T = np.array(tokens, np.int32)
+        at_RP = position_R[:, None] + 1 + np.arange(path_RP.shape[1])
+        is_known_RP = (np.arange(path_RP.shape[1]) < accepted_R[:, None]) & (at_RP < len(tokens))
+        differ_RP = is_known_RP & (served_T[np.minimum(at_RP, len(tokens) - 1)] != path_RP)
+        if differ_RP.any():
+            wrong = position_R[differ_RP.any(1)][0]
+            raise InconsistentSpanError(f"the proposals accepted at position {wrong} were not served")
+
+
+def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype)
+
+
+def _padded(parts: list[np.ndarray], width: int, dtype: type, fill: int) -> np.ndarray:
+    """Tables of rounds below each other, as wide as the widest of them."""
+    table: np.ndarray = np.full((sum(map(len, parts)), width), fill, dtype)
+    start = 0
+    for part in parts:
+        table[start : start + len(part), : part.shape[1]] = part
+        start += len(part)
+    return table
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from serving.sglang.capture.request import Round, Rows
+from serving.sglang.capture.request import Rounds, Rows
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ def reduced(host: dict[str, Tensor], top_tokens: TopTokens) -> dict[str, Tensor]
     return host if logits is None else {**host, **top_tokens(logits)}
 
 
-def prefilled(host: Mapping[str, Tensor], owned: Sequence[tuple[T, int, int]]) -> Iterator[tuple[T, Rows, list[Round]]]:
+def prefilled(host: Mapping[str, Tensor], owned: Sequence[tuple[T, int, int]]) -> Iterator[tuple[T, Rows, None]]:
     """The rows of each (owner, first position, number of rows), one after another in a prefill; it has no rounds.
 
     `host` holds features [n, w] of them all, with their scale [n] where they are in float8, and topk_ids and
@@ -45,7 +45,7 @@ def prefilled(host: Mapping[str, Tensor], owned: Sequence[tuple[T, int, int]]) -
             topk_ids=ids[index : index + 1].copy(),
             topk_logprobs=logprobs[index : index + 1].copy(),
         )
-        yield owner, rows, []
+        yield owner, rows, None
         offset += length
 
 
@@ -57,7 +57,7 @@ def committed(
     num_nodes: int,
     draft_version: int,
     is_tree: bool,
-) -> Iterator[tuple[T, Rows, list[Round]]]:
+) -> Iterator[tuple[T, Rows, Rounds | None]]:
     """The committed rows of each owner, and what the verifications say about its proposals.
 
     Of B trees of N nodes `counts` [B] nodes were committed, R in all. `host` holds of those, tree by tree along the
@@ -67,21 +67,24 @@ def committed(
     several trees in a row gets their rows in one piece.
     """
     ids, logprobs = in_order(host["topk_ids"], host["topk_logprobs"])
-    positions, ends = host["seq_lens"].tolist(), np.cumsum(counts)
-    for owner, trees in _runs(owners, positions, counts):
-        picked = np.concatenate([np.arange(ends[tree] - counts[tree], ends[tree]) for tree in trees])
+    positions = host["seq_lens"].tolist()
+    rounds = _rounds(host, counts, draft_version, is_tree) if num_nodes > 1 else None
+    num_committed = np.array(counts)
+    first_row = np.cumsum(num_committed) - num_committed
+    for owner, chosen in _runs(owners, positions, counts):
+        trees = np.array(chosen)
+        sizes = num_committed[trees]
+        # Rows of a tree follow each other, those of a run's trees do not.
+        picked = np.repeat(first_row[trees] - np.cumsum(sizes) + sizes, sizes) + np.arange(sizes.sum())
+        index = torch.from_numpy(picked)
         rows = Rows(
-            start=positions[trees[0]],
-            features=host["features"][torch.from_numpy(picked)],
-            scale=host["scale"][torch.from_numpy(picked)] if "scale" in host else None,
+            start=positions[chosen[0]],
+            features=host["features"].index_select(0, index),
+            scale=host["scale"].index_select(0, index) if "scale" in host else None,
             topk_ids=ids[picked],
             topk_logprobs=logprobs[picked],
         )
-        rounds = []
-        for tree in trees if num_nodes > 1 else ():
-            path = host["path"][tree].numpy() if is_tree else np.arange(num_nodes)
-            rounds.append(_round(host, tree, path[: counts[tree]], draft_version, is_tree))
-        yield owner, rows, rounds
+        yield owner, rows, None if rounds is None else _of_trees(rounds, trees)
 
 
 def _runs(owners: Sequence[T], positions: Sequence[int], counts: Sequence[int]) -> list[tuple[T, list[int]]]:
@@ -97,20 +100,43 @@ def _runs(owners: Sequence[T], positions: Sequence[int], counts: Sequence[int]) 
     return runs
 
 
-def _round(host: Mapping[str, Tensor], tree: int, path: np.ndarray, draft_version: int, is_tree: bool) -> Round:
-    tokens = host["draft_token"][tree].numpy().astype(np.int32)
-    parents = np.array(tree_parents(host["next_token"][tree].tolist(), host["next_sibling"][tree].tolist()), np.int8)
-    logprobs = host["draft_logprobs"][tree].float().numpy()
+def _rounds(host: Mapping[str, Tensor], counts: Sequence[int], draft_version: int, is_tree: bool) -> Rounds:
+    """What all B trees say about their proposals."""
+    nodes_BN = host["draft_token"].numpy().astype(np.int32)
+    logprobs_BP = host["draft_logprobs"].float().numpy()
     if is_tree:
+        links = zip(host["next_token"].tolist(), host["next_sibling"].tolist(), strict=True)
+        parents_BP = np.array([tree_parents(children, siblings) for children, siblings in links], np.int64)
         # Of the whole path so far: the node's own is what its parent's lacks.
-        logprobs = logprobs - np.where(parents >= 0, logprobs[parents], 0)
-    return Round(
-        position=int(host["seq_lens"][tree]),
-        tokens=tokens[1:],
-        logprobs=np.minimum(logprobs, 0).astype(np.float16),
-        parents=parents,
-        path=tokens[path[1:]],
+        of_parents_BP = np.take_along_axis(logprobs_BP, np.maximum(parents_BP, 0), 1)
+        logprobs_BP = logprobs_BP - np.where(parents_BP >= 0, of_parents_BP, 0)
+        walked_BA = host["path"].numpy()[:, 1:].astype(np.int64)
+        path_BP = np.full_like(nodes_BN[:, 1:], -1)
+        path_BP[:, : walked_BA.shape[1]] = np.take_along_axis(nodes_BN, np.maximum(walked_BA, 0), 1)
+    else:
+        path_BP = nodes_BN[:, 1:]
+        parents_BP = np.broadcast_to(np.arange(-1, path_BP.shape[1] - 1), path_BP.shape)
+    return Rounds(
+        position=host["seq_lens"].numpy().astype(np.int32),
+        tokens=nodes_BN[:, 1:],
+        logprobs=np.minimum(logprobs_BP, 0).astype(np.float16),
+        parents=parents_BP.astype(np.int8),
+        num_accepted=np.array(counts, np.int8) - np.int8(1),
+        path=path_BP,
         draft_version=draft_version,
+    )
+
+
+def _of_trees(rounds: Rounds, trees: np.ndarray) -> Rounds:
+    """Copies: a view would keep the rounds of the whole batch."""
+    return Rounds(
+        position=rounds.position[trees],
+        tokens=rounds.tokens[trees],
+        logprobs=rounds.logprobs[trees],
+        parents=rounds.parents[trees],
+        num_accepted=rounds.num_accepted[trees],
+        path=rounds.path[trees],
+        draft_version=rounds.draft_version,
     )
 
 

@@ -14,7 +14,7 @@ from serving.sglang.capture.request import (
     InconsistentSpanError,
     Origin,
     RequestSpan,
-    Round,
+    Rounds,
     Rows,
     SpanRequest,
 )
@@ -46,13 +46,14 @@ def rows(start: int, count: int, labelled: int) -> Rows:
     )
 
 
-def round_(position: int, tokens: list[int], path: list[int]) -> Round:
-    return Round(
-        position=position,
-        tokens=np.array(tokens, np.int32),
-        logprobs=np.full(len(tokens), -1, np.float16),
-        parents=np.arange(-1, len(tokens) - 1, dtype=np.int8),
-        path=np.array(path, np.int32),
+def round_(position: int, tokens: list[int], path: list[int]) -> Rounds:
+    return Rounds(
+        position=np.array([position], np.int32),
+        tokens=np.array([tokens], np.int32),
+        logprobs=np.full((1, len(tokens)), -1, np.float16),
+        parents=np.arange(-1, len(tokens) - 1, dtype=np.int8)[None],
+        num_accepted=np.array([len(path)], np.int8),
+        path=np.array([[*path, *tokens[len(path) :]]], np.int32),
         draft_version=3,
     )
 
@@ -77,9 +78,9 @@ def test_an_answer_of_a_chunked_prompt_and_two_rounds() -> None:
     span = RequestSpan(request())
     span.add_rows(rows(0, 3, 1))
     span.add_rows(rows(3, 2, 1))
-    span.add_round(round_(5, [21, 22, 23], [21]))
+    span.add_rounds(round_(5, [21, 22, 23], [21]))
     span.add_rows(rows(5, 2, 2))
-    span.add_round(round_(7, [31, 32, 33], []))
+    span.add_rounds(round_(7, [31, 32, 33], []))
     span.add_rows(rows(7, 1, 1))
     #         prompt           first  accepted  bonus  bonus
     trace = trace_of(span, [1, 2, 3, 4, 5, 20, 21, 30, 40])
@@ -106,9 +107,9 @@ def test_what_follows_the_end_of_the_answer_is_left_out() -> None:
     """A stop token in the middle of an accepted run, or a step that overlap scheduling launched too many."""
     span = RequestSpan(request())
     span.add_rows(rows(0, 5, 1))
-    span.add_round(round_(5, [21, 22, 23], [21, 22, 23]))
+    span.add_rounds(round_(5, [21, 22, 23], [21, 22, 23]))
     span.add_rows(rows(5, 4, 4))
-    span.add_round(round_(9, [31, 32, 33], [31]))
+    span.add_rounds(round_(9, [31, 32, 33], [31]))
     span.add_rows(rows(9, 2, 2))
     trace = trace_of(span, [1, 2, 3, 4, 5, 20, 21])
     assert trace is not None
@@ -130,9 +131,9 @@ def test_nothing_computed_makes_no_trace() -> None:
 def test_rounds_of_different_depth_are_padded() -> None:
     span = RequestSpan(request())
     span.add_rows(rows(0, 5, 1))
-    span.add_round(round_(5, [21], []))
+    span.add_rounds(round_(5, [21], []))
     span.add_rows(rows(5, 1, 1))
-    span.add_round(round_(6, [31, 32, 33], [31, 32]))
+    span.add_rounds(round_(6, [31, 32, 33], [31, 32]))
     span.add_rows(rows(6, 3, 3))
     trace = trace_of(span, [1, 2, 3, 4, 5, 20, 30, 31, 32, 40])
     assert trace is not None
@@ -149,7 +150,7 @@ def test_a_gap_is_an_error() -> None:
 def test_accepted_proposals_that_were_not_served_are_an_error() -> None:
     span = RequestSpan(request())
     span.add_rows(rows(0, 5, 1))
-    span.add_round(round_(5, [21, 22], [21]))
+    span.add_rounds(round_(5, [21, 22], [21]))
     span.add_rows(rows(5, 2, 2))
     with pytest.raises(InconsistentSpanError, match="position 5 were not served"):
         trace_of(span, [1, 2, 3, 4, 5, 20, 99, 30])
