@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import itertools
 import json
 import os
 import signal
@@ -112,8 +113,12 @@ def command(options: SglangOptions, *, port: int, adaptive_config: Path, host: s
 
 
 def adaptive_config(depth: int) -> dict[str, dict[str, list[int]]]:
-    """Every depth is a candidate at every batch size; which one is taken is the plugin's choice."""
-    return {"1": {"candidate_steps": list(range(depth + 1))}}
+    """Depths between which the plugin chooses at every batch size: none, each twice the one before, and the deepest.
+
+    SGLang captures graphs of verification and of the draft for each of them at its start, and keeps their memory.
+    """
+    doubled = itertools.takewhile(lambda steps: steps < depth, (1 << power for power in itertools.count()))
+    return {"1": {"candidate_steps": [0, *doubled, depth]}}
 
 
 def environment(options: SglangOptions, inherited: Mapping[str, str]) -> dict[str, str]:

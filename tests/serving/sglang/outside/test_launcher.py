@@ -11,7 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from serving.sglang.outside.launcher import SglangProcess, check_interpreter, command, environment, find_interpreter
+from serving.sglang.outside.launcher import (
+    SglangProcess,
+    adaptive_config,
+    check_interpreter,
+    command,
+    environment,
+    find_interpreter,
+)
 from speculator.errors import ConfigError, EngineDeadError
 from tests.fixtures.waiting import wait_until
 from tests.serving.sglang.outside.conftest import MakeOptions, started
@@ -239,3 +246,10 @@ def test_the_interpreter_beside_the_project_is_found(tmp_path: Path, monkeypatch
     assert find_interpreter() == beside
     monkeypatch.setattr("serving.sglang.outside.launcher.find_spec", lambda name: "found")
     assert find_interpreter() == Path(sys.executable)
+
+
+@pytest.mark.parametrize(
+    ("depth", "steps"), [(1, [0, 1]), (2, [0, 1, 2]), (3, [0, 1, 2, 3]), (4, [0, 1, 2, 4]), (9, [0, 1, 2, 4, 8, 9])]
+)
+def test_the_depths_to_choose_from_are_few(depth: int, steps: list[int]) -> None:
+    assert adaptive_config(depth) == {"1": {"candidate_steps": steps}}
