@@ -182,7 +182,7 @@ class FusedDraft:
 
     def features(self, aux_Nw: Tensor) -> Tensor:
         """Reduce the three target features [N, 3d] to one [N, d]."""
-        return linear(aux_Nw.to(self.dtype), self.weights["fc"])
+        return linear(read_features(aux_Nw.to(self.dtype), self._config, self.weights), self.weights["fc"])
 
     def layer(
         self, tokens_N: Sequence[int], feature_Nd: Tensor, spans: Sequence[PairSpan], *, first_slot: int
@@ -228,15 +228,17 @@ class FusedDraft:
         return out_BGPh.transpose(1, 2).reshape(len(q_BHh), -1)
 
     def _finish(self, feature_Bd: Tensor, attended_Bw: Tensor) -> Tensor:
-        """The layer's output [B, d]: before the final norm, as it is fed back."""
+        """The layer's output [B, d], as it is fed back."""
         hidden_Bd = feature_Bd + linear(attended_Bw, self.weights["out"])
         normed_Bd = self._norm(hidden_Bd, self.weights["mlp_norm"])
         gate, up = linear(normed_Bd, self.weights["gate_up"]).chunk(2, -1)
-        return hidden_Bd + linear(F.silu(gate).mul_(up), self.weights["down"])
+        output_Bd = hidden_Bd + linear(F.silu(gate).mul_(up), self.weights["down"])
+        return self._norm(output_Bd, self.weights["norm"]) if self._config.norm_output else output_Bd
 
     def logits(self, output_Bd: Tensor) -> Tensor:
         """Logits over the draft vocabulary [B, D]."""
-        return linear(self._norm(output_Bd, self.weights["norm"]), self.weights["head"])
+        normed_Bd = output_Bd if self._config.norm_output else self._norm(output_Bd, self.weights["norm"])
+        return linear(normed_Bd, self.weights["head"])
 
     def _norm(self, x: Tensor, scaled_weight: Tensor) -> Tensor:
         # x / √(|x|²/d + ε) · w = x · w√d / √(|x|² + dε): the fewest operations on a CPU, in float32 at least.
@@ -272,11 +274,33 @@ def fused_matrices(state: Mapping[str, Tensor], config: DraftConfig) -> dict[str
 def fused_norms(state: Mapping[str, Tensor], config: DraftConfig, wide: torch.dtype) -> dict[str, Tensor]:
     """w√d, computed in `wide`: x / √(|x|²/d + ε) · w = x · w√d / √(|x|² + dε)."""
     norms = {
+        **({"input_norm": state["input_norm.weight"]} if config.norm_before_fc else {}),
+        **(
+            {"fc_norm": torch.stack([state[f"fc_norm.{number}.weight"] for number in range(3)])}
+            if config.fc_norm
+            else {}
+        ),
         "pair_norm": torch.stack([state[f"{_LAYER}.input_layernorm.weight"], state[f"{_LAYER}.hidden_norm.weight"]]),
         "mlp_norm": state[f"{_LAYER}.post_attention_layernorm.weight"],
         "norm": state["norm.weight"],
     }
-    return {name: weight.to(wide) * math.sqrt(config.hidden_size) for name, weight in norms.items()}
+    return {name: weight.to(wide) * math.sqrt(weight.shape[-1]) for name, weight in norms.items()}
+
+
+def read_features(aux_Nw: Tensor, config: DraftConfig, weights: Mapping[str, Tensor]) -> Tensor:
+    """The three target features [N, 3d] as `fc` reads them."""
+    if config.norm_before_fc:
+        aux_Nw = normed(aux_Nw, weights["input_norm"], config.rms_norm_eps)
+    if config.fc_norm:
+        aux_Nw = normed(aux_Nw.view(len(aux_Nw), 3, -1), weights["fc_norm"], config.rms_norm_eps).flatten(1)
+    return aux_Nw
+
+
+def normed(x: Tensor, scaled_weight: Tensor, eps: float) -> Tensor:
+    """x [..., d] / √(|x|²/d + ε) · w, in the precision of w√d, which `fused_norms` made."""
+    wide = x.to(scaled_weight.dtype)
+    squares = wide.square().sum(-1, keepdim=True) + wide.shape[-1] * eps
+    return (wide * scaled_weight / squares.sqrt()).to(x.dtype)
 
 
 class KernelDraft:
@@ -321,7 +345,8 @@ class KernelDraft:
 
     def features(self, aux_Nw: Tensor) -> Tensor:
         """Reduce the three target features [N, 3d] to one [N, d]."""
-        return self._kernels.linear(self._layers["fc"], aux_Nw.to(torch.bfloat16))
+        read_Nw = read_features(aux_Nw.to(torch.bfloat16), self._config, self.weights)
+        return self._kernels.linear(self._layers["fc"], read_Nw)
 
     def layer(
         self, tokens_N: Sequence[int], feature_Nd: Tensor, spans: Sequence[PairSpan], *, first_slot: int
@@ -329,12 +354,17 @@ class KernelDraft:
         """What `FusedDraft.layer` says."""
         windows = [KernelWindow(slot, span.start, span.num_pairs) for slot, span in enumerate(spans, first_slot)]
         embedding_Nd = F.embedding(torch.tensor(tokens_N), self._embed)
-        return self._kernels.draft(
+        output_Bd = self._kernels.draft(
             self._draft, windows, self._rotation, embedding_Nd, feature_Nd, self.cache.storage[0]
         )
+        if self._config.norm_output:
+            return normed(output_Bd, self.weights["norm"], self._config.rms_norm_eps)
+        return output_Bd
 
     def logits(self, output_Bd: Tensor) -> Tensor:
         """Logits over the draft vocabulary [B, D]."""
+        if self._config.norm_output:
+            return self._kernels.linear(self._layers["head"], output_Bd)
         return self._kernels.normed_linear(self._norm, self._layers["head"], output_Bd)
 
     def _norm_of(self, weight: Tensor) -> Norm:

@@ -15,6 +15,7 @@ import re
 import stat
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,14 @@ _TARGET_ESSENTIALS = (
 def expected_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor in a draft file, no more and no less."""
     d, f = config.hidden_size, config.intermediate_size
+    norms: dict[str, tuple[int, ...]] = {}
+    if config.fc_norm:
+        norms |= {f"fc_norm.{number}.weight": (d,) for number in range(NUM_AUX_LAYERS)}
+    if config.norm_before_fc:
+        norms["input_norm.weight"] = (NUM_AUX_LAYERS * d,)
     heads, groups = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
     return {
+        **norms,
         "fc.weight": (d, NUM_AUX_LAYERS * d),
         "midlayer.input_layernorm.weight": (d,),
         "midlayer.hidden_norm.weight": (d,),
@@ -135,15 +142,28 @@ def config_from_json(values: dict[str, Any]) -> DraftConfig:
     if values.get("architectures") != [_ARCHITECTURE]:
         raise DraftFileError(f"config.json is for {values.get('architectures')}, expected {_ARCHITECTURE}")
     try:
-        config = DraftConfig.for_target(values, draft_vocab_size=int(values["draft_vocab_size"]))
+        shapes = DraftConfig.for_target(values, draft_vocab_size=int(values["draft_vocab_size"]))
+        config = replace(shapes, **{name: _switch(values, name) for name in SWITCHES})
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise DraftFileError(f"config.json is not a draft's: {error!r}") from error
-    for name, value in config.to_dict().items():
+    for name, value in shapes.to_dict().items():
         # `True` is an int, and 8.5 heads are none; only these two are measures.
         kinds = (int, float) if name in ("rms_norm_eps", "rope_theta") else (int,)
         if type(value) not in kinds or not 0 < value < math.inf:
             raise DraftFileError(f"config.json is not a draft's: {name} is {str(value)[:50]}")
     return config
+
+
+SWITCHES = ("fc_norm", "norm_before_fc", "norm_output")
+"""Of EAGLE-3.1, in config.json as SGLang reads them."""
+
+
+def _switch(values: Mapping[str, Any], name: str) -> bool:
+    """Raises TypeError for what is neither on nor off."""
+    found = values.get(name, False)
+    if not isinstance(found, bool):
+        raise TypeError(f"{name} is {str(found)[:50]}, neither true nor false")
+    return found
 
 
 def target_fingerprint(model_dir: Path) -> str:

@@ -1,7 +1,8 @@
 """The EAGLE-3 draft network in plain PyTorch: one decoder layer over target features, with a small vocabulary.
 
 The same layer serves training, drafting and replay; only the attention differs, so callers pass it in as `attend`.
-Structure and parameter names follow SGLang's `LlamaForCausalLMEagle3` (EAGLE-3, arXiv 2503.01840, section 3).
+Structure and parameter names follow SGLang's `LlamaForCausalLMEagle3` (EAGLE-3, arXiv 2503.01840, section 3), with the
+norms that EAGLE-3.1 adds there.
 
 Shape letters: B batch, T tokens, d hidden size, V target vocabulary, D draft vocabulary, H query heads, G key heads,
 h head size.
@@ -48,6 +49,12 @@ class DraftConfig:
     max_position_embeddings: int
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
+    fc_norm: bool = False
+    """Each of the three features has a norm of its own before `fc`."""
+    norm_before_fc: bool = False
+    """They have one of all of them there."""
+    norm_output: bool = False
+    """What is fed back is the layer's output behind the final norm, and not before it."""
 
     @classmethod
     def for_target(cls, target: dict[str, Any], *, draft_vocab_size: int) -> DraftConfig:
@@ -68,7 +75,8 @@ class DraftConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Without switches that are off."""
+        return {name: value for name, value in asdict(self).items() if value is not False}
 
 
 class RotaryEmbedding(nn.Module):
@@ -164,6 +172,12 @@ class Eagle3Draft(nn.Module):
         if d2t.shape != (config.draft_vocab_size,):
             raise DraftMismatchError(f"d2t has {d2t.numel()} rows, the draft vocabulary {config.draft_vocab_size}")
         self.config = config
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(
+                nn.RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(NUM_AUX_LAYERS)
+            )
+        if config.norm_before_fc:
+            self.input_norm = nn.RMSNorm(NUM_AUX_LAYERS * config.hidden_size, config.rms_norm_eps)
         self.fc = nn.Linear(NUM_AUX_LAYERS * config.hidden_size, config.hidden_size, bias=False)
         self.midlayer = DraftLayer(config)
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -177,18 +191,29 @@ class Eagle3Draft(nn.Module):
         """[D] int64: the target id of every draft id."""
         return torch.arange(self.config.draft_vocab_size, device=self.d2t.device) + self.d2t
 
+    def read(self, aux_BTw: Tensor) -> Tensor:
+        """The three target features [B, T, 3d] as `fc` reads them: normed, where the draft has norms for that."""
+        aux_BTw = aux_BTw.to(self.norm.weight.dtype)
+        if self.config.norm_before_fc:
+            aux_BTw = self.input_norm(aux_BTw)
+        if self.config.fc_norm:
+            parts = aux_BTw.chunk(NUM_AUX_LAYERS, -1)
+            aux_BTw = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        return aux_BTw
+
     def fuse(self, aux_BTw: Tensor) -> Tensor:
         """Reduce the three target features [B, T, 3d] to one [B, T, d]."""
-        return self.fc(aux_BTw.to(self.norm.weight.dtype))  # type: ignore[no-any-return]
+        return self.fc(self.read(aux_BTw))  # type: ignore[no-any-return]
 
     def forward(self, tokens_BT: Tensor, feature_BTd: Tensor, positions_BT: Tensor, attend: Attend) -> Tensor:
-        """Run the layer once; returns the next feature [B, T, d] (before the final norm, as it is fed back)."""
+        """Run the layer once; returns the next feature [B, T, d], as it is fed back."""
         embed = F.embedding(tokens_BT, self.embed).to(feature_BTd.dtype)
-        return self.midlayer(embed, feature_BTd, positions_BT, self.rotary, attend)  # type: ignore[no-any-return]
+        output: Tensor = self.midlayer(embed, feature_BTd, positions_BT, self.rotary, attend)
+        return self.norm(output) if self.config.norm_output else output
 
     def logits(self, feature: Tensor) -> Tensor:
-        """Logits over the draft vocabulary [..., D] from the layer's output [..., d]."""
-        return self.lm_head(self.norm(feature))  # type: ignore[no-any-return]
+        """Logits over the draft vocabulary [..., D] from what `forward` returned [..., d]."""
+        return self.lm_head(feature if self.config.norm_output else self.norm(feature))  # type: ignore[no-any-return]
 
 
 def is_fast(device: torch.device) -> bool:

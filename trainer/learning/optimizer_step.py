@@ -216,10 +216,11 @@ class Learner:
         return [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in self.draft.parameters()]
 
     def _feature_squares(self, batch: Batch | None) -> Tensor:
-        """[3d] float32: the features' squares, summed over this rank's base positions."""
+        """[3d] float32: the squares of what `fc` reads, summed over this rank's base positions."""
         if batch is None:
             return self.draft.fc.weight.new_zeros(self.draft.fc.in_features)
-        return batch.aux.to(self.draft.fc.weight.device).float().square().sum(0)
+        with torch.no_grad():
+            return self.draft.read(batch.aux.to(self.draft.fc.weight.device)).float().square().sum(0)
 
     def _apply(self, gradients: list[Tensor], norm: Tensor, rms_w: Tensor) -> None:
         weights = list(self._parameters.values())

@@ -15,7 +15,7 @@ from torch import Tensor
 from serving.local.draft import FusedDraft, KernelDraft, ServingDraft, StagedWeights
 from serving.local.kernels.build import found_kernels
 from serving.local.request import DraftSource, shared_draws
-from speculator.draft.checkpoint import apply_state, draft_state
+from speculator.draft.checkpoint import SWITCHES, apply_state, draft_state
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.sampling_params import SamplingParams
 from speculator.draft.verification import draws, gumbel
@@ -36,13 +36,18 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 SAMPLINGS = [SamplingParams(temperature=0), SamplingParams(temperature=0.7), SamplingParams(temperature=1.3, top_p=0.5)]
 
 
-@pytest.fixture(scope="module", params=[32, 256])
+@pytest.fixture(
+    scope="module",
+    params=[(32, ()), (256, ()), (32, ("norm_before_fc", "norm_output")), (256, SWITCHES)],
+    ids=lambda param: "-".join([str(param[0]), *param[1]]),
+)
 def draft(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Eagle3Draft:
     """In float32, with weights that bfloat16 can hold; its vocabulary is half the target's, out of order nowhere. Where
     there are kernels, they compute the wider one in bfloat16.
     """
-    model_dir = make_toy_model(tmp_path_factory.mktemp("toy"), hidden_size=request.param)
-    draft = random_draft(model_dir, seed=3, scale=0.4 * (32 / request.param) ** 0.5)
+    width, switches = request.param
+    model_dir = make_toy_model(tmp_path_factory.mktemp("toy"), hidden_size=width)
+    draft = random_draft(model_dir, seed=3, scale=0.4 * (32 / width) ** 0.5, switches=switches)
     for parameter in draft.parameters():
         parameter.data += 1.0 if parameter.ndim == 1 else 0.0
     apply_state(draft, draft_state(draft))
@@ -138,7 +143,7 @@ def test_chains_are_the_references_with_its_log_probabilities(
                 output = reference.output()
                 token, score = reference.draw(output, lengths[row] + step, sources[row])
                 assert ids[row] == token
-                assert scores[row] == pytest.approx(score, abs=1e-4)
+                assert scores[row] == pytest.approx(score, abs=3e-4)
                 reference.feed(token, output)
 
 

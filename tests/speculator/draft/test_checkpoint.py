@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from speculator.draft.checkpoint import (
+    SWITCHES,
     apply_state,
     config_from_json,
     draft_config_json,
@@ -88,9 +89,27 @@ def test_the_config_comes_back_and_is_what_transformers_reads() -> None:
     assert llama.architectures == ["LlamaForCausalLMEagle3"]
 
 
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_switch_comes_back_with_the_tensors_that_belong_to_it(name: str) -> None:
+    draft = make_draft(1, **{name: True})
+    values = json.loads(json.dumps(draft_config_json(draft.config)))
+    assert values[name] is True
+    assert config_from_json(values) == draft.config != CONFIG
+    assert {key: tuple(value.shape) for key, value in draft_state(draft).items()} == expected_shapes(draft.config)
+    other = make_draft(2, **{name: True})
+    apply_state(other, draft_state(draft))
+    assert all(torch.equal(tensor, draft_state(other)[key]) for key, tensor in draft_state(draft).items())
+    assert not set(SWITCHES) & set(draft_config_json(CONFIG)), "as drafts were written before"
+
+
 @pytest.mark.parametrize(
     "change",
-    [{"architectures": ["LlamaForCausalLM"]}, {"draft_vocab_size": None}, {"hidden_size": None, "head_dim": None}],
+    [
+        {"architectures": ["LlamaForCausalLM"]},
+        {"draft_vocab_size": None},
+        {"hidden_size": None, "head_dim": None},
+        {"fc_norm": "yes"},
+    ],
 )
 def test_a_config_that_is_not_a_drafts_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(DraftFileError):

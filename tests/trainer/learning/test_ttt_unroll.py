@@ -88,9 +88,13 @@ def assert_same(actual: Steps, expected: Steps) -> None:
         torch.testing.assert_close(actual[key], logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("first_position", [0, 3, 9])
-def test_chains_are_those_of_service(first_position: int) -> None:
-    draft, trace = make_draft(1), draftable_trace(1, T=30, first_position=first_position)
+@pytest.mark.parametrize(
+    ("first_position", "switches"),
+    [(0, ()), (3, ()), (9, ()), (3, ("norm_before_fc", "norm_output")), (3, ("fc_norm",))],
+)
+def test_chains_are_those_of_service(first_position: int, switches: tuple[str, ...]) -> None:
+    draft = make_draft(1, **dict.fromkeys(switches, True))
+    trace = draftable_trace(1, T=30, first_position=first_position)
     first_base = first_base_of(trace)
     with torch.no_grad():
         expected = draft_one_by_one(draft, trace)
