@@ -9,7 +9,7 @@ toy model), a Redis, draft stores on disk, a local engine over a toy model. What
   allows and as it does not; any method on any path with any headers; a table of bodies; bytes that are no HTTP;
 * damaged traces, recordings and stream entries; broken files of prompts and of rollout groups;
 * damaged and forged draft versions, loaded as an engine does and installed into a running one;
-* folders of a target with one thing broken, as doctor, train, draft init and serve read them;
+* folders of a target with one thing broken, as doctor, train, drafts init and serve read them;
 * Redis URLs with options of other clients.
 
 A failure is an answer of 500 or above, or an exception that nobody meant to raise; a hang is an input that has no

@@ -1,4 +1,4 @@
-# Gateway, local engine, trainer and `draft init`: everything but SGLang.
+# Gateway, local engine, trainer and `drafts init`: everything but SGLang.
 # One image, because all of it needs PyTorch: the gateway reads draft versions, which are tensors. The layer of
 # dependencies changes with requirements.lock alone; the last layer is Slipstream itself, below 2 MB.
 ARG PYTHON=3.11.15

@@ -44,6 +44,19 @@ def resolve_model(name: str) -> Path:
     return _hub_model(name)
 
 
+def resolve_head(name: str) -> Path:
+    """The folder of an EAGLE-3 head: `name` is a directory, or an id in the local Hugging Face cache or on its hub.
+
+    Raises ConfigError.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or name.count("/") != 1 or name.startswith(("/", ".", "~")):
+        raise ConfigError(f"{name} is no directory with an EAGLE-3 head, and no id of one")
+    return _hub_model(name)
+
+
 def _what_is_there(path: Path) -> str:
     """Models that stand where one was looked for, and the bundled one where its package is installed."""
     beside = sorted(str(found.parent) for found in path.parent.glob("*/config.json"))[:_MOST_OFFERED]
@@ -59,7 +72,7 @@ def _hub_model(name: str) -> Path:
     except Exception as error:  # the hub client raises a dozen types; all of them mean "not available here"
         reason = type(error).__name__
         raise ConfigError(
-            f"model {name} is neither a directory nor available from the hub ({reason}): check --model"
+            f"{name} is neither a directory nor available from the hub ({reason}): check the name"
         ) from error
 
 

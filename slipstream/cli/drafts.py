@@ -1,7 +1,6 @@
-"""`slipstream drafts`: the versions of a store as their operator sees and steers them.
+"""`slipstream drafts`: the versions of a store as their operator begins, sees and steers them.
 
-Its tables are for a terminal; `--json` has every number. `slipstream draft init` writes a fresh draft apart from any
-running service.
+Its tables are for a terminal; `--json` has every number.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ import getpass
 import os
 import time
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -23,7 +22,7 @@ from rich.table import Table
 from slipstream.cli.effects import DRAFT_INIT, check_options
 from slipstream.cli.options import AsJson, DraftVocab, Model, VocabFrom
 from slipstream.logs import configure_logs
-from slipstream.models import check_target, checked_fingerprint, resolve_model
+from slipstream.models import check_target, checked_fingerprint, resolve_head, resolve_model
 from slipstream.settings import DEFAULT_REDIS_URL
 from slipstream.terminal import print_json, working
 from speculator.errors import ConfigError
@@ -142,14 +141,71 @@ def unpin(
 @app.command()
 def export(
     version: Version,
-    out: Annotated[Path, typer.Option(help="Folder to write: a checkpoint as SGLang and Hugging Face load it.")],
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
     store: StoreOption = STORE,
+    layout: Annotated[
+        Literal["specforge", "speculators"],
+        typer.Option(help="As SGLang loads it, or as vLLM does; the latter needs --model."),
+    ] = "specforge",
+    model: Annotated[str | None, typer.Option(help="Target as `serve` got it.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a version as a folder of its own, after verifying it."""
+    from speculator.draft.checkpoint import model_name
+    from speculator.draft.public_heads import as_speculators
+
+    convert = None
+    if layout == "speculators":
+        if model is None:
+            raise ConfigError("the layout of speculators names the target: pass --model")
+        model_dir = resolve_model(model)
+        convert = partial(as_speculators, model_dir=model_dir, model=model_name(model_dir))
     with _desk(store, DEFAULT_REDIS_URL, None) as desk:
-        folder = desk.export(version, out, actor=operator())
+        folder = desk.export(version, out, actor=operator(), layout=convert)
     _print({"folder": str(folder)}, as_json, lambda: [str(folder)])
+
+
+@app.command("import")
+def import_(
+    head: Annotated[str, typer.Argument(help="Folder of an EAGLE-3 head, or its id on the hub.")],
+    model: Model,
+    store: StoreOption = STORE,
+    traces: Annotated[
+        list[Path] | None, typer.Option(help="Recording of `traces record`: score the head on it. May be repeated.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Begin a store with a head that somebody else has trained: SpecForge's layout, or that of vLLM's speculators."""
+    configure_logs()
+    from slipstream.replay import ReplayOptions, replay
+    from speculator.draft.public_heads import read_public_head
+    from speculator.versions.lineage import import_head
+    from speculator.versions.store import DraftStore
+
+    model_dir, folder, drafts = resolve_model(model), resolve_head(head), DraftStore(store)
+    with working(f"reading {head}, writing it as the first version of {store}"):
+        found = read_public_head(folder, model_dir)
+        fingerprint = checked_fingerprint(model_dir, drafts)
+        version = import_head(drafts, found, target_fingerprint=fingerprint, source=head)
+    document: dict[str, Any] = {"folder": str(drafts.folder(version).absolute()), "layout": found.layout}
+    document |= {"draft_vocab_size": found.config.draft_vocab_size, "notes": list(found.notes)}
+    if traces:
+        with working("scoring it"):
+            options = ReplayOptions(recordings=traces, model_dir=model_dir, depths=[1, 2, 3], num_steps=0, store=store)
+            scored = replay(options)
+        document |= {name: scored[name] for name in ("accept_length", "recorded_accept_length", "held_out_traces")}
+    _print(document, as_json, lambda: list(_imported(document)))
+
+
+def _imported(document: dict[str, Any]) -> Iterator[str]:
+    yield document["folder"]
+    yield f"layout of {document['layout']}, a vocabulary of {document['draft_vocab_size']:,} tokens"
+    yield from document["notes"]
+    if "accept_length" in document:
+        yield (
+            f"it would commit {document['accept_length']} tokens a verification of {document['held_out_traces']} "
+            f"recorded answers, at depth 3; the draft that served them did {document['recorded_accept_length']}"
+        )
 
 
 @contextlib.contextmanager
@@ -201,15 +257,7 @@ def _say(what: str, outcome: DraftChange, as_json: bool) -> None:
     _print(outcome, as_json, lambda: [line])
 
 
-draft_app = typer.Typer(no_args_is_help=True, help="Drafts apart from a running service.")
-
-
-@draft_app.callback()
-def _group() -> None:
-    """Keeps `init` a subcommand while it is the only one."""
-
-
-@draft_app.command()
+@app.command()
 def init(
     model: Model,
     context: typer.Context,
@@ -272,6 +320,15 @@ def _write_first_version(model_dir: Path, root: Path, *, if_missing: bool, **ask
     # What is there says which target it was made for: reading a large target's weights takes minutes.
     fingerprint = checked_fingerprint(model_dir, store) if latest is None else store.manifest(latest).target_fingerprint
     return store.folder(ensure_lineage(store, model_dir, fingerprint, **asked)).absolute()
+
+
+draft_app = typer.Typer(hidden=True, no_args_is_help=True, help="The old name of `slipstream drafts`.")
+draft_app.command("init")(init)
+
+
+@draft_app.callback()
+def _renamed() -> None:
+    typer.echo("`slipstream draft` is now `slipstream drafts`; the old name goes with the next release", err=True)
 
 
 # -- tables for a terminal

@@ -160,7 +160,7 @@ def sglang(
 ) -> None:
     """Become SGLang with the plugin and the store's last good draft; `slipstream gateway` stands in front of it.
 
-    The store needs a version: `slipstream draft init --store` writes the first.
+    The store needs a version: `slipstream drafts init --store` writes the first.
     """
     configure_logs()
     check_options(context, effects.SGLANG)

@@ -80,7 +80,7 @@ def run_gateway(options: GatewayOptions, settings: GatewaySettings) -> None:
         store = DraftStore(options.store)
         newest = store.latest()
         if newest is None:
-            raise ConfigError(f"{options.store} holds no drafts: check --store, or run `slipstream draft init --store`")
+            raise ConfigError(f"{options.store} has no drafts: check --store, or run `slipstream drafts init --store`")
         # The draft says which target it was made for: reading a large target's weights takes minutes.
         fingerprint = store.manifest(newest).target_fingerprint
         key = model_key(options.model_dir, fingerprint)

@@ -68,7 +68,7 @@ def become_sglang(start: SglangStart, *, host: str, port: int, engine_id: str, s
     store = DraftStore(start.store)
     newest = store.lifecycle.newest_servable()
     if newest is None:
-        raise ConfigError(f"{start.store} holds no draft to serve: run `slipstream draft init --store` first")
+        raise ConfigError(f"{start.store} holds no draft to serve: run `slipstream drafts init --store` first")
     fingerprint = target_fingerprint(start.model_dir)
     options, version = with_draft(start, python, store, newest, fingerprint=fingerprint, engine_id=engine_id)
     if shares_card and not any(word.partition("=")[0] == FRACTION for word in options.extra):

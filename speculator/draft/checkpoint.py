@@ -28,7 +28,7 @@ from speculator.draft.eagle3 import NUM_AUX_LAYERS, DraftConfig, Eagle3Draft
 from speculator.errors import ConfigError, DraftFileError, DraftMismatchError
 from speculator.target_folder import check_folder, open_weights, read_config, reading, stored_name, weight_files
 
-_ARCHITECTURE = "LlamaForCausalLMEagle3"
+ARCHITECTURE = "LlamaForCausalLMEagle3"
 
 # What the target computes follows from its tensors and from these; the rest of its config.json may change freely.
 _TARGET_ESSENTIALS = (
@@ -126,7 +126,7 @@ def apply_state(model: Eagle3Draft, state: dict[str, Tensor]) -> None:
 def draft_config_json(config: DraftConfig) -> dict[str, Any]:
     """The `config.json` of a draft file."""
     return {
-        "architectures": [_ARCHITECTURE],
+        "architectures": [ARCHITECTURE],
         "model_type": "llama",
         "hidden_act": "silu",
         "num_hidden_layers": 1,
@@ -139,8 +139,8 @@ def draft_config_json(config: DraftConfig) -> dict[str, Any]:
 
 def config_from_json(values: dict[str, Any]) -> DraftConfig:
     """The shapes in a draft's `config.json`; raises DraftFileError where it is not an EAGLE-3 draft's."""
-    if values.get("architectures") != [_ARCHITECTURE]:
-        raise DraftFileError(f"config.json is for {values.get('architectures')}, expected {_ARCHITECTURE}")
+    if values.get("architectures") != [ARCHITECTURE]:
+        raise DraftFileError(f"config.json is for {values.get('architectures')}, expected {ARCHITECTURE}")
     try:
         shapes = DraftConfig.for_target(values, draft_vocab_size=int(values["draft_vocab_size"]))
         config = replace(shapes, **{name: _switch(values, name) for name in SWITCHES})

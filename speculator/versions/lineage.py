@@ -27,6 +27,7 @@ from speculator.draft.checkpoint import (
 )
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.initialization import draft_vocab_of, fresh_draft
+from speculator.draft.public_heads import PublicHead
 from speculator.errors import ConfigError, DraftError, DraftMismatchError, LifecycleError, StoreError, VersionTakenError
 from speculator.versions.lifecycle import BARRED, Number, VersionState
 from speculator.versions.store import DraftStore, d2t_sha256
@@ -80,6 +81,26 @@ def ensure_lineage(
     # Also where a crash came between two of these, or another process is at it: nothing else is there to be served.
     begin(store, newest, target_fingerprint=target_fingerprint)
     return newest
+
+
+def import_head(store: DraftStore, head: PublicHead, *, target_fingerprint: str, source: str) -> int:
+    """Write a head that others have trained as the first version of a store, and return its number.
+
+    Raises ConfigError where the store has versions, StoreError or DraftError where it cannot be written or read back.
+    """
+    if (newest := store.latest()) is not None:
+        raise ConfigError(f"{store.root} already holds draft versions, {newest} is the newest: choose another --store")
+    store.write(
+        head.state,
+        draft_config_json(head.config),
+        parent=None,
+        target_fingerprint=target_fingerprint,
+        info={"origin": "imported", "layout": head.layout, "source": source},
+        actor=_ACTOR,
+        number=FIRST,
+    )
+    begin(store, FIRST, target_fingerprint=target_fingerprint)
+    return FIRST
 
 
 def check_lineage(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from speculator.draft.checkpoint import check_can_write, config_from_json, expected_shapes, write_folder
+from speculator.draft.eagle3 import DraftConfig
 from speculator.errors import ConfigError, DraftFileError, LifecycleError, StoreError, StreamError, UnknownDraftError
 from speculator.redis.control_plane import DraftPointer
 from speculator.versions.lifecycle import BARRED, SERVABLE, Event, Transition, VersionState
@@ -24,6 +25,10 @@ from speculator.versions.lineage import admit
 from speculator.versions.store import DraftStore, Manifest
 
 log = structlog.get_logger(__name__)
+
+
+Layout = Callable[[DraftConfig, Mapping[str, Tensor]], tuple[dict[str, Any], dict[str, Tensor]]]
+"""Makes config.json and tensors of those of a draft file."""
 
 
 class DraftRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -336,14 +341,16 @@ class DraftDesk:
         pointer.unpin()
         return self._done("unpin", pinned, pointer, actor)
 
-    def export(self, version: int, folder: Path, *, actor: str) -> Path:
-        """Write a version as a Hugging Face folder, as SGLang loads it, and return it.
+    def export(self, version: int, folder: Path, *, actor: str, layout: Layout | None = None) -> Path:
+        """Write a version as a Hugging Face folder and return it: as SGLang loads it, or in another layout.
 
         Raises StoreError, DraftError, ConfigError where the folder holds something or cannot be written.
         """
         check_can_write(folder)
-        weights = self._verified(version)
-        written = write_folder(folder, weights, self._store.config(version))
+        weights, values = self._verified(version), self._store.config(version)
+        if layout is not None:
+            values, weights = layout(config_from_json(values), weights)
+        written = write_folder(folder, weights, values)
         self._states.events.append("export", actor=actor, version=version)
         return written
 

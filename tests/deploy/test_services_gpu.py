@@ -132,10 +132,10 @@ def test_what_is_missing_is_named(
     model = Path(machine.here("/models/toy"))
     common = ("--model", model, "--redis-url", redis_url, "--store", tmp_path / "drafts")
     front = ("gateway", *common, "--port", 0, "--sglang", "http://127.0.0.1:9", "--start-timeout-s", 1)
-    assert "draft init" in refused(*front)
+    assert "drafts init" in refused(*front)
     for name, value in install(tmp_path / "site").items():
         monkeypatch.setenv(name, value)
-    assert "draft init" in refused("sglang", *common, "--sglang-python", sys.executable)
+    assert "drafts init" in refused("sglang", *common, "--sglang-python", sys.executable)
     ensure_lineage(DraftStore(tmp_path / "drafts"), model, target_fingerprint(model), draft_vocab_size=16)
     assert "no SGLang answers at http://127.0.0.1:9" in refused(*front)
     assert "no sglang-router with an engine answers at http://127.0.0.1:9" in refused(*front, "--pool")

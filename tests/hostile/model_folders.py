@@ -97,7 +97,7 @@ class ModelFolders:
 
 
 def attempt(path: Path, window: int = 48) -> Outcome:
-    """What the commands do with a target: doctor, train, draft init and serve. Returns the refusal, or "served"."""
+    """What the commands do with a target: doctor, train, drafts init and serve. Returns the refusal, or "served"."""
     with _unprivileged(path):
         refusals = {
             "doctor": _refusal(path, lambda: list(check_model(str(path), local=True))),

@@ -1,4 +1,4 @@
-"""`slipstream draft init`: a fresh draft as a folder of its own and as the first version of a store."""
+"""How a store begins: `slipstream drafts init`, with a fresh draft, and `drafts import`, with somebody else's."""
 
 from __future__ import annotations
 
@@ -7,13 +7,22 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from slipstream.cli.main import app
-from speculator.draft.checkpoint import config_from_json, expected_shapes, target_fingerprint
+from speculator.draft.checkpoint import (
+    config_from_json,
+    draft_config_json,
+    draft_state,
+    expected_shapes,
+    target_fingerprint,
+    write_folder,
+)
 from speculator.versions.store import DraftStore, check_tensors
+from tests.fixtures.toy import random_draft
 from tests.slipstream.conftest import RunCli
 
 Refused = Callable[..., str]
@@ -24,7 +33,7 @@ def test_a_folder_of_its_own_loads(run_cli: RunCli, toy_model: Path, tmp_path: P
     prompts.write_text(json.dumps({"domain": "a", "prompt": "zz zz zz zz qq qq"}) + "\n")
     out = tmp_path / "new" / "draft"
     words = ("--model", toy_model, "--out", out, "--draft-vocab-size", 8, "--seed", 3, "--vocab-from", prompts)
-    done = run_cli("draft", "init", *words)
+    done = run_cli("drafts", "init", *words)
     assert (done.returncode, done.stdout.strip()) == (0, str(out)), done.stderr
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
     assert [path.name for path in out.parent.iterdir()] == ["draft"]
@@ -41,21 +50,21 @@ def test_a_folder_of_its_own_loads(run_cli: RunCli, toy_model: Path, tmp_path: P
 
 def test_a_store_gets_its_first_version(run_cli: RunCli, toy_model: Path, tmp_path: Path) -> None:
     root = tmp_path / "drafts"
-    done = run_cli("draft", "init", "--model", toy_model, "--store", root)
+    done = run_cli("drafts", "init", "--model", toy_model, "--store", root)
     assert (done.returncode, done.stdout.strip()) == (0, str(root / "versions" / "000001")), done.stderr
     store = DraftStore(root)
     config = config_from_json(store.config(1))
     store.load(1, expected_fingerprint=target_fingerprint(toy_model), expected_shapes=expected_shapes(config))
-    again = run_cli("draft", "init", "--model", toy_model, "--store", root)
+    again = run_cli("drafts", "init", "--model", toy_model, "--store", root)
     assert again.returncode == 2
     assert "already holds" in again.stderr
-    kept = run_cli("draft", "init", "--model", toy_model, "--store", root, "--if-missing")
+    kept = run_cli("drafts", "init", "--model", toy_model, "--store", root, "--if-missing")
     assert (kept.returncode, kept.stdout) == (0, done.stdout), kept.stderr
     assert store.versions() == [1]
 
 
 def test_what_cannot_be_written_names_the_fix(refused: Refused, toy_model: Path, tmp_path: Path) -> None:
-    init = ("draft", "init", "--model", toy_model)
+    init = ("drafts", "init", "--model", toy_model)
     assert "--out" in refused(*init)
     assert "--store" in refused(*init, "--out", tmp_path / "a", "--store", tmp_path / "b")
     assert "--if-missing" in refused(*init, "--out", tmp_path / "a", "--if-missing")
@@ -73,7 +82,7 @@ def test_an_empty_folder_is_filled_and_the_same_seed_writes_the_same(toy_model: 
     folders[0].mkdir()
     for out in folders:
         words = [
-            "draft",
+            "drafts",
             "init",
             "--model",
             str(toy_model),
@@ -92,5 +101,37 @@ def test_an_empty_folder_is_filled_and_the_same_seed_writes_the_same(toy_model: 
 def test_a_target_that_cannot_be_read_leaves_nothing_behind(refused: Refused, toy_model: Path, tmp_path: Path) -> None:
     broken = Path(shutil.copytree(toy_model, tmp_path / "broken"))
     (broken / "model.safetensors").write_bytes(b"not a model")
-    assert "--model" in refused("draft", "init", "--model", broken, "--out", tmp_path / "out")
+    assert "--model" in refused("drafts", "init", "--model", broken, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_public_head_begins_a_store(toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its folder, and by its id in the local cache of the hub."""
+    draft = random_draft(toy_model, seed=1)
+    cache = tmp_path / "hub"
+    head = cache / "models--someone--toy-eagle3" / "snapshots" / "abc"
+    (cache / "models--someone--toy-eagle3" / "refs").mkdir(parents=True)
+    (cache / "models--someone--toy-eagle3" / "refs" / "main").write_text("abc")
+    write_folder(head, draft_state(draft), draft_config_json(draft.config))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name in (str(head), "someone/toy-eagle3"):
+        store = tmp_path / name.replace("/", "-")
+        words = ["drafts", "import", name, "--model", str(toy_model), "--store", str(store), "--json"]
+        done = CliRunner().invoke(app, words, catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        assert json.loads(done.stdout)["layout"] == "specforge"
+        assert DraftStore(store).manifest(1).info["source"] == name
+    assert CliRunner().invoke(app, words).exit_code != 0, "it has drafts"
+    out = tmp_path / "again"
+    words = ["drafts", "export", "1", "--store", str(store), "--out", str(out), "--layout", "speculators"]
+    assert CliRunner().invoke(app, words).exit_code != 0, "it needs --model"
+    assert CliRunner().invoke(app, [*words, "--model", str(toy_model)], catch_exceptions=False).exit_code == 0
+    assert json.loads((out / "config.json").read_text())["speculators_model_type"] == "eagle3"
+
+
+def test_the_old_name_says_the_new_one(toy_model: Path, tmp_path: Path) -> None:
+    words = ["draft", "init", "--model", str(toy_model), "--store", str(tmp_path / "drafts")]
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert done.exit_code == 0
+    assert "`slipstream drafts`" in done.stderr

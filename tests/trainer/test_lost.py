@@ -63,7 +63,7 @@ def test_an_empty_store_is_filled_with_what_the_checkpoint_learnt(
 ) -> None:
     shutil.rmtree(tmp_path / "store")
     store = DraftStore(tmp_path / "store")
-    # As `slipstream draft init --if-missing` does; its draft is of the same vocabulary.
+    # As `slipstream drafts init --if-missing` does; its draft is of the same vocabulary.
     assert ensure_lineage(store, model_dir, target_fingerprint(model_dir), draft_vocab_size=40) == 1
     trainer = start(**HOW)
     learnt, found = published.learner.draft.fc.weight, trainer.learner.draft.fc.weight

@@ -65,7 +65,7 @@ def check_server(args: Any, settings: PluginSettings) -> str:
             raise ConfigError(
                 "rejection sampling needs a draft of the target's whole vocabulary, and version "
                 f"{manifest.version} has {config.draft_vocab_size:,} of {config.vocab_size:,} tokens: make a store by "
-                f"`slipstream draft init --draft-vocab-size {config.vocab_size}`, or leave out "
+                f"`slipstream drafts init --draft-vocab-size {config.vocab_size}`, or leave out "
                 "--speculative-use-rejection-sampling and -block-verification"
             )
     return manifest.target_fingerprint
@@ -151,7 +151,7 @@ def version_of(args: Any, settings: PluginSettings) -> Manifest:
     if folder.parent != versions or not folder.name.isdigit():
         raise ConfigError(
             f"--speculative-draft-model-path is no version of the draft store {settings.store}: give it a folder of "
-            f"{versions}, or set {PREFIX}STORE; `slipstream draft init --store` writes a first version"
+            f"{versions}, or set {PREFIX}STORE; `slipstream drafts init --store` writes a first version"
         )
     manifest = store.manifest(int(folder.name))
     fingerprint = settings.target_fingerprint or target_fingerprint(Path(args.model_path))

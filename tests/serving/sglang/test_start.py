@@ -64,7 +64,7 @@ def test_a_good_start(model_dir: Path, store: DraftStore) -> None:
 
 
 def test_a_draft_of_the_whole_vocabulary_may_be_drawn_from(model_dir: Path, tmp_path: Path) -> None:
-    """`draft init` with more tokens than the target has makes one of as many."""
+    """`drafts init` with more tokens than the target has makes one of as many."""
     whole = DraftStore(tmp_path)
     ensure_lineage(whole, model_dir, target_fingerprint(model_dir), draft_vocab_size=1000)
     rejecting = arguments(model_dir, whole, speculative_use_rejection_sampling=True)
@@ -88,7 +88,7 @@ def test_a_draft_of_the_whole_vocabulary_may_be_drawn_from(model_dir: Path, tmp_
         ({"dp_size": 2}, "put sglang-router in front"),
         (
             {"speculative_use_rejection_sampling": True},
-            "version 1 has 24 of 47 tokens: make a store by `slipstream draft init --draft-vocab-size 47`",
+            "version 1 has 24 of 47 tokens: make a store by `slipstream drafts init --draft-vocab-size 47`",
         ),
         ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
         ({"enable_memory_saver": True}, "--enable-memory-saver"),

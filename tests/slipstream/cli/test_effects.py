@@ -38,7 +38,7 @@ def warnings(text: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("draft", "init", "--if-missing", "--out", "x"), "--if-missing is for --store"),
+        (("drafts", "init", "--if-missing", "--out", "x"), "--if-missing is for --store"),
         (("traces", "prune", "x.rec", "--older-than-hours", 1, "--redis-url", "x"), "--redis-url is of a stream"),
         (("doctor", "--sglang-python", "/bin/true"), "--sglang-python is for --engine sglang"),
         (("replay", "x.rec", "--steps", 0, "--loss", "forward_kl=1"), "--loss has no effect with --steps 0"),
@@ -130,7 +130,7 @@ def test_every_rule_names_what_there_is() -> None:
         "serve": effects.SERVE,
         "gateway": effects.GATEWAY,
         "replay": effects.REPLAY,
-        "draft init": effects.DRAFT_INIT,
+        "drafts init": effects.DRAFT_INIT,
         "traces prune": effects.PRUNE,
         "doctor": effects.DOCTOR,
     }.items():

@@ -61,7 +61,7 @@ def test_every_command_prints_json_where_asked() -> None:
 
 
 def test_json_is_all_of_standard_output(toy_model: Path, tmp_path: Path) -> None:
-    words = ["draft", "init", "--model", str(toy_model), "--store", str(tmp_path / "drafts"), "--json"]
+    words = ["drafts", "init", "--model", str(toy_model), "--store", str(tmp_path / "drafts"), "--json"]
     made = CliRunner().invoke(app, words, catch_exceptions=False)
     assert json.loads(made.stdout) == {"folder": str(tmp_path / "drafts" / "versions" / "000001")}, made.stderr
     assert "fresh draft written" in made.stderr

@@ -1,0 +1,237 @@
+"""EAGLE-3 heads that others have trained, as drafts of ours.
+
+Two layouts are read. SpecForge's, which is that of EAGLE-3's authors and of SGLang: `config.json` of a Llama with one
+layer and a `draft_vocab_size`, tensors `midlayer.*`. That of `speculators`, which vLLM serves: the layer's
+configuration is a part of `config.json`, tensors `layers.0.*`. Both may have the vocabulary map `d2t` and `t2d`, the
+target's embedding, and the norms of EAGLE-3.1.
+
+A head is taken only where every engine computes with it what its trainer computed: what would be left out, or read
+otherwise, is refused by name. Its window becomes the target's, since nothing in it depends on the window.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speculator.draft.checkpoint import (
+    ARCHITECTURE,
+    SWITCHES,
+    check_fits,
+    config_from_json,
+    draft_config_json,
+    expected_shapes,
+    is_finite,
+    read_target_tensor,
+)
+from speculator.draft.eagle3 import NUM_AUX_LAYERS, DraftConfig, aux_layer_ids
+from speculator.errors import DraftFileError, DraftMismatchError
+from speculator.target_folder import EMBEDDING, LM_HEAD, open_weights, read_config, reading, weight_files
+
+SPECFORGE, SPECULATORS = "specforge", "speculators"
+_OWN_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+_LEGACY_NORMS = {
+    f"aux_norm_{name}.weight": f"fc_norm.{number}.weight" for number, name in enumerate(("low", "mid", "high"))
+}
+_NOT_OURS = ("verifier_norm.weight", "verifier_lm_head.weight")
+"""Of `speculators`: what training compared with."""
+_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class PublicHead:
+    """A head in the form of a draft file, and what a reader should know of how it got there."""
+
+    layout: str
+    config: DraftConfig
+    state: dict[str, Tensor]
+    notes: tuple[str, ...]
+
+
+def read_public_head(folder: Path, model_dir: Path) -> PublicHead:
+    """Raises ConfigError for a folder that cannot be read, DraftFileError or DraftMismatchError for what is in it."""
+    with reading(folder):
+        values = json.loads((folder / "config.json").read_bytes())
+    if not isinstance(values, dict):
+        raise DraftFileError(f"{folder}: config.json is no object")
+    layout, said = _said(folder, values)
+    target = read_config(model_dir)
+    _check_said(folder, said, layout, target)
+    found = dict(_tensors(folder))
+    notes: list[str] = []
+    _drop_embedding(folder, found, model_dir)
+    config = _config(folder, said, found, target)
+    state = _state(folder, found, config, model_dir, notes)
+    check_fits(config, model_dir)
+    window = said.get("max_position_embeddings")
+    if window != config.max_position_embeddings:
+        notes.append(f"it says a window of {window}, and gets the target's of {config.max_position_embeddings}")
+    return PublicHead(layout, config, state, tuple(notes))
+
+
+def _said(folder: Path, values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The layout, and what config.json says of the head, in one table."""
+    kind = values.get("speculators_model_type")
+    if kind is None:
+        nested = values.get("eagle_config") or {}
+        return SPECFORGE, {**values, **(nested if isinstance(nested, dict) else {})}
+    if kind != "eagle3":
+        raise DraftFileError(f"{folder} holds a {kind} of `speculators`: only EAGLE-3 heads can be imported")
+    layer = values.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        raise DraftFileError(f"{folder}: config.json has no transformer_layer_config")
+    return SPECULATORS, {**layer, **{name: value for name, value in values.items() if name not in layer}}
+
+
+def _check_said(folder: Path, said: Mapping[str, Any], layout: str, target: Mapping[str, Any]) -> None:
+    """Raise DraftFileError or DraftMismatchError for a head that would be computed otherwise than it was trained."""
+    layers = said.get("num_hidden_layers", 1)
+    if layers != 1:
+        raise DraftFileError(f"{folder} has {layers} layers: only heads of one layer can be imported")
+    if (activation := said.get("hidden_act", "silu")) != "silu":
+        raise DraftFileError(f"{folder} computes with {activation}: only silu is supported")
+    rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
+    if (kind := rope.get("rope_type") or rope.get("type") or "default") != "default":
+        raise DraftFileError(f"{folder} has a rotary embedding of type {kind}: only the plain one is supported")
+    if said.get("norm_before_residual"):
+        raise DraftFileError(f"{folder} was trained with norm_before_residual, which SGLang does not compute")
+    width = said.get("target_hidden_size") or said.get("hidden_size")
+    for name, value in (("hidden_size", said.get("hidden_size")), ("target_hidden_size", width)):
+        if value != target["hidden_size"]:
+            raise DraftMismatchError(f"{folder}: {name} is {value}, the target's is {target['hidden_size']}")
+    if said.get("vocab_size") != target["vocab_size"]:
+        raise DraftMismatchError(
+            f"{folder}: vocab_size is {said.get('vocab_size')}, the target's is {target['vocab_size']}: it was trained "
+            "for another tokenizer"
+        )
+    asked = said.get("eagle_aux_hidden_state_layer_ids")
+    if asked is not None:
+        # SGLang counts the layers whose outputs are read, `speculators` those whose inputs are.
+        read = [number + (layout == SPECFORGE) for number in asked]
+        ours = list(aux_layer_ids(target["num_hidden_layers"]))
+        if read[:NUM_AUX_LAYERS] != ours:
+            raise DraftMismatchError(f"{folder} reads the inputs of layers {read}: features here are those of {ours}")
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """By the names that a draft file has."""
+    if not any(folder.glob("*.safetensors")) and any(folder.glob("*.bin")):
+        raise DraftFileError(f"{folder} has its tensors in a pickle, which is not read: convert it to safetensors")
+    for name, path in weight_files(folder).items():
+        with reading(folder), open_weights(path) as file:
+            yield _named(name), file.get_tensor(name)
+
+
+def _named(name: str) -> str:
+    name = name.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
+    return _LEGACY_NORMS.get(name, name)
+
+
+def _drop_embedding(folder: Path, found: dict[str, Tensor], model_dir: Path) -> None:
+    """Take the target's own tensors out. Raises DraftMismatchError where the head's embedding is another."""
+    for name in [name for name in found if name in _NOT_OURS or name.endswith("rotary_emb.inv_freq")]:
+        del found[name]
+    own = found.pop(_OWN_EMBEDDING, None)
+    if own is None:
+        return
+    theirs = read_target_tensor(model_dir, EMBEDDING)
+    if own.shape != theirs.shape or not torch.equal(own.to(torch.bfloat16), theirs.to(torch.bfloat16)):
+        raise DraftMismatchError(
+            f"{folder} has an embedding of its own, which is not the target's: engines serve drafts with the target's"
+        )
+
+
+def _config(
+    folder: Path, said: Mapping[str, Any], found: Mapping[str, Tensor], target: Mapping[str, Any]
+) -> DraftConfig:
+    size = len(found["d2t"]) if "d2t" in found else len(found.get(_HEAD, ())) or target["vocab_size"]
+    told = said.get("draft_vocab_size")
+    if told not in (None, size):
+        raise DraftFileError(f"{folder}: draft_vocab_size is {told}, its tensors are of {size} tokens")
+    switches = {name: said.get(name) or False for name in SWITCHES}
+    switches["fc_norm"] = bool(switches["fc_norm"] or said.get("use_aux_norm"))
+    own = {"draft_vocab_size": size, "max_position_embeddings": target["max_position_embeddings"]}
+    return config_from_json({**said, **switches, **own, "architectures": [ARCHITECTURE]})
+
+
+def _state(
+    folder: Path, found: dict[str, Tensor], config: DraftConfig, model_dir: Path, notes: list[str]
+) -> dict[str, Tensor]:
+    """The tensors of a draft file. Raises DraftFileError."""
+    state = {name: tensor for name, tensor in found.items() if name not in ("d2t", "t2d")}
+    d2t, t2d = _vocabulary(folder, found, config)
+    if _HEAD not in state:
+        state[_HEAD] = read_target_tensor(model_dir, LM_HEAD)[t2d]
+        notes.append("it has no output layer of its own, and gets the target's")
+    wanted = {name: shape for name, shape in expected_shapes(config).items() if name not in ("d2t", "t2d")}
+    if missing := sorted(wanted.keys() - state.keys()):
+        raise DraftFileError(f"{folder} lacks {_listed(missing)}")
+    if extra := sorted(state.keys() - wanted.keys()):
+        raise DraftFileError(f"{folder} has {_listed(extra)}, which no engine here reads")
+    rounded = []
+    for name, shape in wanted.items():
+        tensor = state[name]
+        if tuple(tensor.shape) != shape:
+            raise DraftFileError(f"{folder}: {name} has shape {tuple(tensor.shape)}, expected {shape}")
+        if not tensor.is_floating_point() or not is_finite(tensor):
+            raise DraftFileError(f"{folder}: {name} is {tensor.dtype}, or not finite")
+        state[name] = tensor.to(torch.bfloat16).contiguous()
+        if not torch.equal(state[name].to(tensor.dtype), tensor):
+            rounded.append(name)
+    if rounded:
+        notes.append(f"rounded to bfloat16: {_listed(rounded)}")
+    return {**state, "d2t": d2t, "t2d": t2d}
+
+
+def _vocabulary(folder: Path, found: Mapping[str, Tensor], config: DraftConfig) -> tuple[Tensor, Tensor]:
+    """`d2t` [D] int64 and `t2d` [V] bool. Raises DraftFileError for a map that is none."""
+    size = config.draft_vocab_size
+    if "d2t" not in found and size != config.vocab_size:
+        raise DraftFileError(f"{folder} lacks d2t, the target's tokens that its {size:,} are")
+    d2t = found.get("d2t", torch.zeros(size, dtype=torch.int64)).to(torch.int64)
+    target_ids = d2t + torch.arange(size)
+    if not bool(((target_ids >= 0) & (target_ids < config.vocab_size)).all()) or len(set(target_ids.tolist())) != size:
+        raise DraftFileError(f"{folder}: d2t names tokens twice, or such that the target has not")
+    t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
+    t2d[target_ids] = True
+    if "t2d" in found and not torch.equal(found["t2d"].bool(), t2d):
+        raise DraftFileError(f"{folder}: t2d and d2t contradict each other")
+    return d2t, t2d
+
+
+def _listed(names: list[str]) -> str:
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + rest
+
+
+def as_speculators(
+    config: DraftConfig, state: Mapping[str, Tensor], model_dir: Path, model: str
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """`config.json` and tensors of a draft file in the layout of `speculators`, for the target of this name."""
+    target = read_config(model_dir)
+    layer = {
+        name: value for name, value in draft_config_json(config).items() if name not in ("architectures", *SWITCHES)
+    }
+    del layer["draft_vocab_size"]
+    values: dict[str, Any] = {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": config.draft_vocab_size,
+        "eagle_aux_hidden_state_layer_ids": list(aux_layer_ids(target["num_hidden_layers"])),
+        "norm_before_residual": False,
+        **{name: True for name in SWITCHES if getattr(config, name)},
+        "transformer_layer_config": layer,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"name_or_path": model, "architectures": target.get("architectures", [])},
+        },
+    }
+    return values, {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in state.items()}

@@ -1,0 +1,241 @@
+"""Heads in the layouts of other projects, written by their names and keys, become drafts with the same numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from speculator.draft.checkpoint import SWITCHES, draft_state, read_target_tensor, target_fingerprint, write_folder
+from speculator.draft.eagle3 import Eagle3Draft, aux_layer_ids
+from speculator.draft.public_heads import as_speculators, read_public_head
+from speculator.errors import ConfigError, DraftFileError, DraftMismatchError, SlipstreamError
+from speculator.versions.lineage import import_head, load_draft
+from speculator.versions.store import DraftStore
+from tests.fixtures.toy import make_toy_model, random_draft
+
+State = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toy_model(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="module")
+def draft(model_dir: Path) -> Eagle3Draft:
+    return random_draft(model_dir, seed=1)
+
+
+def layer_of(draft: Eagle3Draft) -> dict[str, Any]:
+    config = draft.config
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+    return {
+        **{name: getattr(config, name) for name in names},
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32,
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_scaling": None,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": False,
+    }
+
+
+def specforge(folder: Path, draft: Eagle3Draft, **changes: Any) -> Path:
+    """As SpecForge writes it; a change of None takes a key out."""
+    said = {**layer_of(draft), "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(draft.d2t)}
+    said |= {name: True for name in SWITCHES if getattr(draft.config, name)}
+    tensors = {**draft_state(draft), "embed_tokens.weight": draft.embed.to(torch.bfloat16).clone()}
+    return written(folder, said | changes, tensors)
+
+
+def speculators(folder: Path, draft: Eagle3Draft, model_dir: Path, **changes: Any) -> Path:
+    """As `speculators` writes it."""
+    num_layers = json.loads((model_dir / "config.json").read_text())["num_hidden_layers"]
+    said = {
+        "architectures": ["Eagle3DraftModel"],
+        "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
+        "draft_vocab_size": len(draft.d2t),
+        "eagle_aux_hidden_state_layer_ids": list(aux_layer_ids(num_layers)),
+        "embed_requires_grad": False,
+        "norm_before_fc": draft.config.norm_before_fc,
+        "norm_before_residual": False,
+        "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "toy"}},
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.3.0",
+        "target_hidden_size": None,
+        "transformer_layer_config": layer_of(draft),
+    }
+    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in draft_state(draft).items()}
+    return written(folder, said | changes, {**tensors, "embed_tokens.weight": draft.embed.to(torch.bfloat16).clone()})
+
+
+def written(folder: Path, said: dict[str, Any], tensors: State) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({name: value for name, value in said.items() if value is not ...}))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def rewritten(folder: Path, change: Callable[[State], object]) -> Path:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def assert_same(ours: State, theirs: State) -> None:
+    assert ours.keys() == theirs.keys()
+    assert all(
+        torch.equal(tensor, theirs[name]) and tensor.dtype == theirs[name].dtype for name, tensor in ours.items()
+    )
+
+
+@pytest.mark.parametrize("switches", [(), ("fc_norm", "norm_output"), ("norm_before_fc",)])
+def test_both_layouts_give_the_draft_that_was_trained(
+    model_dir: Path, tmp_path: Path, switches: tuple[str, ...]
+) -> None:
+    draft = random_draft(model_dir, seed=2, switches=switches)
+    folders = [specforge(tmp_path / "a", draft)]
+    if "fc_norm" not in switches:
+        folders.append(speculators(tmp_path / "b", draft, model_dir))
+    for folder, layout in zip(folders, ("specforge", "speculators"), strict=False):
+        head = read_public_head(folder, model_dir)
+        assert head.config == draft.config
+        assert head.layout == layout
+        assert_same(head.state, draft_state(draft))
+        assert any("window" in note for note in head.notes)
+
+
+def test_an_imported_head_is_served_trained_on_and_written_back_bit_by_bit(
+    model_dir: Path, draft: Eagle3Draft, tmp_path: Path
+) -> None:
+    head = read_public_head(speculators(tmp_path / "head", draft, model_dir), model_dir)
+    store, fingerprint = DraftStore(tmp_path / "store"), target_fingerprint(model_dir)
+    version = import_head(store, head, target_fingerprint=fingerprint, source="someone/head")
+    assert store.lifecycle.newest_servable() == version == 1
+    assert store.manifest(1).info == {"origin": "imported", "layout": "speculators", "source": "someone/head"}
+    loaded = load_draft(store, 1, embed=read_target_tensor(model_dir, "model.embed_tokens.weight"),
+                        target_fingerprint=fingerprint)  # fmt: skip
+    assert_same(draft_state(loaded), draft_state(draft))
+    values, tensors = as_speculators(head.config, head.state, model_dir, "toy")
+    again = read_public_head(write_folder(tmp_path / "out", tensors, values), model_dir)
+    assert again.config == draft.config
+    assert_same(again.state, draft_state(draft))
+    with pytest.raises(ConfigError, match="already holds draft versions"):
+        import_head(store, head, target_fingerprint=fingerprint, source="someone/head")
+
+
+def test_a_pickle_is_not_read(model_dir: Path, draft: Eagle3Draft, tmp_path: Path) -> None:
+    folder = specforge(tmp_path / "head", draft)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(DraftFileError, match="convert it to safetensors"):
+        read_public_head(folder, model_dir)
+
+
+def test_a_whole_vocabulary_needs_no_map_and_no_output_layer(model_dir: Path, tmp_path: Path) -> None:
+    draft = random_draft(model_dir, seed=3, draft_vocab_size=1000)
+    folder = specforge(tmp_path / "head", draft, draft_vocab_size=...)
+
+    def strip(tensors: State) -> None:
+        for name in ("d2t", "t2d", "lm_head.weight"):
+            del tensors[name]
+
+    head = read_public_head(rewritten(folder, strip), model_dir)
+    assert head.config.draft_vocab_size == draft.config.vocab_size
+    assert not head.state["d2t"].any()
+    assert head.state["t2d"].all()
+    assert torch.equal(head.state["lm_head.weight"], read_target_tensor(model_dir, "lm_head.weight").bfloat16())
+    assert any("output layer" in note for note in head.notes)
+
+
+def test_numbers_that_bfloat16_cannot_hold_are_rounded_and_said(
+    model_dir: Path, draft: Eagle3Draft, tmp_path: Path
+) -> None:
+    folder = specforge(tmp_path / "head", draft)
+
+    def widen(tensors: State) -> None:
+        tensors["norm.weight"] = tensors["norm.weight"].float() + 1e-6
+
+    head = read_public_head(rewritten(folder, widen), model_dir)
+    assert head.state["norm.weight"].dtype == torch.bfloat16
+    assert [note for note in head.notes if "rounded" in note] == ["rounded to bfloat16: norm.weight"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_hidden_layers": 2}, "2 layers"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rotary embedding of type llama3"),
+        ({"rope_theta": 77.0}, "rope_theta is 77.0"),
+        ({"vocab_size": 9}, "another tokenizer"),
+        ({"hidden_size": 16}, "hidden_size is 16"),
+        ({"target_hidden_size": 64}, "target_hidden_size is 64"),
+        ({"draft_vocab_size": 7}, "draft_vocab_size is 7, its tensors are of 24 tokens"),
+        ({"norm_before_residual": True}, "norm_before_residual"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 6]}}, "inputs of layers [1, 4, 7]"),
+        ({"fc_norm": True}, "lacks fc_norm.0.weight, fc_norm.1.weight, fc_norm.2.weight"),
+        ({"speculators_model_type": "dflash"}, "a dflash of `speculators`"),
+        ({"speculators_model_type": "eagle3"}, "no transformer_layer_config"),
+    ],
+)
+def test_a_head_that_would_be_computed_otherwise_is_refused_by_name(
+    model_dir: Path, draft: Eagle3Draft, tmp_path: Path, changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises((DraftFileError, DraftMismatchError)) as refused:
+        read_public_head(specforge(tmp_path / "head", draft, **changes), model_dir)
+    assert reason in str(refused.value)
+
+
+def test_the_targets_own_layers_may_be_named(model_dir: Path, draft: Eagle3Draft, tmp_path: Path) -> None:
+    """SGLang's numbers are of the layers before those whose inputs are read."""
+    read = aux_layer_ids(json.loads((model_dir / "config.json").read_text())["num_hidden_layers"])
+    nested = {"eagle_aux_hidden_state_layer_ids": [number - 1 for number in read], "use_aux_hidden_state": True}
+    assert read_public_head(specforge(tmp_path / "head", draft, eagle_config=nested), model_dir).config == draft.config
+
+
+def _poison(tensors: State) -> None:
+    tensors["fc.weight"][0, 0] = float("nan")
+
+
+def _twice(tensors: State) -> None:
+    tensors["d2t"][1] = tensors["d2t"][0] - 1
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda tensors: tensors.pop("midlayer.mlp.up_proj.weight"), "lacks midlayer.mlp.up_proj.weight"),
+        (lambda tensors: tensors.update({"midlayer.self_attn.q_proj.bias": torch.zeros(4)}), "q_proj.bias, which no"),
+        (lambda tensors: tensors.update({"norm.weight": torch.ones(5)}), "norm.weight has shape (5,)"),
+        (lambda tensors: tensors.pop("d2t"), "lacks d2t"),
+        (lambda tensors: tensors["t2d"].logical_not_(), "t2d and d2t contradict"),
+        (lambda tensors: tensors["embed_tokens.weight"].mul_(2), "an embedding of its own"),
+        (_poison, "fc.weight is torch.bfloat16, or not finite"),
+        (_twice, "d2t names tokens twice"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(
+    model_dir: Path, draft: Eagle3Draft, tmp_path: Path, change: Callable[[State], object], reason: str
+) -> None:
+    with pytest.raises(SlipstreamError) as refused:
+        read_public_head(rewritten(specforge(tmp_path / "head", draft), change), model_dir)
+    assert reason in str(refused.value)
+
+
+def test_a_folder_that_is_no_heads(model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        read_public_head(tmp_path, model_dir)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(DraftFileError, match="no object"):
+        read_public_head(tmp_path, model_dir)
