@@ -52,7 +52,7 @@ class SampledVerify:
             verify_input, batch, logits_output = self._asked
             if not batch.sampling_info.is_all_greedy and commits_argmax(logits_output.next_token_logits):
                 logits, num_nodes = logits_output.next_token_logits, verify_input.draft_token_num
-                if num_nodes > 1 and is_rejecting():
+                if num_nodes > 1 and verify_input.draft_probs is not None:
                     served = served_probs(logits, batch.sampling_info, num_nodes)
                     proposals = verify_input.draft_token.view(-1, num_nodes)[:, 1:]
                     targets = rejecting_targets(served, verify_input.draft_probs, proposals)

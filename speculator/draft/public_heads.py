@@ -61,12 +61,15 @@ def read_public_head(folder: Path, model_dir: Path) -> PublicHead:
     if not isinstance(values, dict):
         raise DraftFileError(f"{folder}: config.json is no object")
     layout, said = _said(folder, values)
-    target = read_config(model_dir)
-    _check_said(folder, said, layout, target)
-    found = dict(_tensors(folder))
+    target, found = read_config(model_dir), dict(_tensors(folder))
     notes: list[str] = []
+    try:
+        _check_said(folder, said, layout, target)
+        config = _config(folder, said, found, target)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # A key may hold anything.
+        raise DraftFileError(f"{folder}: config.json is no head's ({error!r})") from error
     _drop_embedding(folder, found, model_dir)
-    config = _config(folder, said, found, target)
     state = _state(folder, found, config, model_dir, notes)
     check_fits(config, model_dir)
     window = said.get("max_position_embeddings")
@@ -167,7 +170,7 @@ def _state(
     state = {name: tensor for name, tensor in found.items() if name not in ("d2t", "t2d")}
     d2t, t2d = _vocabulary(folder, found, config)
     if _HEAD not in state:
-        state[_HEAD] = read_target_tensor(model_dir, LM_HEAD)[t2d]
+        state[_HEAD] = read_target_tensor(model_dir, LM_HEAD)[d2t + torch.arange(len(d2t))]
         notes.append("it has no output layer of its own, and gets the target's")
     wanted = {name: shape for name, shape in expected_shapes(config).items() if name not in ("d2t", "t2d")}
     if missing := sorted(wanted.keys() - state.keys()):

@@ -211,6 +211,7 @@ def test_sglangs_own_verification_asks_for_the_draw(hooked: list[Any], is_greedy
     tree = SimpleNamespace(
         draft_token_num=2,
         draft_token=torch.zeros(400, dtype=torch.int64),
+        draft_probs=None,
         max_tree_depth=2,
         positions=torch.arange(400),
         retrieve_index=None,

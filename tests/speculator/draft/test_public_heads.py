@@ -187,6 +187,9 @@ def test_numbers_that_bfloat16_cannot_hold_are_rounded_and_said(
         ({"fc_norm": True}, "lacks fc_norm.0.weight, fc_norm.1.weight, fc_norm.2.weight"),
         ({"speculators_model_type": "dflash"}, "a dflash of `speculators`"),
         ({"speculators_model_type": "eagle3"}, "no transformer_layer_config"),
+        ({"rope_scaling": "llama3"}, "config.json is no head's"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": 3}}, "config.json is no head's"),
+        ({"rms_norm_eps": "small"}, "config.json is not a draft's"),
     ],
 )
 def test_a_head_that_would_be_computed_otherwise_is_refused_by_name(
