@@ -36,6 +36,13 @@ class Elsewhere(HostDevice):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        # As a GPU's layer keeps them.
+        self._indices: dict[tuple[int, ...], Tensor] = {}
+
+    def index(self, numbers: tuple[int, ...]) -> Tensor:
+        if numbers not in self._indices:
+            self._indices[numbers] = self.upload(numbers)
+        return self._indices[numbers]
 
     def upload(self, numbers: Sequence[int]) -> Tensor:
         return super().upload(numbers).to(self._device)

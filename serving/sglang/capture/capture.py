@@ -177,11 +177,12 @@ class StepCapture:
         `accept_index` [B, A] are the nodes along the accepted path, numbered over the batch, −1 behind it. What was
         accepted the host learns later (`verified`); until then everything stays on the device.
         """
-        tickets = {
-            index: ticket
-            for index, request in enumerate(batch.reqs)
-            if (ticket := getattr(request, _ATTRIBUTE, None)) is not None and ticket.growing is not None
-        }
+        tickets = {}
+        for index, request in enumerate(batch.reqs):
+            ticket: Ticket | None = getattr(request, _ATTRIBUTE, None)
+            # `growing`, without a call for each request and step.
+            if ticket is not None and ticket.span is not None and not ticket.dropped:
+                tickets[index] = ticket
         self._launched.append(self._staged(tickets, batch, before, result, accept_index, draft_version))
         if len(self._launched) > _MOST_LAUNCHED:
             self._launched.popleft()

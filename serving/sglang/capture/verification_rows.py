@@ -175,7 +175,8 @@ class TopTokens:
         return self._memory[: logits.numel()].view(logits.shape)
 
 
-_BLOCK = 64
+_BLOCK_BITS = 6
+_BLOCK = 1 << _BLOCK_BITS
 
 
 def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -191,7 +192,9 @@ def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     blocks = values.reshape(*values.shape[:-1], num_blocks, _BLOCK)
     chosen = blocks.amax(-1).topk(count, -1, sorted=False).indices
     top = blocks.gather(-2, chosen[..., None].expand(*chosen.shape, _BLOCK)).flatten(-2).topk(count, -1)
-    return top.values, torch.add(top.indices % _BLOCK, chosen.gather(-1, top.indices // _BLOCK), alpha=_BLOCK)
+    return top.values, torch.add(
+        top.indices & (_BLOCK - 1), chosen.gather(-1, top.indices >> _BLOCK_BITS), alpha=_BLOCK
+    )
 
 
 def in_order(ids: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray]:
