@@ -3,11 +3,12 @@
 make gpu [ARGS="--stage 1 4 --folder DIR --json FILE --again --quick --device cpu"]
 
 1 device: the tests of what waits, streams, graphs and swaps on the GPU itself; what capture costs a step of an 8B and a
-  70B, on the scheduler's thread and on the GPU (benchmarks/gpu/launch.py).
+  70B, on the scheduler's thread and on the GPU (benchmarks/gpu/launch.py); how many of its requests reach Redis.
 2 server: real SGLang serves a small model with the plugin: capture against Hugging Face, depth, labels at any
   temperature (tests/sglang).
 3 asleep: an 8B of random weights without drafts, and with the plugin and a draft that has learnt nothing.
-4 drafting: SGLang's EAGLE-3 alone and with the plugin, capturing nobody, half of a batch, and all; swaps under load.
+4 drafting: SGLang's EAGLE-3 alone and with the plugin, capturing nobody, half of a batch, and all; swaps under load;
+  at accept lengths 1, 2 and 4.
 5 shared: a small model served and learnt from on one card: what clients wait for the trainer.
 
 Each stage leaves its figures in the folder, and one that has is not run again. Where there is no GPU, or with
@@ -80,11 +81,13 @@ def _machine(wanted: str | None) -> dict[str, Any]:
 
 
 def _run(name: str, *, quick: bool) -> dict[str, Any]:
-    from benchmarks.gpu import launch, scale, shared
+    from benchmarks.gpu import launch, scale, shared, yielded
     from tests.sglang.server import IS_ON_GPU
 
     if name == "device":
-        return {"tests": _tests(_DEVICE_TESTS), **launch.measure(quick=quick)}
+        size = {"num_requests": 4, "answer": 100} if quick else {}
+        found = {"tests": _tests(_DEVICE_TESTS), **launch.measure(quick=quick)}
+        return {**found, "yield": yielded.measure(**size)}
     if name == "server":
         return {"tests": _tests(_SERVER_TESTS)}
     if name == "shared":
@@ -93,7 +96,9 @@ def _run(name: str, *, quick: bool) -> dict[str, Any]:
     repeats = 1 if quick else 3
     stages: dict[str, Callable[[Scene], dict[str, Any]]] = {
         "asleep": lambda scene: scale.asleep(scene, repeats),
-        "drafting": lambda scene: scale.drafting(scene, repeats, num_swaps=2 if quick else 8),
+        "drafting": lambda scene: scale.drafting(
+            scene, repeats, num_swaps=2 if quick else 8, accept_lengths=() if quick else (1, 4)
+        ),
     }
     shape = scale.LARGE if IS_ON_GPU else scale.SMALL
     batches = (1, 16, 64, 256) if IS_ON_GPU else (1, 4)
@@ -143,6 +148,9 @@ def _summary(document: dict[str, Any]) -> tuple[list[tuple[str, object]], list[T
     if "device" in document:
         rows.append(("assembler's Python a request and step", f"{document['device']['assembling_us']:.1f} µs"))
         targets += _of_threads(document["device"])
+        came = document["device"]["yield"]
+        rows.append(("traces of long requests of an 8B", f"{came['appended']} of {came['finished']} reach Redis"))
+        targets.append(Target("yield_of_traces", came["appended"] / came["finished"], 0.95))
     for name in ("asleep", "drafting"):
         times = document.get(name, {}).get("ms_a_token", {})
         rows += [(cell.replace("_", " "), f"{spread['median']:.2f} ms a token") for cell, spread in times.items()]

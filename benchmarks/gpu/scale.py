@@ -36,7 +36,7 @@ from tests.sglang.server import IS_ON_GPU, SglangServer, speculative_flags
 
 FINGERPRINT = "0" * 64
 ENGINE_ID, MODEL_KEY = "scale", "scale"
-DEPTH = 3
+DEPTH, ACCEPT_LENGTH = 3, 2
 PROMPT_TOKENS, SHORT, LONG = 32, 16, 144
 
 
@@ -97,8 +97,10 @@ class Scene:
     def model_dir(self) -> Path:
         return self.folder / "target"
 
-    def server(self, name: str, *, drafts: bool, plugin: bool, asleep: bool = False) -> SglangServer:
-        """With `drafts` a chain of `DEPTH`, of which SGLang takes one proposal as accepted; or it is `asleep`."""
+    def server(
+        self, name: str, *, drafts: bool, plugin: bool, asleep: bool = False, accept_length: int = ACCEPT_LENGTH
+    ) -> SglangServer:
+        """With `drafts` a chain of `DEPTH`, which SGLang takes to commit `accept_length` tokens; or it is `asleep`."""
         flags = ["--skip-tokenizer-init", "--load-format", "dummy", "--dtype", "bfloat16"]
         flags += ["--max-running-requests", str(max(self.batches))]
         flags += ["--max-total-tokens", str(max(self.batches) * (PROMPT_TOKENS + LONG + 4 * DEPTH))]
@@ -113,7 +115,7 @@ class Scene:
         if drafts:
             flags += [*speculative_flags(self.store.root / "versions" / "000001", num_steps=DEPTH)]
             flags += ["--speculative-draft-load-format", "safetensors"]
-            env["SGLANG_SIMULATE_ACC_LEN"] = "-1" if asleep else "2"
+            env["SGLANG_SIMULATE_ACC_LEN"] = "-1" if asleep else str(accept_length)
         if asleep:
             config = self.folder / "adaptive.json"
             config.write_text('{"1": {"candidate_steps": [0, 2, 3]}}')
@@ -297,8 +299,10 @@ def asleep(scene: Scene, repeats: int) -> dict[str, Any]:
         return {"ms_a_token": in_turns(scene, cells, repeats), "report": report_of(scene)}
 
 
-def drafting(scene: Scene, repeats: int, num_swaps: int) -> dict[str, Any]:
-    """SGLang's own EAGLE-3, beside it with the plugin: nobody captured, half, all; and swaps under load."""
+def drafting(scene: Scene, repeats: int, num_swaps: int, accept_lengths: tuple[int, ...]) -> dict[str, Any]:
+    """SGLang's own EAGLE-3, beside it with the plugin: nobody captured, half, all; and swaps under load. The same for
+    the plugin at other accept lengths.
+    """
     alone = scene.server("alone", drafts=True, plugin=False)
     live = scene.server("live", drafts=True, plugin=True)
     with started(alone, live):
@@ -308,5 +312,20 @@ def drafting(scene: Scene, repeats: int, num_swaps: int) -> dict[str, Any]:
             ("plugin_half_captured", live, lambda batch: (batch + 1) // 2),
             ("plugin_captured", live, lambda batch: batch),
         ]
-        found = {"ms_a_token": in_turns(scene, cells, repeats), "report": report_of(scene)}
-        return {**found, "swaps": swap_gaps(scene, live, min(64, max(scene.batches)), num_swaps)}
+        found: dict[str, Any] = {"ms_a_token": in_turns(scene, cells, repeats), "report": report_of(scene)}
+        found["swaps"] = swap_gaps(scene, live, min(64, max(scene.batches)), num_swaps)
+    for length in accept_lengths:
+        simulated = scene.server(f"live{length}", drafts=True, plugin=True, accept_length=length)
+        with started(simulated):
+            cells = [
+                (f"plugin_accepts_{length}", simulated, lambda batch: 0),
+                (f"plugin_accepts_{length}_captured", simulated, lambda batch: batch),
+            ]
+            found["ms_a_token"] |= in_turns(scene, cells, repeats)
+            report = report_of(scene)
+            found[f"accepts_{length}"] = {
+                "accept_length": report["accept_length"],
+                "captured": report["captured"],
+                "swaps": swap_gaps(scene, simulated, min(64, max(scene.batches)), num_swaps),
+            }
+    return found

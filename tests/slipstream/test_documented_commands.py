@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from slipstream.cli.main import app
 from slipstream.demo.servers import Scrape
-from speculator.draft.checkpoint import model_key, target_fingerprint
+from speculator.draft.checkpoint import model_key, target_fingerprint, write_folder
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
@@ -34,6 +34,7 @@ from tests.serving.gateway.keyfile import KeyFile
 
 ADMIN_KEY = "a-key-of-the-workshop"
 NUM_ANSWERS = 6
+HEAD = "somebodys-head"
 
 
 @pytest.mark.parametrize("command", [each for each in fenced() if not only_parses(each)], ids=str)
@@ -60,7 +61,9 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
         made.gateway_url = url_in(log)
         _answer(made.gateway_url)
         _roll_out(made)
-        _write_versions(DraftStore(folder / "drafts"), target_fingerprint(model))
+        store = DraftStore(folder / "drafts")
+        write_folder(folder / HEAD, store.load(1), store.config(1))
+        _write_versions(store, target_fingerprint(model))
         _record(made, folder / "traffic.rec")
         yield made
 
@@ -146,7 +149,14 @@ class Workshop:
         return [self._meant(word) for word in command.words]
 
     def _meant(self, word: str) -> str:
-        whole = {"DIR_OR_ID": str(self.model), "M": str(self.model), "41": "2", "42": "3", "300": "20"}
+        whole = {
+            "HEAD_DIR_OR_ID": HEAD,
+            "DIR_OR_ID": str(self.model),
+            "M": str(self.model),
+            "41": "2",
+            "42": "3",
+            "300": "20",
+        }
         word = whole.get(word, word)
         for shown, meant in (("redis://127.0.0.1:6379/0", self.redis_url), ("http://127.0.0.1:8000", self.gateway_url)):
             word = word.replace(shown, meant)
