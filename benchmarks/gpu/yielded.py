@@ -30,6 +30,7 @@ from tests.serving.sglang.harness import Finish, Request
 _HIDDEN, _VOCAB = 4096, 1024
 _STEP_S = 0.03
 """Of a decode step of 64 such requests on a GPU, rather less than it takes."""
+_WRITTEN_WITHIN_S = 60.0
 
 
 def measure(*, num_requests: int = 64, prompt: int = 2000, answer: int = 500) -> dict[str, Any]:
@@ -90,16 +91,26 @@ def measure(*, num_requests: int = 64, prompt: int = 2000, answer: int = 500) ->
         for request in requests:
             request.finished_reason = Finish("length")
             pipeline.capture.on_release(request)
-        pipeline.close()
-        status = pipeline.status()
+        status = _settled(pipeline, num_requests)
         done.set()
         read.join()
+        pipeline.close()
     return {
         "finished": num_requests,
         "appended": status["appended"],
         "dropped_by_reason": status["dropped_by_reason"],
         "bytes": status["trace_bytes"],
     }
+
+
+def _settled(pipeline: TracePipeline, num_requests: int) -> dict[str, Any]:
+    """Its report once every request is accounted for."""
+    deadline_s = time.monotonic() + _WRITTEN_WITHIN_S
+    while True:
+        status: dict[str, Any] = pipeline.status()
+        if status["appended"] + status["dropped"] >= num_requests or time.monotonic() > deadline_s:
+            return status
+        time.sleep(0.1)
 
 
 def _reader(stream: TraceStream) -> tuple[threading.Thread, threading.Event]:
