@@ -41,6 +41,8 @@ _LEGACY_NORMS = {
 }
 _NOT_OURS = ("verifier_norm.weight", "verifier_lm_head.weight")
 """Of `speculators`: what training compared with."""
+_DEFAULTS = {"rms_norm_eps": 1e-6}
+"""What a Llama has that says nothing of it, by transformers."""
 _SHOWN = 4
 
 
@@ -160,7 +162,7 @@ def _config(
     switches = {name: said.get(name) or False for name in SWITCHES}
     switches["fc_norm"] = bool(switches["fc_norm"] or said.get("use_aux_norm"))
     own = {"draft_vocab_size": size, "max_position_embeddings": target["max_position_embeddings"]}
-    return config_from_json({**said, **switches, **own, "architectures": [ARCHITECTURE]})
+    return config_from_json({**_DEFAULTS, **said, **switches, **own, "architectures": [ARCHITECTURE]})
 
 
 def _state(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import LlamaConfig
 
 from speculator.draft.checkpoint import SWITCHES, draft_state, read_target_tensor, target_fingerprint, write_folder
 from speculator.draft.eagle3 import Eagle3Draft, aux_layer_ids
@@ -156,6 +157,13 @@ def test_a_whole_vocabulary_needs_no_map_and_no_output_layer(model_dir: Path, tm
     assert head.state["t2d"].all()
     assert torch.equal(head.state["lm_head.weight"], read_target_tensor(model_dir, "lm_head.weight").bfloat16())
     assert any("output layer" in note for note in head.notes)
+
+
+def test_what_a_head_does_not_say_is_as_transformers_has_it(
+    model_dir: Path, draft: Eagle3Draft, tmp_path: Path
+) -> None:
+    head = read_public_head(specforge(tmp_path / "head", draft, rms_norm_eps=...), model_dir)
+    assert head.config.rms_norm_eps == LlamaConfig().rms_norm_eps == 1e-6
 
 
 def test_numbers_that_bfloat16_cannot_hold_are_rounded_and_said(
