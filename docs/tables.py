@@ -90,6 +90,8 @@ def _value(name: str, value: Any) -> str:
 
 def _commands() -> Iterator[str]:
     for name, command in commands(app):
+        if command.hidden:
+            continue  # an old name
         arguments = [option for option in command.params if option.param_type_name == "argument"]
         yield f"### `{name}`\n"
         yield f"{' '.join((command.help or '').split())}\n"

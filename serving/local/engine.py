@@ -37,7 +37,7 @@ from speculator.draft.eagle3 import Eagle3Draft
 from speculator.errors import EngineDeadError, RequestError
 from speculator.proposals.planner import RoundPlanner
 from speculator.proposals.suffix_drafter import SuffixDrafter
-from speculator.redis.control_plane import EngineLoad
+from speculator.redis.control_plane import EngineLoad, card_id
 from speculator.trace import Trace
 from speculator.tracing import current, span
 
@@ -76,7 +76,8 @@ class LocalEngine:
         cache_length = target.cache.length
         self._draft = ServingDraft(draft, draft_version, num_slots=config.num_slots, length=cache_length)
         planner = planner or RoundPlanner(max_depth=config.max_depth)
-        self._inbox, self._outbox, self.load = inbox or Inbox(config.max_waiting), Outbox(), EngineLoad()
+        self._inbox, self._outbox = inbox or Inbox(config.max_waiting), Outbox()
+        self.load = EngineLoad(card=card_id(target.device))
         self.capture = LocalCapture(
             config, target, on_trace or (lambda _: None), target_fingerprint=target_fingerprint, metrics=metrics
         )

@@ -323,7 +323,7 @@ def _write_first_version(model_dir: Path, root: Path, *, if_missing: bool, **ask
 
 
 draft_app = typer.Typer(hidden=True, no_args_is_help=True, help="The old name of `slipstream drafts`.")
-draft_app.command("init")(init)
+draft_app.command("init", hidden=True)(init)
 
 
 @draft_app.callback()

@@ -75,7 +75,7 @@ class DraftConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Without switches that are off."""
+        """By name, without the switches that are off: so drafts without any are written as they were before."""
         return {name: value for name, value in asdict(self).items() if value is not False}
 
 

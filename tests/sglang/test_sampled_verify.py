@@ -190,35 +190,36 @@ def hooked() -> Iterator[list[Any]]:
         yield seen
 
 
+def asked(size: int, *, num_nodes: int, **changes: Any) -> tuple[Any, Any]:
+    """A verification of chains, as SGLang asks for it, and its batch."""
+    batch = SimpleNamespace(
+        device="cpu",
+        forward_mode=SimpleNamespace(is_idle=lambda: False),
+        seq_lens=torch.ones(size),
+        sampling_info=info(
+            **{"temperatures": torch.ones(size, 1), "has_watermark_candidates": False}
+            | dict.fromkeys(("acc_additive_penalties", "acc_scaling_penalties", "logit_bias"))
+            | changes
+        ),
+    )
+    tree = SimpleNamespace(
+        draft_token_num=num_nodes,
+        draft_token=torch.zeros(size * num_nodes, dtype=torch.int64),
+        draft_probs=None,
+        max_tree_depth=num_nodes,
+        positions=torch.arange(size * num_nodes),
+        tree_topk=1,
+        **dict.fromkeys(("retrieve_index", "retrieve_next_token", "retrieve_next_sibling")),
+    )
+    return tree, batch
+
+
 @pytest.mark.parametrize("is_greedy", [True, False])
 def test_sglangs_own_verification_asks_for_the_draw(hooked: list[Any], is_greedy: bool) -> None:
     sampled = hooked.pop()
     logits = torch.tensor([[0.0, 0.1], [0.1, 0.0]]).repeat(200, 1)
-    sampling = info(
-        is_all_greedy=is_greedy,
-        temperatures=torch.ones(200, 1),
-        acc_additive_penalties=None,
-        acc_scaling_penalties=None,
-        logit_bias=torch.tensor([[0.0, 0.0]]).expand(200, 2),
-        has_watermark_candidates=False,
-    )
-    batch = SimpleNamespace(
-        device="cpu",
-        forward_mode=SimpleNamespace(is_idle=lambda: False),
-        seq_lens=torch.ones(200),
-        sampling_info=sampling,
-    )
-    tree = SimpleNamespace(
-        draft_token_num=2,
-        draft_token=torch.zeros(400, dtype=torch.int64),
-        draft_probs=None,
-        max_tree_depth=2,
-        positions=torch.arange(400),
-        retrieve_index=None,
-        retrieve_next_token=None,
-        retrieve_next_sibling=None,
-        tree_topk=1,
-    )
+    bias = torch.tensor([[0.0, 0.0]]).expand(200, 2)
+    tree, batch = asked(200, num_nodes=2, is_all_greedy=is_greedy, logit_bias=bias)
     sampled.around_sampling(eagle_utils.eagle_sample, tree, batch, SimpleNamespace(next_token_logits=logits))
     [chosen_BN] = hooked
     assert torch.equal(chosen_BN, torch.tensor([[1, 0]]).expand(200, 2)) is is_greedy
@@ -242,28 +243,7 @@ def test_sglangs_rejection_sampling_takes_a_step_without_proposals(
     rejecting = {"speculative_use_rejection_sampling": True, "speculative_use_block_verification": False}
     thresholds = {f"speculative_accept_threshold_{name}": 1.0 for name in ("single", "acc")}
     monkeypatch.setattr(eagle_utils, "get_spec", lambda: SimpleNamespace(**rejecting, **thresholds))
-    sampling = info(
-        temperatures=torch.ones(3, 1),
-        acc_additive_penalties=None,
-        acc_scaling_penalties=None,
-        logit_bias=None,
-        has_watermark_candidates=False,
-    )
-    batch = SimpleNamespace(
-        device="cpu",
-        forward_mode=SimpleNamespace(is_idle=lambda: False),
-        seq_lens=torch.ones(3),
-        sampling_info=sampling,
-    )
-    tree = SimpleNamespace(
-        draft_token_num=1,
-        draft_token=torch.zeros(3, dtype=torch.int64),
-        draft_probs=None,
-        max_tree_depth=1,
-        retrieve_index=None,
-        retrieve_next_token=None,
-        retrieve_next_sibling=None,
-    )
+    tree, batch = asked(3, num_nodes=1)
     output = SimpleNamespace(next_token_logits=torch.zeros(3, 7))
     if is_hooked:
         SampledVerify().around_sampling(eagle_utils.eagle_sample, tree, batch, output)

@@ -189,6 +189,8 @@ def _given_emitted(logits_SD: Tensor, labels: Labels, tokens_S: Tensor) -> _Give
     return _Given(p_SK, q_SK, p_S, q_S, kept_S - p_SK.sum(-1), q_below_S, possible_S)
 
 
+_DRAWN = {"coupled": coupled_acceptance, "rejection": rejection_acceptance, "block": rejection_acceptance}
+"""Acceptance by verification, where the draft draws its proposals."""
 _MAX_BASES = 512
 _ALL_CONTEXT = 1 << 31
 
@@ -228,13 +230,12 @@ def accept_probabilities(
     accept_NK = torch.zeros(num_bases, depth, dtype=torch.float64, device=device)
     labelled_N = torch.zeros(num_bases, dtype=torch.bool, device=device)
     # A chain of likeliest tokens is followed while it is right; one that is drawn may be right anywhere.
-    accepted = {"coupled": coupled_acceptance, "rejection": rejection_acceptance, "block": rejection_acceptance}
-    wanted_NK = None if verification == "target_only" else torch.ones(num_bases, depth, dtype=torch.bool, device=device)
+    drawn = _DRAWN.get(verification)
+    wanted_NK = None if drawn is None else torch.ones(num_bases, depth, dtype=torch.bool, device=device)
     for proposals in unroll(draft, batch, num_steps=depth, wanted_NK=wanted_NK):
         labels = batch.labels[proposals.label_rows]
         logits_SD = labels.tempered(proposals.logits)
         text_S = batch.draft_ids[proposals.label_rows + 1]
-        drawn = accepted.get(verification)
         accept_S = proposals.hits if drawn is None else drawn(logits_SD, labels, text_S)
         accept_NK[proposals.chains, proposals.step] = accept_S.double().nan_to_num(0.0, posinf=0.0)
         if proposals.step == 0:
