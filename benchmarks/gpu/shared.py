@@ -31,7 +31,8 @@ def measure(*, clients: int, learning_s: float, turns: int, turn_s: float) -> di
     with contextlib.ExitStack() as stack:
         scene = stack.enter_context(prepared(BUNDLED_MODEL, None))
         server = stack.enter_context(scene.live_server())
-        places = ["--redis-url", scene.redis_url, "--store", str(scene.store.root)]
+        state = ["--state", str(scene.folder / "state")]
+        places = ["--redis-url", scene.redis_url, "--store", str(scene.store.root), *state]
         trainer = stack.enter_context(running_child("train", ["--model", str(scene.model_dir), *places], scene.folder))
         load = _Load(scene, server, clients)
         with load.running():
