@@ -18,11 +18,11 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.common.decoding import decode
 from benchmarks.common.report import Median, Target, fill_in, finish, parser
 from benchmarks.sglang_cpu_scene import LIVE_ID, Scene, prepared
 from tests.sglang.server import SglangServer
@@ -164,7 +164,10 @@ def _measure(
         while time.monotonic() < deadline_s:
             asked = [next(prompts) for _ in range(clients)]
             order = (plain, live) if len(ratios) % 2 else (live, plain)
-            rates = {server.port: _decoding_rate(server, asked) for server in order}
+            rates = {
+                server.port: decode(server, asked, max_new_tokens=_TURN_TOKENS, ignore_eos=True).rate
+                for server in order
+            }
             ratios.append(rates[live.port] / rates[plain.port])
         time.sleep(_REPORTED_AFTER_S)
         report = scene.report(LIVE_ID)
@@ -173,31 +176,6 @@ def _measure(
         if number:
             blocks.append(Block(ratios, gauge, float(report.get("accept_length", 1.0))))
     return Cell(draft, clients, blocks)
-
-
-def _decoding_rate(server: SglangServer, prompts: Sequence[list[int]]) -> float:
-    """Tokens a second while all of them decode."""
-
-    def answer(ids: list[int]) -> list[tuple[float, int]]:
-        """(when, tokens so far)."""
-        return [
-            (time.perf_counter(), int(event["meta_info"]["completion_tokens"]))
-            for event in server.stream(ids, max_new_tokens=_TURN_TOKENS, ignore_eos=True)
-        ]
-
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = list(pool.map(answer, prompts))
-    began_s, ended_s = max(events[0][0] for events in answers), min(events[-1][0] for events in answers)
-    tokens = sum(_tokens_at(events, ended_s) - _tokens_at(events, began_s) for events in answers)
-    return tokens / (ended_s - began_s)
-
-
-def _tokens_at(events: Sequence[tuple[float, int]], at_s: float) -> float:
-    """Between two events tokens come evenly."""
-    for (before_s, before), (after_s, after) in itertools.pairwise(events):
-        if before_s <= at_s <= after_s:
-            return before + (after - before) * (at_s - before_s) / (after_s - before_s)
-    return float(events[0][1] if at_s < events[0][0] else events[-1][1])
 
 
 if __name__ == "__main__":

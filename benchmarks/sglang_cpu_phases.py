@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -119,9 +119,9 @@ class Learning:
     """Reports, by minute."""
 
 
-def learn(scene: Scene, live: SglangServer, minutes: float) -> Learning:
-    """Live traffic with the trainer beside it."""
-    prompts = itertools.cycle(scene.prompts[LEARNT_FROM])
+def learn(scene: Scene, live: SglangServer, minutes: float, prompts: Iterable[Prompt] | None = None) -> Learning:
+    """Live traffic of these prompts, or the scene's, with the trainer beside it."""
+    prompts = itertools.cycle(prompts or scene.prompts[LEARNT_FROM])
     deadline_s = time.monotonic() + 60 * minutes
     curve: list[dict[str, Any]] = []
 

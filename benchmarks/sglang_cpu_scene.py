@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.common.drafts import add_version
 from benchmarks.common.report import pick_prompts
+from serving.sglang.outside.launcher import adaptive_config
 from slipstream.demo.topics import Prompt
 from slipstream.models import resolve_model
 from speculator.draft.checkpoint import draft_state, model_key, target_fingerprint
@@ -73,16 +75,26 @@ class Scene:
 
     # -- servers
 
-    def plain_server(self, *flags: str) -> SglangServer:
-        return SglangServer(self.model_dir, log_path=self.folder / "plain.log", flags=flags)
+    def plain_server(self, *flags: str, name: str = "plain") -> SglangServer:
+        """Without the plugin."""
+        return SglangServer(self.model_dir, log_path=self.folder / f"{name}.log", flags=flags)
 
     def live_server(
-        self, version: int = 1, flags: Sequence[str] = (), env: Mapping[str, str] | None = None
+        self,
+        version: int = 1,
+        flags: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        *,
+        name: str = "live",
+        suffix_depth: int = 0,
     ) -> SglangServer:
-        config = self.folder / "adaptive.json"
-        config.write_text('{"1": {"candidate_steps": [0, 1, 2, 3]}}')
+        """It chooses its depth."""
+        config = self.folder / f"{name}.json"
+        config.write_text(json.dumps(adaptive_config(DEPTH, suffix_depth)))
         adaptive = ["--speculative-adaptive", "--speculative-adaptive-config", str(config)]
-        return self._drafting_server("live", LIVE_ID, version, [*adaptive, *flags], env)
+        own = {"SLIPSTREAM_SUFFIX_DEPTH": str(suffix_depth), **(env or {})}
+        engine_id = LIVE_ID if name == "live" else name
+        return self._drafting_server(name, engine_id, version, [*adaptive, *flags], own)
 
     def fixed_server(self, version: int) -> SglangServer:
         return self._drafting_server("fixed", FIXED_ID, version, [])

@@ -32,6 +32,7 @@ VERIFIED_TOKENS = (
     "slipstream_verified_tokens",
     "Tokens that verifications earned, bonus included; over verifications = acceptance length",
 )
+SUFFIX_TOKENS = "slipstream_suffix_tokens", "Tokens of earlier text that are kept to propose from"
 DRAFT_VERSION = "slipstream_draft_version", "Draft version in service"
 DEPTH = "slipstream_depth", "Most proposals a round"
 SWAPS = "slipstream_swaps", "Draft swaps by outcome: installed, failed"
@@ -120,9 +121,7 @@ class EngineMetrics:
         self.capture_failures = Counter(
             "slipstream_capture_failures", "Traces and distributions that could not be made (a bug)", registry=registry
         )
-        self.suffix_tokens = Gauge(
-            "slipstream_suffix_tokens", "Tokens of earlier text that are kept to propose from", registry=registry
-        )
+        self.suffix_tokens = Gauge(*SUFFIX_TOKENS, registry=registry)
         self.aborted = Counter("slipstream_requests_aborted", "Requests whose client left", registry=registry)
 
     def observe_round(

@@ -146,6 +146,9 @@ def _summary(document: dict[str, Any]) -> tuple[list[tuple[str, object]], list[T
             )
         )
     if "device" in document:
+        for batch, took_ms in document["device"]["remembering_ms"].items():
+            rows.append((f"earlier text, {batch} requests", f"{took_ms:.2f} ms of the scheduler's thread"))
+        targets.append(Target("remembering_ms", document["device"]["remembering_ms"]["64"], 0.1, at_least=False))
         rows.append(("assembler's Python a request and step", f"{document['device']['assembling_us']:.1f} µs"))
         targets += _of_threads(document["device"])
         came = document["device"]["yield"]

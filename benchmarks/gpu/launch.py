@@ -7,6 +7,7 @@ no time: `meta` itself is slower than a launch, being Python.
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,9 @@ from serving.sglang.capture.capture import StepCapture
 from serving.sglang.capture.device_reads import DraftProbe
 from serving.sglang.capture.verification_rows import TopTokens
 from serving.sglang.device import HostDevice, device_layer
+from serving.sglang.proposals.remembered_text import RememberedText
+from serving.sglang.proposals.splice import CommittedTokens, TextSplice
+from speculator.proposals.length_planner import LengthPlanner
 from tests.serving.sglang.harness import Request, make_capture, prefill, settle, verify
 
 DEPTH, TOPK, VOCAB = 4, 64, 151_936
@@ -176,6 +180,56 @@ def assembling_us(batch: int, steps: int) -> float:
     return 1e6 * (time.process_time() - begun_s) / (batch * steps)
 
 
+_CONTEXT = 4000
+_SUFFIX_DEPTH, _HEAD_LENGTHS, _LENGTHS = 16, [0, 1, 2, 4], [0, 1, 2, 4, 8, 16]
+
+
+def remembering_ms(device: torch.device, batch: int, steps: int) -> float:
+    """Median milliseconds a step that earlier text takes of the scheduler's thread, with overlap scheduling.
+
+    Requests of `_CONTEXT` tokens write what their prompts have. Another thread looks meanwhile; it has ended when the
+    next step begins, as beside a device that computes.
+    """
+    dice = random.Random(0)
+    phrases = [[dice.randrange(30_000) for _ in range(50)] for _ in range(1000)]
+    prompts = [[token for _ in range(_CONTEXT // 50) for token in dice.choice(phrases)] for _ in range(batch)]
+    requests = [Request(prompt, str(number), max_new_tokens=1000) for number, prompt in enumerate(prompts)]
+    device = torch.device("cpu") if device.type == "meta" else device
+    layer = device_layer(device) if device.type == "cuda" else Elsewhere(device)
+    text = RememberedText(depth=_SUFFIX_DEPTH, overlaps=True, captures_unmarked=True)
+    splice = TextSplice(layer, width=text.window, committed=CommittedTokens(batch, 2 * (text.window + 1), device))
+    planner, slots = LengthPlanner(max_depth=_HEAD_LENGTHS[-1]), torch.arange(batch, device=device)
+    for length in _LENGTHS:
+        for uses_head in (True, False):
+            for _ in range(20):
+                planner.observe(batch, length, 1 + 0.05 * length, uses_head=uses_head and length in _HEAD_LENGTHS)
+    nodes = torch.zeros(batch, 1 + _SUFFIX_DEPTH, dtype=torch.int64, device=device)
+    times_ms = []
+    for step in range(5 + steps):
+        for request, prompt in zip(requests, prompts, strict=True):
+            request.output_ids += prompt[2 * step : 2 * step + 2]
+        seq_lens = torch.full((batch,), _CONTEXT + 2 * step, device=device)
+        begun_s = time.perf_counter()
+        text.processed(requests)
+        taken_s = time.perf_counter() - begun_s
+        while (found := text.find(requests)) is None or found.first[0] < len(prompts[0]) + len(requests[0].output_ids):
+            time.sleep(0.001)
+        begun_s = time.perf_counter()
+        continuations = text.find(requests)
+        gains = None if continuations is None else continuations.gains(_LENGTHS)
+        plan = planner.plan(batch, _LENGTHS, head_lengths=_HEAD_LENGTHS, text_gains_BL=gains)
+        splice.stage(plan, continuations)
+        asked = SimpleNamespace(draft_token=nodes.flatten(), draft_token_num=nodes.shape[1], draft_probs=None)
+        if plan.num_proposals == _SUFFIX_DEPTH:
+            splice.splice(asked, SimpleNamespace(seq_lens=seq_lens, req_pool_indices=slots))
+        splice.committed(slots, seq_lens, nodes, ahead=1)
+        if continuations is not None:
+            continuations.agree(requests, plan.from_text)
+        times_ms.append(1000 * (taken_s + time.perf_counter() - begun_s))
+    text.close()
+    return round(statistics.median(times_ms[5:]), 4)
+
+
 def top_tokens_ms(device: torch.device, rows: int, steps: int) -> dict[str, Any]:
     """How long a GPU takes for the likeliest tokens of float32 logits."""
     logits, top_tokens, layer = (
@@ -206,6 +260,7 @@ def measure(*, quick: bool) -> dict[str, Any]:
             for captured in sorted({0, (batch + 1) // 2, batch})
         ],
     }
+    found["remembering_ms"] = {str(batch): remembering_ms(device, batch, 100) for batch in (1, 64)}
     found["assembling_us"] = round(statistics.median(assembling_us(64, 50) for _ in range(5)), 2)
     if is_gpu:
         found["top_tokens"] = [top_tokens_ms(device, rows, 30) for rows in (5, 160, 320, 1280)]

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,6 +47,9 @@ class Device(Protocol):
 
     def upload(self, numbers: Sequence[int]) -> Tensor:
         """The same for numbers that will not come again."""
+
+    def upload_table(self, numbers: np.ndarray) -> Tensor:
+        """A matrix of numbers that will not come again; nobody writes to it any more."""
 
     def mark(self) -> Mark:
         """The current stream's work so far."""
@@ -97,6 +101,9 @@ class HostDevice:
     def upload(self, numbers: Sequence[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64)
 
+    def upload_table(self, numbers: np.ndarray) -> Tensor:
+        return torch.from_numpy(numbers)
+
     def mark(self) -> Mark:
         return _Reached()
 
@@ -147,6 +154,9 @@ class CudaDevice:
     def upload(self, numbers: Sequence[int]) -> Tensor:
         # From memory that is not pinned the copy would wait until the device has done all that it was told before.
         return torch.tensor(numbers, dtype=torch.int64, pin_memory=True).to(self._device, non_blocking=True)
+
+    def upload_table(self, numbers: np.ndarray) -> Tensor:
+        return torch.from_numpy(numbers).pin_memory().to(self._device, non_blocking=True)
 
     def mark(self) -> Mark:
         return _Event()

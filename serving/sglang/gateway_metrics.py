@@ -19,6 +19,7 @@ from serving.metrics import (
     ROUND_SECONDS,
     ROUND_TOKENS,
     ROUNDS,
+    SUFFIX_TOKENS,
     SWAPS,
     VERIFICATIONS,
     VERIFIED_TOKENS,
@@ -102,11 +103,17 @@ def _round_metrics(report: EngineReport) -> Iterator[Metric]:
         for mode, value in by_mode.items():
             family.add_metric([mode, "all"], value)
         yield family
-    for about, by_position in ((PROPOSALS, report.proposals), (ACCEPTED, report.accepted)):
+    for about, of_head, of_text in (
+        (PROPOSALS, report.proposals, report.text_proposals),
+        (ACCEPTED, report.accepted, report.text_accepted),
+    ):
         family = CounterMetricFamily(*about, labels=["source", "position"])
-        for position, count in by_position.items():
-            family.add_metric(["head", position], count)
+        for source, by_position in (("head", of_head), ("suffix", of_text)):
+            for position, count in by_position.items():
+                family.add_metric([source, position], count)
         yield family
+    if report.text_tokens is not None:
+        yield GaugeMetricFamily(*SUFFIX_TOKENS, report.text_tokens)
 
 
 def _speed_metrics(report: EngineReport) -> Iterator[Metric]:

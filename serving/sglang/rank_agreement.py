@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from serving.sglang.depth import TimedStep
+from serving.sglang.proposals.depth import TimedStep
 
 MEETING_STEPS = 32
 """A meeting costs a few hundred microseconds; a swap waits for one at most a second or two."""
@@ -72,4 +72,7 @@ class Agreement:
             table[: len(newest)] = newest
         dist.broadcast(table, dist.get_global_rank(self._group, 0), group=self._group)
         known = table[~table[:, 0].isnan()].tolist()
-        return [TimedStep(int(batch), int(depth), *seconds) for batch, depth, *seconds in known]
+        return [
+            TimedStep(int(batch), int(depth), seconds, bool(uses_head), reading_s)
+            for batch, depth, seconds, uses_head, reading_s in known
+        ]

@@ -33,8 +33,12 @@ class EngineReport:
     decode_ms: Mapping[str, int]
     round_tokens: Mapping[str, int]
     proposals: Mapping[str, int]
-    """Verified proposals by position, and the accepted ones."""
+    """Verified proposals of the head by position, and the accepted ones; then those of earlier text."""
     accepted: Mapping[str, int]
+    text_proposals: Mapping[str, int]
+    text_accepted: Mapping[str, int]
+    text_tokens: int | None
+    """Of earlier text, that are kept."""
     captured: int | None
     appended: int | None
     pending: int | None
@@ -116,7 +120,7 @@ _COUNTS = (
     *("captured", "appended", "trace_bytes", "trace_tokens"),
 )
 _COUNTS_BY = (
-    *("rounds", "decode_ms", "round_tokens", "proposals", "accepted"),
+    *("rounds", "decode_ms", "round_tokens", "proposals", "accepted", "text_proposals", "text_accepted"),
     *("dropped_by_reason", "verdicts"),
 )
 _MEANS = (
@@ -187,6 +191,7 @@ def _merged(ever: Sequence[EngineReport], now: Sequence[EngineReport]) -> Engine
         refused=frozenset(version for report in now for version in report.refused),
         pending=_total(_known(now, "pending")),
         running=_total(_known(now, "running")),
+        text_tokens=_total(_known(now, "text_tokens")),
         last_verdict=next((report.last_verdict for report in now if report.last_verdict), ""),
         target_version=min(_known(now, "target_version"), default=None),
         model=next((report.model for report in now if report.model), ""),

@@ -69,6 +69,9 @@ class PluginSettings(BaseSettings):
     """Traces older than this are removed from the stream, and not written to it; 0 sets no limit."""
     capture_filter: str = ""
     """MODULE:FUNCTION of text and tenant: traces of which it says False are dropped before they leave the process."""
+    suffix_depth: int = Field(default=0, ge=0, le=64)
+    """Most proposals of a round from earlier text: the request's own, its prompt group's, its tenant's. Candidates of
+    `--speculative-adaptive-config` above `--speculative-num-steps` are for these alone. 0 proposes none."""
     control_share: float = Field(default=0.02, ge=0, le=0.5)
     """Share of decode steps at depth 0 that give the measured baseline; needs SGLang's `--speculative-adaptive`."""
     watch: bool = True

@@ -37,7 +37,7 @@ Dtype = Annotated[Literal["bfloat16", "float32", "float64"], typer.Option(help="
 DraftVocab = Annotated[int | None, typer.Option(min=2, help="Tokens that a fresh draft can propose; default: 8192.")]
 Depth = Annotated[int, typer.Option(min=0, max=5, help="Most proposals of the draft head a round; 0 drafts nothing.")]
 SuffixDepth = Annotated[
-    int, typer.Option(min=0, max=64, help="Local engine: most proposals from earlier text; needs --depth; 0: none.")
+    int, typer.Option(min=0, max=64, help="Most proposals from earlier text a round; needs --depth; 0: none.")
 ]
 VocabFrom = Annotated[
     Path | None,

@@ -140,6 +140,7 @@ def sglang(
     trace_ttl_hours: options.TraceTtl = 0,
     capture_filter: options.CaptureFilter = None,
     depth: SglangDepth = 4,
+    suffix_depth: SuffixDepth = 16,
     control_share: options.ControlShare = 0.02,
     context_window: options.ContextWindow = 512,
     dtype: Annotated[

@@ -24,8 +24,7 @@ It is halved where many looks in a row were in vain, until one is not or another
 at for which the head would be asked: what it would earn where a suffix tree is good, which is where most heads are,
 says nothing of the rounds that it could have. And only the time of rounds that could be looked at counts.
 
-SGLang fixes one length for all chains before it drafts, and tells the times of whole rounds alone. For it `plan_depth`
-takes the same maximum, R_k being the product of the shares of proposals that were accepted at each position.
+SGLang fixes one length for all chains before it drafts: speculator/proposals/length_planner.py.
 
 `Earnings` has what the head earns: by domain, as verifications and looks say, older ones fading.
 """
@@ -33,7 +32,6 @@ takes the same maximum, R_k being the product of the shares of proposals that we
 from __future__ import annotations
 
 import itertools
-import operator
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -162,23 +160,17 @@ class Earnings:
         return self._records[domain]
 
 
-_FIRST_LOOKS = 3.0
+FIRST_LOOKS = 3.0
 """Steps' worth of looks at a head that nobody has seen: cheaper than the chains that a useless one would have verified
 in vain. A step here is one request's plain decoding.
 """
-_LOOKS_AFTER_RENEWAL = 12.0
+LOOKS_AFTER_RENEWAL = 12.0
 """The same at a new version, whatever the last one was worth: enough for the watch to see a useless one. And the most
 that is put by.
 """
 _LONGEST_LOOK = 12.0
 """Steps. A request whose prompt would take longer to read is not looked at."""
 _AWAKE_ROUNDS = 100
-_LEAST_LOOK = 0.5
-"""Plain rounds that a look at short chains counts as at least: so such looks are few where chains cost little."""
-_TRIAL_ROUNDS = 12.0
-"""Of a length for a whole round: more than for single chains, since it is hardly run again where it seems too dear."""
-_BETTER = 1.02
-"""What more proposals must at least promise where all requests get them: times are noisy, and switching has a price."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +222,7 @@ class RoundPlanner:
         self._look_share, self._random = look_share, random.Random(seed)
         self._look_budget = look_share
         self._step_s = self._looks_left_s = 0.0
-        self._granted = _FIRST_LOOKS
+        self._granted = FIRST_LOOKS
         """Steps' worth of looks that are still to be added."""
         self._dismissed: tuple[str, ...] = ()
         """Those of requests for which a head that sleeps did not pay, until something is heard of it."""
@@ -310,71 +302,19 @@ class RoundPlanner:
         price = plan.rate * (self._more_s(plan, num_steps) + max(more_s, 0.0))
         return self._is_trial(plan, num_steps, expected) or plan.worth * expected > price
 
-    def plan_depth(self, batch: int, depths: Sequence[int]) -> Plan:
-        """The plan of an engine that fixes one length for all chains of a round before it drafts, SGLang.
-
-        `depths` are the lengths that it can choose from, 0 first. Its times are those told by `observe_round`: of whole
-        rounds, drafting included, and of plain decoding where nothing is proposed. A look is a round of the shortest
-        chains where the best is to draft nothing, and else one of the next shorter or longer ones. Engines that were
-        told the same rounds in the same order plan the same.
-        """
-        reaches = itertools.accumulate(
-            (self.positions.rate(position) for position in range(1, depths[-1] + 1)), operator.mul
-        )
-        gains = [batch * reach for reach in reaches]
-        best = self._best(batch, 0, gains, depths, at_least=_BETTER)
-        if not best.plain_s:
-            return best  # nothing was measured yet
-        deeper = [depth for depth in depths if depth > best.num_proposals]
-        if deeper and not self.times.is_known(batch, deeper[0], after=_TRIAL_ROUNDS):
-            # What it costs is unknown: it is tried where it would pay if it cost no more.
-            trial = self._at_depth(best, deeper[0], gains)
-            if trial.expected_tokens > _BETTER * best.expected_tokens:
-                return trial
-        if best.num_proposals:
-            # Now and then the next shorter or longer one is run to see what it costs.
-            if self._random.random() < self._look_share:
-                nearest = [*[depth for depth in depths if depth < best.num_proposals][-1:], *deeper[:1]]
-                return replace(self._at_depth(best, self._random.choice(nearest), gains), look=0)
-            return best
-        if not deeper:
-            return best
-        if self._granted:
-            self._looks_left_s, self._granted = self._granted * best.plain_s, 0.0
-        if self._looks_left_s <= 0:
-            self._looks_left_s += self._look_share * best.plain_s
-            return best
-        look = self._at_depth(best, deeper[0], gains)
-        self._looks_left_s -= max(look.expected_s - best.plain_s, _LEAST_LOOK * best.plain_s)
-        return replace(look, look=0)
-
-    def _at_depth(self, plan: Plan, depth: int, gains: Sequence[float]) -> Plan:
-        tokens, seconds = plan.batch + sum(gains[:depth]), self.times.verify_s(plan.batch, depth, 0)
-        return replace(plan, num_proposals=depth, expected_tokens=tokens, value=tokens, expected_s=seconds)
-
     def _without_head(self, batch: int, num_keys: int, suffixes: Sequence[Sequence[float]]) -> Plan:
         """The best round of suffix trees; with none of them it is plain decoding."""
         gains = [sum(column) for column in itertools.zip_longest(*suffixes, fillvalue=0.0)]
-        return self._best(batch, num_keys, gains, range(len(gains) + 1))
-
-    def _best(
-        self, batch: int, num_keys: int, gains: Sequence[float], depths: Sequence[int], *, at_least: float = 1.0
-    ) -> Plan:
-        """The number of proposals that commits the most tokens a second.
-
-        Proposal k brings `gains[k − 1]` tokens in all requests. More proposals must promise `at_least` times as much.
-        """
-        totals = list(itertools.accumulate(gains, initial=float(batch)))
         plain_s = self.times.verify_s(batch, 0, num_keys)
-        depth, tokens, seconds = 0, float(batch), plain_s
-        for more in depths:
+        num_proposals, tokens, seconds = 0, float(batch), plain_s
+        for more, more_tokens in enumerate(itertools.accumulate(gains, initial=float(batch))):
             more_s = self.times.verify_s(batch, more, num_keys) if more else plain_s
-            if totals[more] * seconds > at_least * tokens * more_s:
-                depth, tokens, seconds = more, totals[more], more_s
+            if more_tokens * seconds > tokens * more_s:
+                num_proposals, tokens, seconds = more, more_tokens, more_s
         return Plan(
             batch=batch,
             num_keys=num_keys,
-            num_proposals=depth,
+            num_proposals=num_proposals,
             expected_tokens=tokens,
             value=tokens,
             expected_s=seconds,
@@ -457,7 +397,7 @@ class RoundPlanner:
         else:
             self.times.add_verification(plan.batch, num_proposals, plan.num_keys, verify_s)
         if plan.expected_s:
-            most_s = _LOOKS_AFTER_RENEWAL * self._step_s
+            most_s = LOOKS_AFTER_RENEWAL * self._step_s
             self._looks_left_s = min(self._looks_left_s + self._look_budget * verify_s, most_s)
         if plan.look is not None:
             self._looks_left_s -= draft_s
@@ -478,19 +418,11 @@ class RoundPlanner:
             for step, probability in enumerate(verdict.probabilities[: verdict.num_accepted + 1]):
                 self.confidence.add(step, probability, accepted=step < verdict.num_accepted)
 
-    def observe_round(self, batch: int, depth: int, seconds: float) -> None:
-        """What a round took that `plan_depth` has planned; at depth 0, what it would take without a draft."""
-        self.times.add_verification(batch, depth, 0, seconds)
-
-    def look_again(self) -> None:
-        """Look at a draft that was not used for a while."""
-        self._granted = _LOOKS_AFTER_RENEWAL
-
     def renew(self) -> None:
         """Another draft version is in service: look at it even where the last one did not pay."""
         self.positions.fade(RENEWED_WEIGHT)
         self.earnings.renew()
         self._dismissed = ()
-        self.look_again()
+        self._granted = LOOKS_AFTER_RENEWAL
         # Awake for a while: prompts are read as they come, or a head that sleeps could not be looked at in long ones.
         self._last_use = self._num_plans

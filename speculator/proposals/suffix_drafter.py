@@ -45,9 +45,9 @@ from speculator.proposals.draft_tree import NO_PROPOSALS, ROOT, DraftTree
 from speculator.proposals.estimates import Calibration
 from speculator.proposals.suffix_index import NEW_TEXT, SuffixIndex, Vote
 
-_DOUBT = 3.5
+DOUBT = 3.5
 """Imaginary places that disagree, at a match of one token."""
-_REQUEST_MEMORY = 0.97
+REQUEST_MEMORY = 0.97
 """What a proposal still says about its request after another one."""
 
 
@@ -128,7 +128,7 @@ class TreeGrower:
         """From these texts; `tenants` is what became of proposals in all of the tenant's requests."""
         self._indexes, self._alpha, self._width, self._min_reach = indexes, alpha, width, min_reach
         self._tenants = tenants
-        self._request = Calibration(_REQUEST_MEMORY)
+        self._request = Calibration(REQUEST_MEMORY)
         """Of what is predicted for the tenant's requests together, in this one."""
 
     def grow(self, context: Sequence[int], max_nodes: int) -> SuffixProposal:
@@ -198,7 +198,7 @@ class TreeGrower:
 
     def _guesses(self, source: TextSource, length: int, deepest: int, votes: Sequence[Vote]) -> list[Guess]:
         """By the votes behind a match of so many tokens."""
-        guesses, doubt, bits, rank = [], _DOUBT / length, length.bit_length(), Rank.FIRST
+        guesses, doubt, bits, rank = [], DOUBT / length, length.bit_length(), Rank.FIRST
         for token, agreeing, total, places in votes[: self._width]:
             kind = Kind(source, bits, rank)
             guesses.append(self._guess(token, agreeing / (total + doubt), kind, length + 1, deepest, places))
@@ -214,10 +214,10 @@ class TreeGrower:
 T = TypeVar("T")
 
 
-_MAX_MATCH = 16
-_REQUEST_WINDOW = 32_768
-_GROUP_WINDOW = 8_192
-_TENANT_WINDOW = 32_768
+MAX_MATCH = 16
+REQUEST_WINDOW = 32_768
+GROUP_WINDOW = 8_192
+TENANT_WINDOW = 32_768
 """Tokens of text that are kept, of about 65 bytes in real text and at most 185."""
 
 
@@ -225,7 +225,7 @@ _TENANT_WINDOW = 32_768
 class SuffixConfig:
     """How trees grow, and how much text is kept.
 
-    Besides the running requests' own text at most max_tenants · (_TENANT_WINDOW + max_groups · _GROUP_WINDOW) tokens
+    Besides the running requests' own text at most max_tenants · (TENANT_WINDOW + max_groups · GROUP_WINDOW) tokens
     are kept: 2.6 million with these defaults, or 170 MB of real text. Dropped windows live on while a request still
     uses them.
     """
@@ -264,8 +264,8 @@ class Tenant:
     """Everything that one tenant's requests may propose from, and what became of such proposals."""
 
     def __init__(self, config: SuffixConfig) -> None:
-        self.answers = SuffixIndex(_TENANT_WINDOW, max_match=_MAX_MATCH)
-        self.groups = Recent(config.max_groups, lambda: SuffixIndex(_GROUP_WINDOW, max_match=_MAX_MATCH))
+        self.answers = SuffixIndex(TENANT_WINDOW, max_match=MAX_MATCH)
+        self.groups = Recent(config.max_groups, lambda: SuffixIndex(GROUP_WINDOW, max_match=MAX_MATCH))
         """Answers to one prompt each, by the group's name."""
         self.calibration = Calibration()
         self.born_s = time.monotonic()
@@ -322,13 +322,13 @@ class SuffixRequest:
     """One running answer: its own text, and the texts of its tenant and group that it reads and extends."""
 
     def __init__(self, config: SuffixConfig, prompt: Sequence[int], tenant: Tenant, group: SuffixIndex | None) -> None:
-        self._indexes = {TextSource.OWN: SuffixIndex(_REQUEST_WINDOW, max_match=_MAX_MATCH)}
+        self._indexes = {TextSource.OWN: SuffixIndex(REQUEST_WINDOW, max_match=MAX_MATCH)}
         if group is not None:
             self._indexes[TextSource.GROUP] = group
         self._indexes[TextSource.TENANT] = tenant.answers
         # Shared texts begin with the prompt's last tokens: so the beginnings of answers are found too.
-        self._context = list(prompt[-_MAX_MATCH:])
-        before = {TextSource.OWN: prompt[-_REQUEST_WINDOW:]}
+        self._context = list(prompt[-MAX_MATCH:])
+        before = {TextSource.OWN: prompt[-REQUEST_WINDOW:]}
         self._texts = {
             source: index.append(NEW_TEXT, before.get(source, self._context)) for source, index in self._indexes.items()
         }
@@ -358,7 +358,7 @@ class SuffixRequest:
         self._newest = SuffixProposal()
         for source, index in self._indexes.items():
             self._texts[source] = index.append(self._texts[source], tokens)
-        self._context = [*self._context, *tokens][-_MAX_MATCH:]
+        self._context = [*self._context, *tokens][-MAX_MATCH:]
         if self.publish is not None:
             self.publish(tokens)
 
@@ -373,6 +373,6 @@ class SuffixRequest:
         """
         saved, context = 0.0, self._context
         for token in tokens:
-            context = [*context, token][-_MAX_MATCH:]
+            context = [*context, token][-MAX_MATCH:]
             saved += 1 / (1 + sum(self._grower.grow(context, max_tokens).tree.reaches))
         return saved

@@ -111,7 +111,7 @@ class SglangServer:
         self._command = [
             *(sys.executable, "-m", "sglang.launch_server"),
             *("--model-path", str(model_dir), "--host", "127.0.0.1", "--port", str(self.port)),
-            # Its own choice is free when it looks and bound a second later: two servers that start together may take one.
+            # Its own choice is free when it looks and bound a second later: two that start together may take the same.
             *("--nccl-port", str(free_port())),
             *DEVICE_FLAGS,
             *flags,

@@ -24,6 +24,7 @@ def test_sglang_knows_the_words() -> None:
         "model_key": "",
         "target_fingerprint": "",
         "capture": False,
+        "suffix_depth": 16,
         "control_share": 0.02,
         "context_window": 512,
         "capture_bytes_per_s": 0,

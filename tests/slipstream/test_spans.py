@@ -34,7 +34,7 @@ from tests.serving.hotswap.test_hotswap import FakePointer
 from tests.serving.local.harness import fixed_engine
 from tests.serving.sglang.capture.test_capture import Request, end, make_capture, prefill, settle, verify
 from tests.serving.sglang.outside.fake_sglang import MODEL, FakeSglang
-from tests.serving.sglang.test_depth import make_control, step
+from tests.serving.sglang.proposals.test_depth import make_control, step
 from tests.serving.sglang.test_swap import model
 from tests.trainer.answers import answer_traces
 from tests.trainer.examples import config_for, promote

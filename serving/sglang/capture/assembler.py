@@ -70,11 +70,13 @@ class CopiedVerification:
     num_nodes: int
     draft_version: int
     is_tree: bool
+    has_text: bool
+    """Whether earlier text was proposed in it."""
 
     @property
-    def kind(self) -> tuple[int, int, bool]:
+    def kind(self) -> tuple[int, int, bool, bool]:
         """What verifications that are taken together have in common."""
-        return self.num_nodes, self.draft_version, self.is_tree
+        return self.num_nodes, self.draft_version, self.is_tree, self.has_text
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,7 @@ class TraceAssembler:
         with self._failing(tickets):
             host = self._arrived(alike)
             counts = [count for verification in alike for count in verification.counts]
-            num_nodes, draft_version, is_tree = alike[0].kind
+            num_nodes, draft_version, is_tree, _ = alike[0].kind
             found = committed(host, tickets, counts, num_nodes=num_nodes, draft_version=draft_version, is_tree=is_tree)
             self._grow(list(found))
 
@@ -294,5 +296,5 @@ def _told(step: Prefill | CopiedVerification) -> dict[str, Tensor]:
     return host
 
 
-def _kind_of(event: _Event) -> tuple[int, int, bool] | None:
+def _kind_of(event: _Event) -> tuple[int, int, bool, bool] | None:
     return event.kind if isinstance(event, CopiedVerification) else None

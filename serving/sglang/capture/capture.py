@@ -28,7 +28,7 @@ from serving.capture.filter import CaptureFilter
 from serving.capture.recorder import TraceRecorder
 from serving.capture.sampling import CaptureSampler
 from serving.sglang.capture.assembler import CopiedVerification, Prefill, TraceAssembler
-from serving.sglang.capture.device_reads import LEAST_PROBABILITY, DraftProbe, HostCopier, Packed
+from serving.sglang.capture.device_reads import LEAST_PROBABILITY, DraftProbe, HostCopier, Packed, TextRows
 from serving.sglang.capture.request import (
     Origin,
     RequestSpan,
@@ -86,6 +86,7 @@ class _Launched:
     tickets: tuple[Ticket, ...]
     num_nodes: int
     draft_version: int
+    has_text: bool
     features: Tensor = field(default_factory=lambda: torch.empty(0))
     """[B · N, w]"""
     by_node: Mapping[str, Tensor] = field(default_factory=dict)
@@ -170,12 +171,19 @@ class StepCapture:
         return {"input": batch.spec_info, "draft_token": batch.spec_info.draft_token, "seq_lens": batch.seq_lens}
 
     def after_verify(
-        self, batch: Any, before: Mapping[str, Any], result: Any, accept_index: Tensor, draft_version: int
+        self,
+        batch: Any,
+        before: Mapping[str, Any],
+        result: Any,
+        accept_index: Tensor,
+        draft_version: int,
+        text: TextRows | None = None,
     ) -> None:
         """A verification that has just been launched: N nodes a request, the last committed token first.
 
         `accept_index` [B, A] are the nodes along the accepted path, numbered over the batch, −1 behind it. What was
-        accepted the host learns later (`verified`); until then everything stays on the device.
+        accepted the host learns later (`verified`); until then everything stays on the device. `text` says what of it
+        was earlier text.
         """
         tickets = {}
         for index, request in enumerate(batch.reqs):
@@ -183,7 +191,7 @@ class StepCapture:
             # `growing`, without a call for each request and step.
             if ticket is not None and ticket.span is not None and not ticket.dropped:
                 tickets[index] = ticket
-        self._launched.append(self._staged(tickets, batch, before, result, accept_index, draft_version))
+        self._launched.append(self._staged(tickets, batch, before, result, accept_index, draft_version, text))
         if len(self._launched) > _MOST_LAUNCHED:
             self._launched.popleft()
 
@@ -223,6 +231,7 @@ class StepCapture:
                 launched.num_nodes,
                 launched.draft_version,
                 is_tree=launched.nodes is not None,
+                has_text=launched.has_text,
             )
         )
 
@@ -254,10 +263,11 @@ class StepCapture:
         result: Any,
         accept_index: Tensor,
         draft_version: int,
+        text: TextRows | None,
     ) -> _Launched:
         """What is kept of a verification: a graph overwrites its outputs at the next replay."""
         num_requests, num_nodes = len(batch.reqs), before["input"].draft_token_num
-        launched = _Launched(tuple(tickets), tuple(tickets.values()), num_nodes, draft_version)
+        launched = _Launched(tuple(tickets), tuple(tickets.values()), num_nodes, draft_version, text is not None)
         if not tickets:
             return launched
         by_tree = {"seq_lens": before["seq_lens"]}
@@ -268,6 +278,9 @@ class StepCapture:
                 "next_token": before["input"].retrieve_next_token,
                 "next_sibling": before["input"].retrieve_next_sibling,
             }
+            if text is not None:
+                by_tree["draft_logprobs"] = torch.where(text.is_text_at, text.logprobs, by_tree["draft_logprobs"])
+                by_tree |= {"is_text": text.is_text, "num_proposals": text.num_proposals}
         if before["input"].topk > 1:
             # SGLang numbers nodes over the whole batch.
             by_tree["path"] = accept_index - num_nodes * torch.arange(num_requests, device=accept_index.device)[:, None]

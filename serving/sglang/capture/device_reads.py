@@ -17,6 +17,7 @@ Shape letters: B requests, P proposals a round, D draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,20 @@ from serving.sglang.device import Device, Mark
 
 LEAST_PROBABILITY = 1e-30
 """Of a proposal, whose logarithm has to be a number."""
+
+
+@dataclass(frozen=True)
+class TextRows:
+    """Which proposals of a verification are earlier text."""
+
+    is_text: Tensor
+    """[B] bool"""
+    is_text_at: Tensor
+    """[B, P] bool; a row's text may be shorter than its chain."""
+    logprobs: Tensor
+    """[B, P] float32, of those that are."""
+    num_proposals: Tensor
+    """[B] of each row; what stands behind them is nobody's."""
 
 
 class HostCopy:

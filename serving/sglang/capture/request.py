@@ -161,7 +161,8 @@ class Rounds:
     num_accepted: np.ndarray
     path: np.ndarray
     """[k, P] int32: in front, as many as were accepted, the tokens along the accepted path."""
-    draft_version: int
+    draft_version: np.ndarray
+    """[k] int32"""
 
 
 @dataclass
@@ -259,14 +260,13 @@ class RequestSpan:
         sizes = np.repeat([part.tokens.shape[1] for part in parts], [len(part.position) for part in parts])
         columns = np.arange(width)
         parents = np.where(columns < sizes.reshape(-1, 1), parents, columns - 1).astype(np.int8)
-        versions = np.repeat([part.draft_version for part in parts], [len(part.position) for part in parts])
         return VerifyRounds(
             position=position[kept],
             draft_tokens=_padded([part.tokens for part in parts], width, np.int32, -1)[kept],
             draft_logprobs=_padded([part.logprobs for part in parts], width, np.float16, 0)[kept],
             draft_parents=parents[kept],
             num_accepted=num_accepted[kept],
-            draft_version=versions[kept].astype(np.int32),
+            draft_version=_joined([part.draft_version for part in parts], np.int32)[kept],
         )
 
     @staticmethod

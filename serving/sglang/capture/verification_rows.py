@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from serving.sglang.capture.request import Rounds, Rows
+from speculator.trace import NO_DRAFT
 
 T = TypeVar("T")
 
@@ -63,8 +64,8 @@ def committed(
     Of B trees of N nodes `counts` [B] nodes were committed, R in all. `host` holds of those, tree by tree along the
     accepted path, features [R, w] (in float8 with their scale [R]), topk_ids and topk_logprobs [R, K]; of all trees
     seq_lens [B], and, for N > 1, draft_token, next_token, next_sibling [B, N] and draft_logprobs [B, N − 1]; of trees
-    that are no chains also their path [B, A]. Where nothing was proposed (N = 1) there are no rounds. An owner of
-    several trees in a row gets their rows in one piece.
+    that are no chains also their path [B, A]; where earlier text was proposed, is_text and num_proposals [B]. Where
+    nothing was proposed (N = 1) there are no rounds. An owner of several trees in a row gets their rows in one piece.
     """
     ids, logprobs = in_order(host["topk_ids"], host["topk_logprobs"])
     positions = host["seq_lens"].tolist()
@@ -116,14 +117,23 @@ def _rounds(host: Mapping[str, Tensor], counts: Sequence[int], draft_version: in
     else:
         path_BP = nodes_BN[:, 1:]
         parents_BP = np.broadcast_to(np.arange(-1, path_BP.shape[1] - 1), path_BP.shape)
+    tokens_BP, logprobs_BP = nodes_BN[:, 1:], np.minimum(logprobs_BP, 0).astype(np.float16)
+    versions_B = np.full(len(nodes_BN), draft_version, np.int32)
+    if "is_text" in host:
+        # What fills a row up was proposed by nobody; it may be accepted all the same.
+        sizes_B = np.maximum(host["num_proposals"].numpy(), np.array(counts) - 1)
+        is_own_BP = np.arange(tokens_BP.shape[1]) < sizes_B[:, None]
+        tokens_BP = np.where(is_own_BP, tokens_BP, np.int32(-1))
+        logprobs_BP = np.where(is_own_BP, logprobs_BP, np.float16(0))
+        versions_B = np.where(host["is_text"].numpy(), np.int32(NO_DRAFT), versions_B)
     return Rounds(
         position=host["seq_lens"].numpy().astype(np.int32),
-        tokens=nodes_BN[:, 1:],
-        logprobs=np.minimum(logprobs_BP, 0).astype(np.float16),
+        tokens=tokens_BP,
+        logprobs=logprobs_BP,
         parents=parents_BP.astype(np.int8),
         num_accepted=np.array(counts, np.int8) - np.int8(1),
         path=path_BP,
-        draft_version=draft_version,
+        draft_version=versions_B,
     )
 
 
@@ -136,7 +146,7 @@ def _of_trees(rounds: Rounds, trees: np.ndarray) -> Rounds:
         parents=rounds.parents[trees],
         num_accepted=rounds.num_accepted[trees],
         path=rounds.path[trees],
-        draft_version=rounds.draft_version,
+        draft_version=rounds.draft_version[trees],
     )
 
 

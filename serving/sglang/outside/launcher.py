@@ -67,6 +67,8 @@ class SglangStart:
     redis_url: str
     store: Path
     capture: bool
+    suffix_depth: int
+    """Most proposals from earlier text."""
     control_share: float
     context_window: int
     capture_bytes_per_s: int
@@ -112,13 +114,15 @@ def command(options: SglangOptions, *, port: int, adaptive_config: Path, host: s
     ]
 
 
-def adaptive_config(depth: int) -> dict[str, dict[str, list[int]]]:
-    """Depths between which the plugin chooses at every batch size: none, each twice the one before, and the deepest.
+def adaptive_config(depth: int, suffix_depth: int) -> dict[str, dict[str, list[int]]]:
+    """Depths between which the plugin chooses at every batch size: none, each twice the one before, and the deepest;
+    for earlier text half of its most proposals, and all.
 
     SGLang captures graphs of verification and of the draft for each of them at its start, and keeps their memory.
     """
     doubled = itertools.takewhile(lambda steps: steps < depth, (1 << power for power in itertools.count()))
-    return {"1": {"candidate_steps": [0, *doubled, depth]}}
+    of_text = [steps for steps in (suffix_depth // 2, suffix_depth) if steps > depth]
+    return {"1": {"candidate_steps": [0, *doubled, depth, *of_text]}}
 
 
 def environment(options: SglangOptions, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -131,6 +135,7 @@ def environment(options: SglangOptions, inherited: Mapping[str, str]) -> dict[st
         "SLIPSTREAM_TARGET_FINGERPRINT": options.target_fingerprint,
         "SLIPSTREAM_CAPTURE": str(int(options.capture)),
         "SLIPSTREAM_CAPTURE_UNMARKED": "0",
+        "SLIPSTREAM_SUFFIX_DEPTH": str(options.suffix_depth),
         "SLIPSTREAM_CONTROL_SHARE": str(options.control_share),
         "SLIPSTREAM_CONTEXT_WINDOW": str(options.context_window),
         "SLIPSTREAM_CAPTURE_BYTES_PER_S": str(options.capture_bytes_per_s),
@@ -155,7 +160,7 @@ class SglangProcess:
         self._port = free_port()
         self._scratch = tempfile.TemporaryDirectory(prefix="slipstream-sglang-")
         candidates = Path(self._scratch.name) / "adaptive.json"
-        candidates.write_text(json.dumps(adaptive_config(options.depth)))
+        candidates.write_text(json.dumps(adaptive_config(options.depth, options.suffix_depth)))
         self._tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
         self._refusal: str | None = None
         try:

@@ -53,7 +53,12 @@ WALK = SglangFunction(
     ("predicts", "accept_index", "accept_token_num", "candidates"),
 )
 """Along the target's choices through the tree of proposals."""
-DRAFT = SglangFunction(f"{_DRAFT}.draft_forward", ("self", "forward_batch"))
+DRAFT = SglangFunction(f"{_DRAFT}.draft", ("self", "batch"))
+"""A step's proposals, as the input of their verification."""
+DRAFT_PASSES = SglangFunction(f"{_DRAFT}.draft_forward", ("self", "forward_batch"))
+DRAFT_BACKEND = SglangFunction(f"{_DRAFT}.init_attention_backend", ("self",))
+DRAFT_GRAPHS = SglangFunction(f"{_DRAFT}._capture_cuda_graphs", ("self",))
+"""Both for the depth that is prepared."""
 EXTEND_PREFILL = SglangFunction(
     f"{_DRAFT}._draft_extend_for_prefill", ("self", "batch", "target_hidden_states", "next_token_ids")
 )
@@ -73,6 +78,12 @@ RELEASE = SglangFunction("sglang.srt.mem_cache.common.release_kv_cache", ("req",
 STEPS = SglangFunction(
     "sglang.srt.speculative.adaptive_spec_params.AdaptiveSpeculativeParams.get_steps_for_batch", ("self", "batch_size")
 )
+PROCESSED = SglangFunction(
+    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+    ".process_batch_result_decode",
+    ("self", "batch", "result"),
+)
+"""The scheduler has a step's tokens, and has given them to their requests."""
 _AMX = "sglang.srt.layers.attention.intel_amx_backend.IntelAMXAttnBackend"
 _ATTEND = ("self", "q", "k", "v", "layer", "forward_batch")
 CPU_PLAN = SglangFunction(f"{_AMX}.init_forward_metadata", ("self", "forward_batch"))
@@ -103,6 +114,9 @@ SGLANG_FUNCTIONS = (
     SPEC,
     WALK,
     DRAFT,
+    DRAFT_PASSES,
+    DRAFT_BACKEND,
+    DRAFT_GRAPHS,
     EXTEND_PREFILL,
     EXTEND_DECODE,
     SKIP_EXTEND,
@@ -111,6 +125,7 @@ SGLANG_FUNCTIONS = (
     ARRIVAL,
     RELEASE,
     STEPS,
+    PROCESSED,
     CHAT,
     COMPLETION,
 )
@@ -143,7 +158,7 @@ SGLANG_RECORDS = (
     ),
     SglangRecord(
         "sglang.srt.managers.utils.GenerationBatchResult",
-        ("logits_output", "next_draft_input", "accept_lens"),
+        ("logits_output", "next_draft_input", "accept_lens", "next_token_ids"),
     ),
     SglangRecord("sglang.srt.layers.logits_processor.LogitsProcessorOutput", ("next_token_logits", "hidden_states")),
     SglangRecord(
@@ -155,7 +170,7 @@ SGLANG_RECORDS = (
     ),
     SglangRecord(
         "sglang.srt.speculative.eagle_info.EagleDraftInput",
-        ("bonus_tokens", "draft_probs", "num_tokens_per_req", "num_tokens_for_logprob_per_req"),
+        ("bonus_tokens", "draft_probs", "topk_index", "num_tokens_per_req", "num_tokens_for_logprob_per_req"),
     ),
     SglangRecord(
         "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo",

@@ -32,9 +32,13 @@ from serving.sglang.plugin.contract import (
     CPU_EXTEND,
     CPU_PLAN,
     DRAFT,
+    DRAFT_BACKEND,
+    DRAFT_GRAPHS,
+    DRAFT_PASSES,
     EXTEND_DECODE,
     EXTEND_GRAPH,
     EXTEND_PREFILL,
+    PROCESSED,
     RELEASE,
     SAMPLE,
     SAMPLED_VERIFY,
@@ -121,6 +125,11 @@ def add_hooks(settings: PluginSettings, registry: Any, hook_type: Any) -> None:
     add(SAMPLED_VERIFY, _after_sampled_verify, "after")
     add(WALK, sampled.around_walk, "around")
     add(DRAFT, _around_draft, "around")
+    add(DRAFT_PASSES, _around_draft_passes, "around")
+    if settings.suffix_depth:
+        add(PROCESSED, _after_processed, "after")
+        add(DRAFT_BACKEND, _around_preparing, "around")
+        add(DRAFT_GRAPHS, _around_preparing, "around")
     add(EXTEND_PREFILL, _around_extend_prefill, "around")
     add(EXTEND_DECODE, _around_extend_decode, "around")
     add(TREE, _after_tree, "after")
@@ -201,8 +210,17 @@ def _around_verified(run: Any, worker: Any, accepted: list[int], *args: Any, **k
     _runtimes[id(worker)].verified(lambda: run(worker, accepted, *args, **kwargs), accepted)
 
 
-def _around_draft(run: Any, draft: Any, forward_batch: Any) -> Any:
-    return _runtimes[id(draft)].drafting(lambda: run(draft, forward_batch))
+def _around_draft(run: Any, draft: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    return _runtimes[id(draft)].propose(lambda: run(draft, batch, *args, **kwargs), batch)
+
+
+def _around_draft_passes(run: Any, draft: Any, forward_batch: Any) -> Any:
+    return _runtimes[id(draft)].drafting(lambda: run(draft, forward_batch), forward_batch)
+
+
+def _around_preparing(run: Any, draft: Any) -> Any:
+    runtime = _runtimes.get(id(draft))
+    return run(draft) if runtime is None else runtime.preparing(lambda: run(draft))
 
 
 def _around_extend_prefill(
@@ -233,6 +251,11 @@ def _before_arrival(_: Any, request: Any) -> None:
 def _before_release(request: Any, *args: Any, **kwargs: Any) -> None:
     if (runtime := _the_runtime()) is not None:
         runtime.released(request)
+
+
+def _after_processed(_: Any, processor: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+    if (runtime := _the_runtime()) is not None:
+        runtime.processed(batch)
 
 
 def _around_steps(run: Any, params: Any, batch_size: int) -> int:

@@ -28,11 +28,14 @@ from serving.hotswap.follower import DraftFollower
 from serving.sglang.capture.capture import TracePipeline
 from serving.sglang.capture.device_reads import DraftProbe
 from serving.sglang.capture.request import Origin
-from serving.sglang.depth import DepthControl, QuietSwitches, StepClock
 from serving.sglang.device import Device, device_layer
-from serving.sglang.draft_sleep import Dormancy
 from serving.sglang.plugin.checks import resolved, verification_of, version_of
 from serving.sglang.pointer import LazyPointer, RankPointer, RankTarget
+from serving.sglang.proposals.depth import DepthControl, QuietSwitches
+from serving.sglang.proposals.draft_sleep import Dormancy
+from serving.sglang.proposals.remembered_text import RememberedText
+from serving.sglang.proposals.splice import CommittedTokens, TextSplice
+from serving.sglang.proposals.step_clock import StepClock
 from serving.sglang.rank_agreement import Agreement
 from serving.sglang.report import Fields, of_speedup, of_swaps
 from serving.sglang.settings import PluginSettings, default_engine_id
@@ -63,6 +66,8 @@ class EngineRuntime:
         self._pointer = LazyPointer(settings.redis_url, key) if self._is_writer else None
         self._rank_pointer = RankPointer()
         depths = depths_of(worker)
+        self._head_depth = worker.speculative_num_steps if settings.suffix_depth else max(depths)
+        self._text_ttl_s = 3600 * settings.trace_ttl_hours
         self._served = {
             # Without a name of its own it goes by the path.
             "model": args.served_model_name or args.model_path,
@@ -78,6 +83,7 @@ class EngineRuntime:
         self._choosing = Fence("depth", holds=alone)
         device = device_layer(device_of(worker))
         self.draft = _new_draft(worker, store, manifest, device, alone=alone)
+        self._remembering = Fence("text", off=self._stop_text)
         # Without meetings nobody would tell the depth of a swap.
         self._meeting = Fence("swap", off=self.draft.close, holds=alone)
         # What it reads is recorded into every graph of the draft: only where somebody wants it.
@@ -86,6 +92,7 @@ class EngineRuntime:
         # One rank watches; the others stage what it stages.
         watch = LiveWatch(manifest.version) if settings.watch and self._is_writer else None
         self.depth = self._new_depth(settings, depths, manifest, device, watch)
+        self.text, self._splice = _new_text(worker, settings, depths, device, alone=alone)
         self._depth_version = manifest.version
         self._asked_limit: int | None = None
         """Of the depth, by the operator; in force from the next meeting on."""
@@ -107,6 +114,7 @@ class EngineRuntime:
             if settings.capture:
                 self._traces = self._new_traces(settings, key, manifest)
             forget = [] if self._traces is None else [self._traces.forget]
+            forget += [] if self.text is None else [self.text.forget]
             self._erasures = ErasureWatch(self._pointer.orders, forget)
         self._target = RankTarget(self._agreement, self._pointer, on_version=self._target_renewed)
         self._follower = self._new_follower(settings, store, watch)
@@ -135,10 +143,14 @@ class EngineRuntime:
             self._meeting(self._meet)
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle():
             self._choosing(self.depth.interrupted)
+            if self.text is not None and not batch.forward_mode.is_idle():
+                self._remembering(self.text.processed, batch.reqs)
             self._prefilling = batch
             result = run()
             self._prefilling = None
             return result
+        if self.text is not None and not batch.forward_mode.is_idle():
+            self._choosing(self.depth.found, self._remembering(self.text.find, batch.reqs))
         self._choosing(self.depth.started)
         result = run()
         self._choosing(self._launched, batch)
@@ -151,8 +163,10 @@ class EngineRuntime:
             self._capturing(self._read_prefill, batch, output)
 
     def verify(self, run: Callable[[], Any], batch: Any) -> Any:
-        before = self._capturing(self._before_verify, batch)
+        before, seq_lens = self._capturing(self._before_verify, batch), batch.seq_lens
         result = run()
+        if self._splice is not None and not batch.forward_mode.is_idle():
+            self._remembering(self._splice.committed, batch.req_pool_indices, seq_lens, result.next_token_ids, ahead=1)
         accept_index, self._accept_index = self._accept_index, None
         if before is not None:
             self._capturing(self._after_verify, batch, before, result, accept_index)
@@ -173,16 +187,47 @@ class EngineRuntime:
         else:
             self._choosing(self.depth.verified, accepted)
 
+    def processed(self, batch: Any) -> None:
+        """The tokens of a step are with their requests."""
+        if self.text is not None:
+            self._remembering(self.text.processed, batch.reqs)
+
     def steps_for(self, run: Callable[[], int], batch_size: int) -> int:
         """The depth of the next decode step; SGLang's own choice where ours is off."""
         depth = self._choosing(self.depth.steps_for, batch_size)
-        return run() if depth is None else depth
+        if depth is None:
+            # For what is deeper SGLang has prepared no passes of the draft.
+            depth = min(run(), self._head_depth)
+        elif self._splice is not None:
+            self._splice.leaves_out_passes = depth > 0 and not self.depth.plan.uses_head
+            self._remembering(self._splice.stage, self.depth.plan, self.depth.text)
+        return depth
+
+    def propose(self, run: Callable[[], Any], batch: Any) -> Any:
+        """A step's proposals; SGLang verifies what comes back."""
+        if self._splice is None or batch.forward_mode.is_idle():
+            return run()
+        verify_input = self._splice.around_draft(run, self._worker.draft_worker)
+        self._remembering(self._splice.splice, verify_input, batch)
+        return verify_input
+
+    def preparing(self, run: Callable[[], Any]) -> Any:
+        """SGLang prepares the draft for a depth; for one of text alone no passes, which take memory by their number."""
+        draft = self._worker.draft_worker
+        num_steps = draft.speculative_num_steps
+        if num_steps <= self._head_depth:
+            return run()
+        draft.speculative_num_steps = 1
+        try:
+            return run()
+        finally:
+            draft.speculative_num_steps = num_steps
 
     def catch_up(self, run: Callable[[], Any], batch: Any, result: Any) -> Any:
         """The draft reads what the step has committed, unless there is nothing to gain from it."""
         if self._choosing(self._skip_reading, batch, result):
             return None
-        if self._worker.speculative_num_steps == 0:
+        if self._is_headless:
             self._choosing(self.depth.committed)
         caught_up = run()
         self._capturing(self._saw_extended, batch)
@@ -190,6 +235,8 @@ class EngineRuntime:
 
     def read_prompt(self, run: Callable[[], Any], batch: Any, next_tokens: torch.Tensor) -> Any:
         """The draft reads what a prefill has computed, unless there is nothing to gain from it."""
+        if self._splice is not None and not batch.forward_mode.is_idle():
+            self._remembering(self._splice.committed, batch.req_pool_indices, batch.seq_lens, next_tokens)
         unread = self._choosing(self._skip_prompt, batch, next_tokens)
         if unread is not None:
             return unread
@@ -197,9 +244,12 @@ class EngineRuntime:
         self._capturing(self._saw_extended, batch)
         return read
 
-    def drafting(self, run: Callable[[], Any]) -> Any:
+    def drafting(self, run: Callable[[], Any], forward_batch: Any) -> Any:
         """The passes of a round's proposals."""
-        return run() if self.probe is None else self.probe.around_draft(run)
+        passes = run if self.probe is None else partial(self.probe.around_draft, run)
+        if self._splice is None:
+            return passes()
+        return self._splice.around_passes(passes, self._worker.draft_worker, forward_batch)
 
     def saw_forward(self, output: Callable[[], Any]) -> None:
         """A pass of the draft, with this `logits_output`."""
@@ -230,7 +280,8 @@ class EngineRuntime:
 
     def _after_verify(self, batch: Any, before: Mapping[str, Any], result: Any, accept_index: Any) -> None:
         assert self._traces is not None
-        self._traces.capture.after_verify(batch, before, result, accept_index, self.draft.draft_version)
+        text = None if self._splice is None else self._splice.rows
+        self._traces.capture.after_verify(batch, before, result, accept_index, self.draft.draft_version, text)
 
     def _verdict(self, accepted: Sequence[int]) -> None:
         if self._traces is not None:
@@ -242,7 +293,7 @@ class EngineRuntime:
 
     def _skip_reading(self, batch: Any, result: Any) -> bool:
         """Whether the draft does not read what this step commits."""
-        if self._worker.speculative_num_steps > 0 or not self.depth.needs_no_reading(batch.reqs or ()):
+        if not self._is_headless or not self.depth.needs_no_reading(batch.reqs or ()):
             return False
         self._leave_unread(batch, result)
         return True
@@ -266,6 +317,16 @@ class EngineRuntime:
             stub = result.next_draft_input
             stub.draft_probs = torch.zeros(len(stub.topk_p), num_tokens, device=stub.topk_p.device)
 
+    @property
+    def _is_headless(self) -> bool:
+        """Whether the step goes without chains of the draft."""
+        of_text = self._splice is not None and self._splice.leaves_out_passes
+        return of_text or self._worker.speculative_num_steps == 0
+
+    def _stop_text(self) -> None:
+        if self._splice is not None:
+            self._splice.drop()
+
     def _stop_capture(self) -> None:
         if self._traces is not None:
             self._traces.capture.stop()
@@ -288,6 +349,8 @@ class EngineRuntime:
         """Stop following, assemble and write what is queued; the server is going down."""
         self.draft.close()
         self._follower.stop()
+        if self.text is not None:
+            self.text.close()
         if self._traces is not None:
             self._traces.close()
         close_spans()
@@ -306,6 +369,7 @@ class EngineRuntime:
             depths,
             StepClock(device),
             self.meter,
+            head_depth=self._head_depth,
             dormancy=Dormancy(is_fresh=manifest.info.get("origin") == "fresh"),
             version=manifest.version,
             control=ControlShare(settings.control_share),
@@ -340,6 +404,8 @@ class EngineRuntime:
 
     def _target_renewed(self, version: int) -> None:
         self.depth.target_version = version
+        if self.text is not None:
+            self.text.target_renewed(version)
         if self._traces is not None:
             self._traces.target_renewed(version)
 
@@ -348,6 +414,8 @@ class EngineRuntime:
         if self._pointer is None or self._erasures is None:
             return {}
         self._asked_limit = self._pointer.depth_limit(self._engine_id)
+        if self.text is not None and self._text_ttl_s:
+            self.text.expire(self._text_ttl_s)
         return {
             "steps": self.steps,
             "running": self._running if time.monotonic() - self._began_s < _STEP_LASTS_S else 0,
@@ -355,12 +423,32 @@ class EngineRuntime:
             **self._served,
             **self._target.status(),
             **self._erasures.look(),
-            **of_fences((self._capturing, self._choosing, self._meeting)),
+            **of_fences((self._capturing, self._choosing, self._remembering, self._meeting)),
+            **({} if self.text is None else {"text_tokens": self.text.num_tokens}),
             **of_swaps(self._follower.log),
             **self.depth.report(),
             **of_speedup(self.meter.measure()),
             **({} if self._traces is None else self._traces.status()),
         }
+
+
+def _new_text(
+    worker: Any, settings: PluginSettings, depths: list[int], device: Device, *, alone: bool
+) -> tuple[RememberedText | None, TextSplice | None]:
+    """What proposes earlier text, where the server can choose to verify it."""
+    if not settings.suffix_depth:
+        return None, None
+    if worker.adaptive_controller is None or not alone:
+        why = "needs one rank" if worker.adaptive_controller is not None else "needs --speculative-adaptive"
+        log.warning("slipstream: nothing is proposed from earlier text: SLIPSTREAM_SUFFIX_DEPTH %s", why)
+        return None, None
+    overlaps = not resolved(worker.server_args).disable_overlap_schedule
+    depth = min(settings.suffix_depth, max(depths))
+    text = RememberedText(depth=depth, overlaps=overlaps, captures_unmarked=settings.capture_unmarked)
+    num_slots = worker.req_to_token_pool.req_to_token.shape[0]
+    # As far back as text begins, and as far ahead as a verification writes what it then does not commit.
+    committed = CommittedTokens(num_slots, 2 * (text.window + 1), device_of(worker)) if overlaps else None
+    return text, TextSplice(device, width=text.window, committed=committed)
 
 
 def _new_draft(worker: Any, store: DraftStore, manifest: Manifest, device: Device, *, alone: bool) -> SglangDraft:

@@ -12,7 +12,7 @@ import torch
 from serving.capture.sampling import CaptureSampler
 from serving.sglang.capture.assembler import Gathering, TraceAssembler
 from serving.sglang.capture.capture import ByteBudget, StepCapture
-from serving.sglang.capture.device_reads import DraftProbe
+from serving.sglang.capture.device_reads import DraftProbe, TextRows
 from serving.sglang.capture.request import Origin
 from serving.sglang.device import Device, HostDevice
 from serving.sglang.settings import PluginSettings
@@ -116,6 +116,7 @@ def verify(
     version: int = 7,
     *,
     drawn_from: torch.Tensor | None = None,
+    text: TextRows | None = None,
     step: Step = called,
 ) -> None:
     """One chain verification of the same width for all; the requests' outputs grow as SGLang's would."""
@@ -147,7 +148,7 @@ def verify(
         ),
     )
     before = capture.before_verify(batch)
-    step(lambda: capture.after_verify(batch, before, result, index, version), [batch, result, index])
+    step(lambda: capture.after_verify(batch, before, result, index, version, text), [batch, result, index])
     step(lambda: capture.verified(accepted), [])
     for request, chain, count in zip(requests, proposals, accepted, strict=True):
         request.output_ids += [*chain[:count], 30]

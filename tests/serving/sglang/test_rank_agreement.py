@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp  # noqa: TID251 - two ranks on one machine
 
-from serving.sglang.depth import TimedStep
+from serving.sglang.proposals.depth import TimedStep
 from serving.sglang.rank_agreement import MEETING_STEPS, Agreement
 
 
@@ -53,7 +53,7 @@ def test_two_ranks(tmp_path: Path) -> None:
             "no limit": None,
             "all hold": True,
             "one does not": False,
-            "times": [[4, 2, 0.1 + step, 0.0] for step in range(100 - 2 * MEETING_STEPS, 100)],
+            "times": [[4, 2, 0.1 + step, True, 0.0] for step in range(100 - 2 * MEETING_STEPS, 100)],
             "no times": [],
         }
 
@@ -65,5 +65,5 @@ def test_alone_every_step_will_do() -> None:
     assert agreement.all_staged(3)
     assert agreement.first(3) == 3
     assert not agreement.all_staged(0)
-    assert agreement.times([TimedStep(1, 0, 0.5, 0.1)]) == [TimedStep(1, 0, 0.5, 0.1)]
+    assert agreement.times([TimedStep(1, 0, 0.5, False, 0.1)]) == [TimedStep(1, 0, 0.5, False, 0.1)]
     assert [agreement.all(holds) for holds in (True, False)] == [True, False]

@@ -29,7 +29,7 @@ SERVED = object()
 """What SGLang's own function returns."""
 
 
-REJECTING = -1
+REJECTING, REMEMBERING = -1, -2
 
 
 class Mode:
@@ -127,7 +127,8 @@ def unstarted(
     request: pytest.FixtureRequest,
 ) -> Iterator[Scene]:
     """One rank, on a CPU, with depths 0 and 2; a chain, or a tree of as many branches as the parameter. It captures,
-    but for the parameter 0. With `REJECTING` it verifies a chain by rejection sampling.
+    but for the parameter 0. With `REJECTING` it verifies a chain by rejection sampling, with `REMEMBERING` it proposes
+    earlier text, too, up to depth 8.
     """
     asked = getattr(request, "param", 1)
     store = DraftStore(tmp_path / "drafts")
@@ -150,6 +151,7 @@ def unstarted(
         "speculative_eagle_topk": None,
         "speculative_use_rejection_sampling": asked == REJECTING,
         "enable_deterministic_inference": False,
+        "disable_overlap_schedule": True,
     }
     worker = SimpleNamespace(
         server_args=SimpleNamespace(
@@ -158,8 +160,9 @@ def unstarted(
         topk=max(asked, 1),
         target_worker=SimpleNamespace(model_runner=runner),
         draft_worker=SimpleNamespace(draft_runner=SimpleNamespace(model=Draft(store.load(1)))),
-        adaptive_controller=SimpleNamespace(candidate_steps=[0, 2]),
-        speculative_num_steps=0,
+        adaptive_controller=SimpleNamespace(candidate_steps=[0, 2, 8] if asked == REMEMBERING else [0, 2]),
+        # At its start that of the command line.
+        speculative_num_steps=2,
         speculative_num_draft_tokens=3,
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(4, 8)),
     )
@@ -169,11 +172,14 @@ def unstarted(
         engine_id="under-test",
         capture=asked != 0,
         capture_topk=4,
+        suffix_depth=8 if asked == REMEMBERING else 0,
         poll_s=0.02,
     )
     switch_s = sys.getswitchinterval()
     pointer = DraftPointer(redis_client, model_key(model_dir, fingerprint))
-    yield Scene(EngineRuntime(worker, settings), worker, pointer)
+    runtime = EngineRuntime(worker, settings)
+    worker.speculative_num_steps = 0
+    yield Scene(runtime, worker, pointer)
     sys.setswitchinterval(switch_s)
 
 
@@ -198,7 +204,7 @@ def test_no_other_thread_uses_the_device_while_graphs_are_captured(unstarted: Sc
 def test_without_capture_nothing_of_ours_is_in_the_drafts_graphs(scene: Scene) -> None:
     asked: list[str] = []
     scene.runtime.saw_forward(lambda: asked.append("logits"))
-    assert scene.runtime.drafting(lambda: SERVED) is SERVED
+    assert scene.runtime.drafting(lambda: SERVED, None) is SERVED
     assert scene.prefill([Request([1, 2, 3])]) is SERVED
     assert (scene.runtime.probe, asked) == (None, [])
 
@@ -270,16 +276,42 @@ def test_what_the_draft_has_not_read_was_drawn_from_nothing(scene: Scene) -> Non
 
 
 def test_without_our_choice_of_the_depth_it_is_sglangs_own(scene: Scene) -> None:
-    assert scene.runtime.steps_for(lambda: 7, 1) == 0, "a fresh draft sleeps"
+    assert scene.runtime.steps_for(lambda: 2, 1) == 0, "a fresh draft sleeps"
     unlike_a_request = SimpleNamespace(rid="r")
     assert scene.decode([unlike_a_request]) is SERVED
-    assert scene.runtime.steps_for(lambda: 7, 1) == 7
+    assert scene.runtime.steps_for(lambda: 2, 1) == 2
     told: list[bool] = []
     scene.runtime.verified(lambda: told.append(True), [1])
     assert told == [True]
     assert scene.runtime.catch_up(lambda: SERVED, scene.batch("decode", []), None) is SERVED
     assert scene.prefill([Request([1, 2, 3])]) is SERVED
     scene.wait_for_failure("depth:AttributeError=1")
+
+
+@pytest.mark.parametrize("unstarted", [REMEMBERING], indirect=True)
+def test_where_sglang_chooses_it_goes_no_deeper_than_the_draft_was_prepared_for(scene: Scene) -> None:
+    assert scene.decode([SimpleNamespace(rid="r")]) is SERVED
+    assert scene.runtime.steps_for(lambda: 8, 1) == 2
+    scene.wait_for_failure("depth:AttributeError=1,text:AttributeError=1")
+
+
+@pytest.mark.parametrize("unstarted", [REMEMBERING], indirect=True)
+def test_text_that_cannot_be_looked_for_is_not_proposed(scene: Scene) -> None:
+    request = Request([1, 2, 3], max_new_tokens=None)
+    assert scene.decode([request]) is SERVED
+    assert scene.runtime.steps_for(lambda: 2, 1) == 0
+    assert scene.decode([request]) is SERVED
+    scene.wait_for_failure("text:TypeError=1")
+
+
+@pytest.mark.parametrize("unstarted", [REMEMBERING], indirect=True)
+def test_for_a_depth_of_text_alone_no_passes_of_the_draft_are_prepared(scene: Scene) -> None:
+    draft, prepared = scene.worker.draft_worker, []
+    for depth in (0, 2, 8):
+        draft.speculative_num_steps = depth
+        scene.runtime.preparing(lambda: prepared.append(draft.speculative_num_steps))
+        assert draft.speculative_num_steps == depth
+    assert prepared == [0, 2, 1]
 
 
 def test_what_sglang_has_decided_on_is_reported(scene: Scene) -> None:
@@ -326,7 +358,7 @@ def test_what_sglang_raises_is_not_ours(scene: Scene) -> None:
         lambda: scene.verify([Request([9])], fail),
         lambda: scene.runtime.catch_up(fail, batch, None),
         lambda: scene.runtime.read_prompt(fail, scene.batch("idle", []), torch.zeros(0)),
-        lambda: scene.runtime.drafting(fail),
+        lambda: scene.runtime.drafting(fail, None),
     )
     for call in calls:
         with pytest.raises(torch.OutOfMemoryError, match="SGLang's own"):

@@ -20,7 +20,7 @@ from serving.capture.sampling import CaptureSampler
 from serving.request_metadata import HEADER, OTHER_TARGET, Marks
 from serving.sglang.capture.assembler import Gathering
 from serving.sglang.capture.capture import ByteBudget, StepCapture, TracePipeline
-from serving.sglang.capture.device_reads import DraftProbe
+from serving.sglang.capture.device_reads import DraftProbe, TextRows
 from serving.sglang.capture.request import Origin, is_for_another_target, mark, policy_of, sampling_of
 from serving.sglang.capture.verification_rows import TopTokens, in_order, tree_parents
 from serving.sglang.device import Device, HostDevice
@@ -28,7 +28,7 @@ from serving.sglang.plugin import hooks
 from serving.sglang.settings import PluginSettings
 from speculator.draft.sampling_params import SamplingParams
 from speculator.host import now_ms
-from speculator.trace import Trace, check_trace, decode_trace, encode_trace
+from speculator.trace import NO_DRAFT, Trace, check_trace, decode_trace, encode_trace
 from tests.serving.sglang.harness import KEPT, VOCAB, WIDTH, Request, end, make_capture, prefill, settle, verify
 from tests.serving.sglang.slow_device import SlowDevice
 
@@ -51,6 +51,42 @@ def test_a_batch_of_two_becomes_two_traces() -> None:
     assert traces[1].token_ids.tolist() == [4, 5, 11, 30, 25]
     assert traces[1].rounds.num_accepted.tolist() == [0, 1]
     assert traces[0].rounds.draft_version.tolist() == [7]
+
+
+def test_rounds_of_earlier_text_are_no_drafts() -> None:
+    """And what fills a row up was proposed by nobody, even where it was accepted."""
+    traces: list[Trace] = []
+    capture = make_capture(traces)
+    batch = [Request([1, 2, 3], "text"), Request([1, 2, 3], "head"), Request([1, 2, 3], "filled")]
+    prefill(capture, batch)
+    for request in batch:
+        request.output_ids = [10]
+    text = TextRows(
+        is_text=torch.tensor([True, False, True]),
+        is_text_at=torch.tensor([[True, True, False], [False] * 3, [True, False, False]]),
+        logprobs=torch.full((3, 3), -0.25),
+        num_proposals=torch.tensor([2, 1, 1]),
+    )
+    verify(capture, batch, [3] * 3, [[21, 22, 23], [24, 25, 26], [27, 28, 29]], [1, 0, 2], text=text)
+    verify(capture, batch, [5, 4, 6], [[31, 32, 33]] * 3, [0, 0, 0])
+    for request in batch:
+        end(capture, request)
+    settle(capture)
+    rounds = {trace.header.request_id: trace.rounds for trace in traces}
+    for trace in traces:
+        check_trace(trace)
+    assert {name: of.draft_version.tolist() for name, of in rounds.items()} == {
+        "text": [NO_DRAFT, 7],
+        "head": [7, 7],
+        "filled": [NO_DRAFT, 7],
+    }
+    assert {name: of.draft_tokens[0].tolist() for name, of in rounds.items()} == {
+        "text": [21, 22, -1],
+        "head": [24, -1, -1],
+        "filled": [27, 28, -1],
+    }
+    assert rounds["text"].draft_logprobs[0].tolist() == [-0.25, -0.25, 0]
+    assert rounds["text"].draft_tokens[1].tolist() == [31, 32, 33]
 
 
 def test_retracted_requests_start_again() -> None:

@@ -54,7 +54,7 @@ def round_(position: int, tokens: list[int], path: list[int]) -> Rounds:
         parents=np.arange(-1, len(tokens) - 1, dtype=np.int8)[None],
         num_accepted=np.array([len(path)], np.int8),
         path=np.array([[*path, *tokens[len(path) :]]], np.int32),
-        draft_version=3,
+        draft_version=np.full(1, 3, np.int32),
     )
 
 

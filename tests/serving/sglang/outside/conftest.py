@@ -43,6 +43,7 @@ def make_options(tmp_path: Path) -> MakeOptions:
             "model_key": "target-abc",
             "target_fingerprint": "f" * 64,
             "capture": False,
+            "suffix_depth": 16,
             "control_share": 0.02,
             "context_window": 512,
             "capture_bytes_per_s": 0,

@@ -68,6 +68,7 @@ def test_environment_for_the_plugin(make_options: MakeOptions) -> None:
         "SLIPSTREAM_TARGET_FINGERPRINT": "f" * 64,
         "SLIPSTREAM_CAPTURE": "1",
         "SLIPSTREAM_CAPTURE_UNMARKED": "0",
+        "SLIPSTREAM_SUFFIX_DEPTH": "16",
         "SLIPSTREAM_CONTROL_SHARE": "0.02",
         "SLIPSTREAM_CONTEXT_WINDOW": "512",
         "SLIPSTREAM_CAPTURE_BYTES_PER_S": "5",
@@ -111,7 +112,7 @@ def test_start_and_stop(make_options: MakeOptions, capfd: pytest.CaptureFixture[
         assert found["pid"] == process.pid
         assert found["arguments"][found["arguments"].index("--port") + 1] == process.url.rpartition(":")[2]
         assert found["environment"]["SLIPSTREAM_ENABLED"] == "1"
-        assert found["file"] == {"1": {"candidate_steps": [0, 1, 2, 3]}}
+        assert found["file"] == {"1": {"candidate_steps": [0, 1, 2, 3, 8, 16]}}
         assert os.getpgid(found["worker"]) == process.pid
         process.check()
         assert process.is_alive
@@ -249,7 +250,11 @@ def test_the_interpreter_beside_the_project_is_found(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("depth", "steps"), [(1, [0, 1]), (2, [0, 1, 2]), (3, [0, 1, 2, 3]), (4, [0, 1, 2, 4]), (9, [0, 1, 2, 4, 8, 9])]
+    ("depth", "suffix_depth", "steps"),
+    [
+        *((1, 0, [0, 1]), (2, 0, [0, 1, 2]), (3, 0, [0, 1, 2, 3]), (4, 0, [0, 1, 2, 4]), (9, 0, [0, 1, 2, 4, 8, 9])),
+        *((4, 16, [0, 1, 2, 4, 8, 16]), (4, 6, [0, 1, 2, 4, 6]), (4, 3, [0, 1, 2, 4])),
+    ],
 )
-def test_the_depths_to_choose_from_are_few(depth: int, steps: list[int]) -> None:
-    assert adaptive_config(depth) == {"1": {"candidate_steps": steps}}
+def test_the_depths_to_choose_from_are_few(depth: int, suffix_depth: int, steps: list[int]) -> None:
+    assert adaptive_config(depth, suffix_depth) == {"1": {"candidate_steps": steps}}

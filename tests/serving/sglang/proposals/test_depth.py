@@ -6,12 +6,15 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from serving.engine import Stratum, WatchedRound
-from serving.sglang.depth import DepthControl, StepClock, TimedStep
+from serving.engine import Proposed, Stratum, WatchedRound
 from serving.sglang.device import Device, HostDevice
-from serving.sglang.draft_sleep import LOOK_EVERY_STEPS, SLEEP_AFTER_STEPS, Dormancy
+from serving.sglang.proposals.depth import DepthControl, TimedStep
+from serving.sglang.proposals.draft_sleep import LOOK_EVERY_STEPS, SLEEP_AFTER_STEPS, Dormancy
+from serving.sglang.proposals.remembered_text import Continuations
+from serving.sglang.proposals.step_clock import StepClock
 from serving.sglang.report import EngineReport
 from serving.speedup import ControlShare, SpeedupMeter
 from tests.serving.sglang.slow_device import SlowDevice
@@ -32,13 +35,14 @@ def make_control(
         [0, 1, 3],
         StepClock(device or HostDevice()),
         SpeedupMeter(),
+        head_depth=3,
         dormancy=Dormancy(is_fresh=is_fresh),
         version=1,
         control=ControlShare(control_share),
         is_alone=not seconds,
         on_round=None if seen is None else seen.append,
     )
-    control.learn_times([TimedStep(1, depth, cost) for depth, cost in (seconds or {}).items()] * 8)
+    control.learn_times([TimedStep(1, depth, cost, uses_head=depth > 0) for depth, cost in (seconds or {}).items()] * 8)
     return control
 
 
@@ -74,7 +78,7 @@ def test_prompts_that_only_random_weights_could_read_are_not_read_and_leave_requ
     while step(control, [*unread, *requests(1)], accepts=True) == 0:
         pass
     assert len(seen[-1].verifications) == 1
-    asleep = make_control()
+    asleep = make_control(seconds=SECONDS)
     while not asleep.is_asleep:
         step(asleep, requests(1))
     assert asleep.reads_prompt_of(requests(1)), "it may be woken at any step"
@@ -183,6 +187,7 @@ def test_a_fixed_depth_is_measured_too() -> None:
         [3],
         StepClock(HostDevice()),
         SpeedupMeter(),
+        head_depth=3,
         version=1,
         control=ControlShare(0.0),
         dormancy=Dormancy(is_fresh=True),
@@ -209,7 +214,7 @@ def test_the_baseline_is_the_time_of_a_server_that_has_no_draft_to_keep_up_to_da
         device.finish()
         control.verified([depth])
     assert {(round_.drafted, round_.seconds) for round_ in seen} == {(False, 1.0), (True, 1.25)}
-    planned = {(depth > 0, seconds) for _, depth, seconds, _ in control.take_times()}
+    planned = {(step.depth > 0, step.seconds) for step in control.take_times()}
     assert planned == {(False, 1.0), (True, 1.25)}, "drafting must beat such a server"
 
 
@@ -298,3 +303,90 @@ def test_a_prefix_that_no_draft_has_read_is_of_no_later_request() -> None:
     assert key(fresh, None) == first, "it has read all of them"
     learnt.renewed(2)
     assert key(learnt, None) is None
+
+
+def text_for(batch: list[Any], tokens: list[int]) -> Continuations:
+    """Text that is always right, for the first of these requests."""
+    found, probabilities = np.zeros((len(batch), len(tokens)), np.int32), np.zeros((len(batch), len(tokens)))
+    found[0], probabilities[0] = tokens, 1.0
+    counts = np.zeros(len(batch), np.int64)
+    counts[0] = len(tokens)
+    first = np.array([len(one.origin_input_ids) + len(one.output_ids) for one in batch])
+    return Continuations(found, probabilities, counts, first, [len(one.output_ids) for one in batch])
+
+
+def texted(count: int) -> list[Any]:
+    batch = requests(count)
+    for one in batch:
+        one.origin_input_ids, one.output_ids = [1, 2, 3], []
+    return batch
+
+
+def with_text(control: DepthControl, batch: list[Any], accepted: list[int], *, came: list[int] | None = None) -> int:
+    """One step; `came` is what the host learns of the first request while it runs."""
+    control.found(text_for(batch, [5] * 9))
+    depth = control.steps_for(len(batch))
+    control.started()
+    control.launched(batch, depth)
+    batch[0].output_ids += came or []
+    control.verified(accepted)
+    return depth
+
+
+def make_long_control(seen: list[WatchedRound], *, is_fresh: bool = False) -> DepthControl:
+    """Head and text at the same price; text goes on to 8."""
+    control = DepthControl(
+        [0, 1, 3, 8],
+        StepClock(HostDevice()),
+        SpeedupMeter(),
+        head_depth=3,
+        dormancy=Dormancy(is_fresh=is_fresh),
+        version=1,
+        control=ControlShare(0),
+        is_alone=False,
+        on_round=seen.append,
+    )
+    for batch in (1, 2):
+        times = [TimedStep(batch, depth, 1 + 0.1 * depth, uses_head=depth > 0) for depth in (0, 1, 3)]
+        control.learn_times([*times, TimedStep(batch, 8, 1.8, uses_head=False)] * 20)
+    return control
+
+
+def test_a_draft_that_sleeps_is_not_asked_where_text_goes_on() -> None:
+    seen: list[WatchedRound] = []
+    control, batch = make_long_control(seen, is_fresh=True), texted(1)
+    assert with_text(control, batch, [8]) == 8
+    assert not control.plan.uses_head
+    assert control.needs_no_reading(batch)
+    assert (seen[-1].proposed, seen[-1].verifications, seen[-1].committed) == (None, (), 9)
+    assert control.tally.report()["text_accepted"] == ",".join(f"{position}=1" for position in range(1, 9))
+    control.found(None)
+    assert control.steps_for(1) == 0
+
+
+def test_what_text_has_proposed_says_nothing_of_the_head() -> None:
+    seen: list[WatchedRound] = []
+    control = make_long_control(seen)
+    for _ in range(60):
+        batch = texted(2)
+        # Text is dear here: it goes along with the head's chains.
+        control.learn_times([TimedStep(2, 8, 9.0, uses_head=False), TimedStep(2, 3, 9.0, uses_head=False)])
+        depth = with_text(control, batch, [3, 0])
+        if depth == 3 and control.plan.uses_head:
+            break
+    assert control.plan.from_text == (True, False)
+    assert [(one.request_id, one.accepted) for one in seen[-1].verifications] == [("r1", 0)]
+    assert seen[-1].proposed == Proposed(by_draft=3, by_text=3)
+    assert seen[-1].verifications[0].stratum.remembered == 0
+    for _ in range(100):
+        with_text(control, texted(2), [3, 0])
+    assert float(control.explanation()["acceptance"].split(",")[0]) < 0.2
+
+
+def test_text_that_did_not_come_true_was_not_proposed() -> None:
+    """With overlap scheduling the host learns that when it has the verdict."""
+    seen: list[WatchedRound] = []
+    control, batch = make_long_control(seen), texted(1)
+    with_text(control, batch, [0], came=[7])
+    assert "text_accepted" not in {name for name, counts in control.tally.report().items() if counts}
+    assert control.tally.report()["accepted"] == "1=0"

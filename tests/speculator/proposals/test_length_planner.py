@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
-from speculator.proposals.planner import Plan, RoundPlanner
+from speculator.proposals.length_planner import LengthPlan, LengthPlanner
 
 DEPTHS = [0, 1, 2, 3, 4]
 
@@ -18,19 +19,19 @@ class Machine:
 
     alpha: float
     slope: float
-    planner: RoundPlanner = field(default_factory=lambda: RoundPlanner(max_depth=DEPTHS[-1]))
+    planner: LengthPlanner = field(default_factory=lambda: LengthPlanner(max_depth=DEPTHS[-1]))
     depths: list[int] = field(default_factory=list)
-    plans: list[Plan] = field(default_factory=list)
+    plans: list[LengthPlan] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.random = random.Random(0)
 
     def run(self, rounds: int, batch: int = 1, depths: list[int] = DEPTHS) -> None:
         for _ in range(rounds):
-            plan = self.planner.plan_depth(batch, depths)
+            plan = self.planner.plan(batch, depths, head_lengths=depths)
             self.plans.append(plan)
             self.depths.append(plan.num_proposals)
-            self.planner.observe_round(batch, plan.num_proposals, self.seconds(plan.num_proposals))
+            self.planner.observe(batch, plan.num_proposals, self.seconds(plan.num_proposals), uses_head=plan.uses_head)
             for accepted in self.accepted(batch, plan.num_proposals) if plan.num_proposals else ():
                 self.planner.positions.add(plan.num_proposals, accepted)
 
@@ -70,7 +71,7 @@ def test_a_useless_draft_is_hardly_ever_run() -> None:
     machine.run(2000)
     assert machine.rate(machine.depths) > 0.99
     assert sum(depth > 0 for depth in machine.depths[500:]) < 70
-    looks = [plan for plan in machine.plans if plan.look is not None]
+    looks = [plan for plan in machine.plans if plan.is_look]
     assert len(looks) > 20
     assert {plan.num_proposals for plan in looks[10:]} == {1}
 
@@ -107,7 +108,7 @@ def test_only_the_given_depths_are_planned() -> None:
 
 
 def test_batch_sizes_have_costs_of_their_own() -> None:
-    planner = RoundPlanner(max_depth=4)
+    planner = LengthPlanner(max_depth=4)
     cheap, dear = (Machine(0.7, slope, planner=planner) for slope in (0.05, 1.5))
     for _ in range(200):
         cheap.run(1, batch=1)
@@ -130,3 +131,65 @@ def test_a_machine_that_was_busy_at_first_is_not_so_for_ever() -> None:
     machine.slope = 0.1
     machine.run(2000)
     assert machine.depths[-100:].count(4) > 90
+
+
+def warm(planner: LengthPlanner, *, slope: float, text_slope: float) -> None:
+    """What rounds of one and of four requests take."""
+    for _ in range(30):
+        for batch in (1, 4):
+            planner.observe(batch, 0, 1.0, uses_head=False)
+            for length in DEPTHS[1:]:
+                planner.observe(batch, length, 1 + slope * length, uses_head=True)
+            for length in (4, 8):
+                planner.observe(batch, length, 1 + text_slope * length, uses_head=False)
+
+
+LENGTHS = [*DEPTHS, 8]
+
+
+def gains(*rows: float) -> np.ndarray:
+    """Of texts whose every proposal is accepted, up to so many."""
+    return np.array([[min(float(length), most) for length in LENGTHS] for most in rows])
+
+
+def test_text_goes_further_than_the_head_and_needs_none_of_its_passes() -> None:
+    planner = LengthPlanner(max_depth=4)
+    warm(planner, slope=0.2, text_slope=0.05)
+    for _ in range(200):
+        planner.positions.add(4, 2)
+    plan = planner.plan(1, LENGTHS, head_lengths=DEPTHS, text_gains_BL=gains(8.0))
+    assert (plan.num_proposals, plan.uses_head, plan.from_text) == (8, False, (True,))
+    plan = planner.plan(1, LENGTHS, head_lengths=DEPTHS, text_gains_BL=gains(0.3))
+    assert plan.uses_head
+    assert plan.from_text == (False,)
+
+
+def test_each_request_has_the_better_of_its_two_chains() -> None:
+    planner = LengthPlanner(max_depth=4)
+    warm(planner, slope=0.1, text_slope=0.3)
+    for _ in range(200):
+        planner.positions.add(4, 2)
+    plan = planner.plan(4, LENGTHS, head_lengths=DEPTHS, text_gains_BL=gains(4.0, 0.0, 0.0, 0.0))
+    assert plan.uses_head
+    assert plan.from_text == (True, False, False, False)
+    assert plan.rate > 1 / plan.headless_s
+    alone = planner.plan(4, LENGTHS, head_lengths=[0], text_gains_BL=gains(4.0, 0.0, 0.0, 0.0))
+    assert not alone.uses_head
+
+
+def test_text_that_is_hardly_accepted_is_not_proposed() -> None:
+    planner = LengthPlanner(max_depth=4)
+    warm(planner, slope=0.2, text_slope=0.2)
+    plan = planner.plan(4, LENGTHS, head_lengths=[0], text_gains_BL=gains(0.2, 0.1, 0.0, 0.0))
+    assert (plan.num_proposals, plan.rate) == (0, 4 / plan.plain_s)
+
+
+def test_a_head_is_looked_at_in_rounds_without_text() -> None:
+    planner = LengthPlanner(max_depth=4)
+    warm(planner, slope=0.5, text_slope=0.02)
+    for _ in range(200):
+        planner.positions.add(4, 0)
+    planner.renew()
+    with_text = [planner.plan(1, LENGTHS, head_lengths=DEPTHS, text_gains_BL=gains(8.0)) for _ in range(50)]
+    assert not any(plan.uses_head for plan in with_text)
+    assert planner.plan(1, LENGTHS, head_lengths=DEPTHS).is_look

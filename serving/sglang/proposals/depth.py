@@ -1,8 +1,9 @@
-"""Feeds SGLang's adaptive speculation: the depth of each decode step, and what the steps cost and earn.
+"""Feeds SGLang's adaptive speculation: what each decode step proposes, and what the steps cost and earn.
 
 SGLang switches between prebuilt states, one for each candidate depth; depth 0 drafts nothing and keeps the draft's
-cache warm. The planner of both engines says which one is next (`speculator.proposals.planner`). Without
-`--speculative-adaptive` the depth is fixed and only the measuring remains.
+cache warm. Which one is next, and whether its proposals are the head's or earlier text's, the planner says
+(`speculator.proposals.length_planner`). Without `--speculative-adaptive` the depth is fixed, all proposals are the
+head's, and only the measuring remains.
 
 A step's acceptance is known when its result is processed, its time when the device is through with it; with overlap
 scheduling both come after the next step was launched, in order.
@@ -11,43 +12,70 @@ scheduling both come after the next step was launched, in order.
 from __future__ import annotations
 
 import logging
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from serving.engine import Proposed, Stratum, Verification, WatchedRound, stratum_of
 from serving.sglang.capture.request import parent_of, policy_of, sampling_of
-from serving.sglang.device import Device, Mark
-from serving.sglang.draft_sleep import Dormancy
+from serving.sglang.proposals.draft_sleep import Dormancy
+from serving.sglang.proposals.remembered_text import Continuations
+from serving.sglang.proposals.step_clock import RoundTally, StepClock
 from serving.speedup import ControlShare, EstimatedSpeedup, Group, SpeedupMeter
-from speculator.proposals.planner import FadingMean, RoundPlanner
+from speculator.proposals.length_planner import LengthPlan, LengthPlanner
+from speculator.proposals.planner import FadingMean
 from speculator.tracing import Parent, record
 
 _ASKED = "_slipstream_asked"
 
 
-class _Asked(NamedTuple):
+@dataclass(eq=False)
+class _Asked:
     """What is measured apart: whose request it is, and what kind; and the span that its rounds' are put under."""
 
     group: Group
-    stratum: Stratum
+    kind: Stratum
     parent: Parent | None
+    num_rounds: int = 0
+    num_text_rounds: int = 0
+    """In which earlier text proposed."""
+
+    @property
+    def stratum(self) -> Stratum:
+        quarters = math.ceil(4 * self.num_text_rounds / self.num_rounds) if self.num_rounds else 0
+        return self.kind._replace(remembered=quarters)
 
 
 @dataclass(eq=False)
 class _Round:
     version: int
     target_version: int
-    batch: int
     depth: int
+    plan: LengthPlan
     is_control: bool
     cold: tuple[bool, ...]
-    requests: tuple[tuple[str, _Asked], ...]
-    """(request id, what it asked)."""
+    requests: list[Any]
+    asked: tuple[_Asked, ...]
+    text: Continuations | None
     seconds: float | None = None
     accepted: Sequence[int] | None = None
+    from_text: Sequence[bool] = ()
+    """Which of its proposals were earlier text; known with what was accepted."""
+
+    @property
+    def batch(self) -> int:
+        return len(self.requests)
+
+    @property
+    def uses_head(self) -> bool:
+        return self.plan.uses_head
+
+    @property
+    def head_depth(self) -> int:
+        """Of what is the head's. Without its passes it has made one proposal; what stands behind that is nobody's."""
+        return self.depth if self.uses_head else min(self.depth, 1)
 
 
 class TimedStep(NamedTuple):
@@ -56,8 +84,9 @@ class TimedStep(NamedTuple):
     batch: int
     depth: int
     seconds: float
+    uses_head: bool = True
     reading_s: float = 0.0
-    """In which the draft has read what a step at depth 0 committed."""
+    """In which the draft has read what a step without chains of its own committed."""
 
 
 class DepthControl:
@@ -69,27 +98,34 @@ class DepthControl:
         clock: StepClock,
         meter: SpeedupMeter,
         *,
+        head_depth: int,
         dormancy: Dormancy,
         version: int,
         control: ControlShare,
         is_alone: bool = True,
         on_round: Callable[[WatchedRound], object] | None = None,
     ) -> None:
-        """`depths` are those that can be chosen, 0 first; where 0 is not among them, the depth is fixed.
+        """`depths` are those that can be chosen, 0 first; where 0 is not among them, the depth is fixed. Those beyond
+        `head_depth` are for earlier text alone.
 
         With `dormancy` a draft that does not pay is not kept up to date. `version` is the draft in service, `control`
         the share of plain steps. Where a rank is not alone, all learn the same times at meetings: `take_times`,
         `learn_times`. `on_round` is told what each step says about the draft and must not block.
         """
         self._depths, self._clock, self.meter, self._is_alone = depths, clock, meter, is_alone
-        self._planner = RoundPlanner(max_depth=depths[-1]) if 0 in depths else None
+        self._head_depth = head_depth
+        self._planner = LengthPlanner(max_depth=head_depth) if 0 in depths else None
         self._times: list[TimedStep] = []
         self._estimated = EstimatedSpeedup()
         self.tally = RoundTally()
         self._dormancy, self._version, self._control, self._on_round = dormancy, version, control, on_round
         self._is_control = False
-        self._reading = FadingMean(0.0)
-        """What the draft's reading of a step at depth 0 takes, in plain steps."""
+        self.text: Continuations | None = None
+        """How the texts of the next step's requests may go on."""
+        self.plan = LengthPlan(batch=0)
+        """Of the next decode step."""
+        self._reading: defaultdict[int, FadingMean] = defaultdict(lambda: FadingMean(0.0))
+        """What the draft's reading of a step without its chains takes, in plain steps, by depth."""
         self._are_cold = False
         """All requests of the last step: what they accept is not observed, so nothing says that drafting pays."""
         self._rounds: deque[_Round] = deque()
@@ -101,27 +137,36 @@ class DepthControl:
         self.num_verifications = self.num_verified_tokens = 0
         """Requests' verifications with proposals, and the tokens that they committed, bonus included."""
 
+    def found(self, text: Continuations | None) -> None:
+        """Before a step is planned: how the texts of its requests may go on."""
+        self.text = text
+
     def steps_for(self, batch: int) -> int:
         """The depth of the next decode step."""
         assert self._planner is not None
-        if self._dormancy.is_asleep:
+        nothing = LengthPlan(batch=batch)
+        if self.is_asleep and self.text is None:
+            self.plan = nothing
             return 0
-        if self._control.is_control(batch):
-            self._is_control = True
-            return 0
-        if self._are_cold:
-            return 0
-        plan = self._planner.plan_depth(
-            batch, [depth for depth in self._depths if self.limit is None or depth <= self.limit]
-        )
-        return plan.num_proposals
+        self._is_control = self._control.is_control(batch)
+        self.plan = nothing if self._is_control else self._planned(self._planner, batch)
+        return self.plan.num_proposals
+
+    def _planned(self, planner: LengthPlanner, batch: int) -> LengthPlan:
+        depths = [depth for depth in self._depths if self.limit is None or depth <= self.limit]
+        asks_head = not self.is_asleep and not self._are_cold
+        gains = None
+        if self.text is not None and len(self.text.counts) == batch:
+            gains = self.text.gains(depths)
+        head_depths = [depth for depth in depths if depth <= self._head_depth] if asks_head else [0]
+        return planner.plan(batch, depths, head_lengths=head_depths, text_gains_BL=gains)
 
     @property
     def is_asleep(self) -> bool:
         return self._planner is not None and self._dormancy.is_asleep
 
     def needs_no_reading(self, requests: Sequence[Any]) -> bool:
-        """Whether the draft need not read what a step at depth 0 commits to these requests."""
+        """Whether the draft need not read what a step without its chains commits to these requests."""
         return self.is_asleep or (self._planner is not None and self._dormancy.are_cold(requests))
 
     def reads_prompt_of(self, requests: list[Any]) -> bool:
@@ -142,7 +187,10 @@ class DepthControl:
         self._clock.start()
 
     def committed(self) -> None:
-        """A step at depth 0 has its tokens, and now the draft reads them. A server without drafts would end here."""
+        """A step without the draft's chains has its tokens, and now the draft reads them.
+
+        A server without drafts would end here.
+        """
         self._clock.commit()
 
     def interrupted(self) -> None:
@@ -154,9 +202,20 @@ class DepthControl:
         self.depth = depth
         if self.is_asleep:
             self._dormancy.mark(requests)
-        cold = tuple(self._dormancy.is_cold(request) for request in requests)
-        asked = tuple((str(request.rid), _asked_by(request)) for request in requests)
-        round_ = _Round(self._version, self.target_version, len(requests), depth, self._is_control, cold, asked)
+        plan = self.plan
+        if self._planner is None or depth != plan.num_proposals:
+            plan = LengthPlan(batch=len(requests), num_proposals=depth, uses_head=depth > 0)
+        round_ = _Round(
+            self._version,
+            self.target_version,
+            depth,
+            plan,
+            self._is_control,
+            cold=tuple(self._dormancy.is_cold(request) for request in requests),
+            requests=list(requests),
+            asked=tuple(_asked_by(request) for request in requests),
+            text=self.text if plan.from_text else None,
+        )
         self._are_cold = self._dormancy.are_cold(requests)
         if self._planner is not None and self._dormancy.is_asleep and self._dormancy.slept():
             self._planner.look_again()
@@ -168,7 +227,8 @@ class DepthControl:
             done.seconds = timed.committed_s if done.is_control else timed.whole_s
             # A server without a draft has no reading behind its steps.
             seconds = timed.whole_s if done.depth else timed.committed_s
-            self._times.append(TimedStep(done.batch, done.depth, seconds, timed.whole_s - seconds))
+            reading_s = timed.whole_s - timed.committed_s
+            self._times.append(TimedStep(done.batch, done.depth, seconds, done.uses_head, reading_s))
         if self._is_alone:
             self.learn_times(self.take_times())
         self._settle()
@@ -183,9 +243,9 @@ class DepthControl:
         if self._planner is None:
             return
         for step in times:
-            self._planner.observe_round(step.batch, step.depth, step.seconds)
-            if step.reading_s:
-                self._reading.add(step.reading_s / step.seconds)
+            self._planner.observe(step.batch, step.depth, step.seconds, uses_head=step.uses_head)
+            if step.reading_s and (plain_s := self._planner.seconds(step.batch, 0, uses_head=False)):
+                self._reading[step.depth].add(step.reading_s / plain_s)
 
     def verified(self, accepted: Sequence[int]) -> None:
         """The result of the oldest launched step: accepted proposals of each request."""
@@ -193,24 +253,38 @@ class DepthControl:
         if round_ is None:
             return
         round_.accepted = list(accepted)
+        planned = round_.plan.from_text or (False,) * round_.batch
+        round_.from_text = planned if round_.text is None else round_.text.agree(round_.requests, planned)
         if self._planner is not None and not round_.is_control:
             self._weigh(self._planner, round_, sum(accepted))
         if round_.depth > 0:
-            if self._planner is not None:
-                for count, is_cold in zip(round_.accepted, round_.cold, strict=True):
-                    if not is_cold:
-                        self._planner.positions.add(round_.depth, count)
-            self.num_verifications += round_.batch
-            self.num_verified_tokens += round_.batch + sum(round_.accepted)
+            self._count(round_, round_.accepted)
         self._settle()
 
-    def _weigh(self, planner: RoundPlanner, done: _Round, num_accepted: int) -> None:
-        """Does the draft save time? By what all ranks know: expected times, and what was accepted."""
-        plain_s = planner.times.verify_s(done.batch, 0, 0)
+    def _count(self, done: _Round, accepted: Sequence[int]) -> None:
+        """What became of its proposals."""
+        for asked, count, is_cold, is_text in zip(done.asked, accepted, done.cold, done.from_text, strict=True):
+            asked.num_rounds += 1
+            asked.num_text_rounds += is_text
+            if self._planner is not None and not is_cold and not is_text:
+                self._planner.positions.add(done.head_depth, min(count, done.head_depth))
+        self.num_verifications += done.batch
+        self.num_verified_tokens += done.batch + sum(accepted)
+
+    def _weigh(self, planner: LengthPlanner, done: _Round, num_accepted: int) -> None:
+        """Does the head save time, beside the best round without its chains?
+
+        By what all ranks know: expected times, and what was accepted.
+        """
+        plain_s = planner.seconds(done.batch, 0, uses_head=False)
         if self.is_asleep or all(done.cold) or not plain_s:
             return
-        took = planner.times.verify_s(done.batch, done.depth, 0) / plain_s if done.depth else 1 + self._reading.value
-        self._dormancy.saved(1 + num_accepted / done.batch - took)
+        if not done.uses_head:
+            self._dormancy.saved(-self._reading[done.depth].value)
+            return
+        took_s = planner.seconds(done.batch, done.depth, uses_head=True)
+        headless_s = done.plan.headless_s or plain_s / done.batch
+        self._dormancy.saved(((done.batch + num_accepted) * headless_s - took_s) / plain_s)
 
     def renewed(self, version: int) -> None:
         """Another draft version is in service."""
@@ -225,7 +299,7 @@ class DepthControl:
         """
         if self._planner is None:
             return {}
-        rates = [f"{self._planner.positions.rate(position):.3f}" for position in range(1, self._depths[-1] + 1)]
+        rates = [f"{self._planner.positions.rate(position):.3f}" for position in range(1, self._head_depth + 1)]
         times = sorted(self._planner.times.verify_ms_by_size().items())
         return {
             "acceptance": ",".join(rates),
@@ -258,18 +332,23 @@ class DepthControl:
 
     def _measure(self, done: _Round, seconds: float, accepted: Sequence[int]) -> None:
         committed = done.batch + sum(accepted)
-        groups = [asked.group for _, asked in done.requests]
         self.meter.add(
             batch=done.batch,
             drafted=not done.is_control,
             seconds=seconds,
             committed=committed,
-            earned=[(group, 1 + count) for group, count in zip(groups, accepted, strict=True)],
+            earned=[(asked.group, 1 + count) for asked, count in zip(done.asked, accepted, strict=True)],
         )
-        self.tally.add(drafted=not done.is_control, depth=done.depth, seconds=seconds, accepted=accepted)
+        self.tally.add(
+            drafted=not done.is_control,
+            depths=(done.head_depth, done.depth),
+            seconds=seconds,
+            accepted=accepted,
+            from_text=done.from_text,
+        )
         if self._planner is not None and not done.is_control:
-            expected_s, plain_s = (self._planner.times.verify_s(done.batch, depth, 0) for depth in (done.depth, 0))
-            if plain_s:
+            expected_s = self._planner.seconds(done.batch, done.depth, uses_head=done.uses_head)
+            if plain_s := self._planner.seconds(done.batch, 0, uses_head=False):
                 self._estimated.add(batch=done.batch, committed=committed, expected_s=expected_s, plain_s=plain_s)
         _record(done, seconds, accepted)
         if self._on_round is None:
@@ -290,7 +369,8 @@ def _asked_by(request: Any) -> _Asked:
 
 
 def _watched(done: _Round, seconds: float, accepted: Sequence[int]) -> WatchedRound:
-    rows = zip(done.requests, accepted, done.cold, strict=True) if done.depth > 0 else ()
+    rows = zip(done.requests, done.asked, accepted, done.cold, done.from_text, strict=True) if done.uses_head else ()
+    by_text = done.depth * sum(done.from_text)
     return WatchedRound(
         version=done.version,
         target_version=done.target_version,
@@ -298,18 +378,18 @@ def _watched(done: _Round, seconds: float, accepted: Sequence[int]) -> WatchedRo
         drafted=not done.is_control,
         seconds=seconds,
         committed=done.batch + sum(accepted),
-        proposed=Proposed(done.batch * done.depth) if done.depth > 0 else None,
+        proposed=Proposed(done.batch * done.depth - by_text, by_text) if done.uses_head else None,
         verifications=tuple(
-            Verification(request_id, asked.stratum, count, done.depth)
-            for (request_id, asked), count, is_cold in rows
-            if not is_cold
+            Verification(str(request.rid), asked.stratum, count, done.depth)
+            for request, asked, count, is_cold, is_text in rows
+            if not is_cold and not is_text
         ),
     )
 
 
 def _record(done: _Round, seconds: float, accepted: Sequence[int]) -> None:
     """A span in each answer that is traced. It ends now: with overlap scheduling up to a step after its round."""
-    for (_, asked), count in zip(done.requests, accepted, strict=True):
+    for asked, count, is_text in zip(done.asked, accepted, done.from_text, strict=True):
         record(
             asked.parent,
             "verify",
@@ -317,6 +397,7 @@ def _record(done: _Round, seconds: float, accepted: Sequence[int]) -> None:
             batch=done.batch,
             depth=done.depth,
             accepted=count,
+            from_text=is_text,
             draft_version=done.version,
         )
 
@@ -326,99 +407,3 @@ class QuietSwitches(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         return "Switch adaptive runtime state" not in record.getMessage()
-
-
-_MODES = ("speculative", "control")
-
-
-class RoundTally:
-    """What decode steps add up to since the start. Written by the scheduler's thread, read by the follower's."""
-
-    def __init__(self) -> None:
-        self._rounds, self._tokens = dict.fromkeys(_MODES, 0), dict.fromkeys(_MODES, 0)
-        self._seconds = dict.fromkeys(_MODES, 0.0)
-        self._proposals, self._accepted = Counter[int](), Counter[int]()
-
-    def add(self, *, drafted: bool, depth: int, seconds: float, accepted: Sequence[int]) -> None:
-        """A step with `depth` proposals for each request, of which so many were accepted."""
-        mode = "speculative" if drafted else "control"
-        self._rounds[mode] += 1
-        self._seconds[mode] += seconds
-        self._tokens[mode] += len(accepted) + sum(accepted)
-        for position in range(1, depth + 1):
-            self._proposals[position] += len(accepted)
-            self._accepted[position] += sum(count >= position for count in accepted)
-
-    def report(self) -> dict[str, str]:
-        """Fields of the engine's report, each `name=count,…`."""
-        return {
-            "rounds": _counts(self._rounds),
-            "decode_ms": _counts({mode: round(1000 * seconds) for mode, seconds in self._seconds.items()}),
-            "round_tokens": _counts(self._tokens),
-            # Copied in one piece: the other thread may be adding a position.
-            "proposals": _counts(self._proposals.copy()),
-            "accepted": _counts(self._accepted.copy()),
-        }
-
-
-def _counts(counts: Mapping[str, int] | Mapping[int, int]) -> str:
-    return ",".join(f"{name}={count}" for name, count in counts.items())
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """One measured step, with whatever `stop` was told about it."""
-
-    committed_s: float
-    """Until it had its tokens."""
-    whole_s: float
-    """With the draft's reading of them."""
-    about: Any
-
-
-_LONGEST_GAP_S = 1.0
-"""Between two steps. What waits longer was held up by something else than its steps."""
-
-
-class StepClock:
-    """How long decode steps take on the device, where one may run on when the next one starts; used by one thread.
-
-    A step begins where the one before it ended: what SGLang does in between, and a client waits for, is part of it.
-    """
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._started = device.mark()
-        self._committed: Mark | None = None
-        self._last: Mark | None = None
-        """The end of the step before, where nothing has come between."""
-        self._stopped_s = 0.0
-        self._running: deque[tuple[Mark, Mark, Mark, Any]] = deque()
-
-    def start(self) -> None:
-        if time.monotonic() - self._stopped_s > _LONGEST_GAP_S:
-            self._last = None
-        self._started = self._last or self._device.mark()
-        self._committed = None
-
-    def commit(self) -> None:
-        """The step has its tokens, before `stop`; where nobody says so, it has them at its end."""
-        self._committed = self._device.mark()
-
-    def stop(self, about: Any) -> None:
-        """The step is over."""
-        over = self._device.mark()
-        self._last, self._stopped_s = over, time.monotonic()
-        self._running.append((self._started, self._committed or over, over, about))
-
-    def interrupt(self) -> None:
-        """Something else runs before the next step."""
-        self._last = None
-
-    def finished(self) -> list[StepTime]:
-        """The steps that have ended since the last call, oldest first; never waits."""
-        times = []
-        while self._running and self._running[0][2].is_reached:
-            start, committed, over, about = self._running.popleft()
-            times.append(StepTime(committed.seconds_since(start), over.seconds_since(start), about))
-        return times

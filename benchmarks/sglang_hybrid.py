@@ -1,0 +1,193 @@
+"""Earlier text beside the head in SGLang, against either alone and against SGLang's own n-grams.
+
+.venv-sglang/bin/python -m benchmarks.sglang_hybrid [--quick] [--json FILE] [--prompts FILE.jsonl] [--minutes 5]
+                                                    [--drafts FOLDER] [--turns 20] [--clients 2]
+
+First a head learns from live traffic for some minutes; with `--drafts` it is kept in that folder, and taken from there
+the next time. Then four servers stand beside each other: the head alone, earlier text alone (beside a head that has
+learnt nothing, and sleeps), both, and SGLang with `--speculative-algorithm NGRAM`, which is asked in `mixed` only. In a
+turn each is asked the same, with another number in front, so that none has read it; each client streams one answer, and
+what counts is the time in which all of them decode. Half of the prompts of each domain are for learning, the other half
+for the turns.
+
+`editing` asks for small changes in programs (prompts of domains with "code" in their names), `rag` has long prompts
+whose answers copy, `mixed` takes all domains in turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.decoding import decode
+from benchmarks.common.report import Median, Spread, Target, fill_in, finish, parser
+from benchmarks.common.workloads import EDITS, asks_for
+from benchmarks.sglang_cpu_phases import learn
+from benchmarks.sglang_cpu_scene import Scene, prepared
+from slipstream.demo.topics import Prompt, built_in_prompts, read_prompts
+from speculator.versions.store import DraftStore
+from tests.sglang.server import SglangServer
+
+SUFFIX_DEPTH = 16
+_TOKENS = 128
+_LONGEST_PROMPT = 3500
+"""Characters, from its end."""
+_WARM_UP_TURNS = 2
+_FLAGS = ("--stream-interval", "4", "--dtype", "float32")
+"""In which all of them write the same: the accept length of a turn depends on what is written."""
+_BETTER = {"editing": 1.3, "rag": 1.3, "mixed": 1.1}
+"""Both, over the head alone."""
+
+
+@dataclass
+class Measured:
+    """Of each server, by turn."""
+
+    rates: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    accept_lengths: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def ratio(self, below: str) -> Median:
+        """Of the rates of a turn, that of both in the numerator."""
+        return Median.of([ours / other for ours, other in zip(self.rates["hybrid"], self.rates[below], strict=True)])
+
+    def to_dict(self) -> dict[str, Any]:
+        ratios = {f"hybrid_over_{name}": self.ratio(name) for name in self.rates if name != "hybrid"}
+        return {
+            **{name: round(ratio.value, 4) for name, ratio in ratios.items()},
+            "intervals": {name: ratio.to_dict() for name, ratio in ratios.items()},
+            "tokens_per_s": {name: Spread.of(rates).to_dict() for name, rates in self.rates.items()},
+            "accept_length": {name: Spread.of(lengths).to_dict() for name, lengths in self.accept_lengths.items()},
+            "turns": len(self.rates["hybrid"]),
+        }
+
+
+def main() -> None:
+    options = parser("Earlier text beside the head in SGLang, against either alone")
+    options.add_argument("--minutes", type=float, help="that the head learns")
+    options.add_argument("--turns", type=int, help="of each workload")
+    options.add_argument("--clients", type=int, default=2)
+    options.add_argument("--drafts", type=Path, metavar="FOLDER", help="take the head from here, or keep it here")
+    options.add_argument("--workloads", nargs="+", choices=_BETTER, default=list(_BETTER))
+    arguments = options.parse_args()
+    fill_in(arguments, {"minutes": (1.0, 5.0), "turns": (4, 20)})
+    learnt_from, asked_for = _halves(read_prompts(arguments.prompts) if arguments.prompts else built_in_prompts())
+    with prepared(arguments.model, arguments.prompts) as scene:
+        version = _learnt(scene, learnt_from, arguments.drafts, arguments.minutes)
+        with _servers(scene, version) as servers:
+            workloads = {}
+            for name in arguments.workloads:
+                if prompts := _prompts(name, asked_for):
+                    asked = {of: server for of, server in servers.items() if of != "ngram" or name == "mixed"}
+                    workloads[name] = _measure(scene, asked, prompts, arguments.turns, arguments.clients)
+                    print(f"{name}: {workloads[name].to_dict()}", flush=True)
+            reports = {name: scene.report(name) for name in ("head", "suffix", "hybrid")}
+    document = {
+        "workloads": {name: measured.to_dict() for name, measured in workloads.items()},
+        "version": version,
+        "reports": reports,
+    }
+    finish(_rows(workloads), _targets(workloads), document, arguments.json)
+
+
+def _halves(prompts: Sequence[Prompt]) -> tuple[list[Prompt], dict[str, list[Prompt]]]:
+    """Those that the head learns from, domain after domain, and those that are asked for, by domain."""
+    by_domain: dict[str, list[Prompt]] = defaultdict(list)
+    for prompt in prompts:
+        by_domain[prompt.domain].append(prompt)
+    learnt = [prompt for row in itertools.zip_longest(*(of[::2] for of in by_domain.values())) for prompt in row]
+    return [prompt for prompt in learnt if prompt], {domain: of[1::2] for domain, of in by_domain.items()}
+
+
+def _learnt(scene: Scene, prompts: Sequence[Prompt], kept: Path | None, minutes: float) -> int:
+    """The newest version of a head that has learnt from these prompts."""
+    if kept is not None and kept.exists():
+        shutil.rmtree(scene.store.root)
+        shutil.copytree(kept, scene.store.root)
+    else:
+        with scene.live_server(1, _FLAGS) as live:
+            learn(scene, live, minutes, prompts)
+        if kept is not None:
+            shutil.copytree(scene.store.root, kept)
+    version = DraftStore(scene.store.root).latest()
+    assert version is not None
+    return version
+
+
+@contextlib.contextmanager
+def _servers(scene: Scene, version: int) -> Iterator[Mapping[str, SglangServer]]:
+    num_nodes = str(1 + SUFFIX_DEPTH)
+    ngram = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", num_nodes)
+    silent = {"SLIPSTREAM_CAPTURE": "0"}
+    with contextlib.ExitStack() as stack:
+        yield {
+            name: stack.enter_context(server)
+            for name, server in {
+                "hybrid": scene.live_server(version, _FLAGS, silent, name="hybrid", suffix_depth=SUFFIX_DEPTH),
+                "head": scene.live_server(version, _FLAGS, silent, name="head"),
+                "suffix": scene.live_server(1, _FLAGS, silent, name="suffix", suffix_depth=SUFFIX_DEPTH),
+                "ngram": scene.plain_server(*ngram, *_FLAGS, name="ngram"),
+            }.items()
+        }
+
+
+def _prompts(workload: str, by_domain: Mapping[str, Sequence[Prompt]]) -> list[str]:
+    if workload == "editing":
+        programs = [_program(prompt.text) for domain, of in by_domain.items() if "code" in domain for prompt in of]
+        return [asks_for(edit, program) for edit, program in zip(itertools.cycle(EDITS), programs, strict=False)]
+    if workload == "rag":
+        return [prompt.text for domain, of in by_domain.items() if "rag" in domain for prompt in of]
+    turns = zip(*(itertools.cycle(of) for of in by_domain.values() if of), strict=False)
+    return [prompt.text for row in itertools.islice(turns, max(map(len, by_domain.values()))) for prompt in row]
+
+
+def _program(text: str) -> str:
+    """What stands in the first block of code."""
+    parts = text.split("```")
+    return parts[1].removeprefix("python").strip("\n") if len(parts) > 2 else text
+
+
+def _measure(
+    scene: Scene, servers: Mapping[str, SglangServer], prompts: Sequence[str], num_turns: int, clients: int
+) -> Measured:
+    measured, names, asked = Measured(), list(servers), itertools.cycle(prompts)
+    for turn in range(-_WARM_UP_TURNS, num_turns):
+        texts = [next(asked)[-_LONGEST_PROMPT:] for _ in range(clients)]
+        shift = turn % len(names)
+        for name in [*names[shift:], *names[:shift]]:
+            numbered = [scene.ids(f"Question {turn + _WARM_UP_TURNS:03d}: {text}") for text in texts]
+            decoded = decode(servers[name], numbered, max_new_tokens=_TOKENS)
+            if turn >= 0:
+                measured.rates[name].append(decoded.rate)
+                measured.accept_lengths[name].append(decoded.accept_length)
+    return measured
+
+
+def _rows(workloads: Mapping[str, Measured]) -> list[tuple[str, object]]:
+    rows: list[tuple[str, object]] = []
+    for name, measured in workloads.items():
+        for server, rates in measured.rates.items():
+            length = Spread.of(measured.accept_lengths[server])
+            rows.append((f"{name}, {server}: token/s; accept length", f"{Spread.of(rates)}; {length.median:.2f}"))
+        rows += [(f"   both / {below}", measured.ratio(below)) for below in measured.rates if below != "hybrid"]
+    return rows
+
+
+def _targets(workloads: Mapping[str, Measured]) -> list[Target]:
+    targets = []
+    for name, measured in workloads.items():
+        targets.append(Target(f"{name}: both / head", measured.ratio("head").value, _BETTER[name]))
+        worse = min(measured.ratio("head").value, measured.ratio("suffix").value)
+        targets.append(Target(f"{name}: both / the better part", worse, 0.98))
+        if name == "mixed":
+            targets.append(Target(f"{name}: both / n-grams", measured.ratio("ngram").value, 1.1))
+    return targets
+
+
+if __name__ == "__main__":
+    main()

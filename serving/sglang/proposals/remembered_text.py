@@ -1,0 +1,219 @@
+"""What earlier text says comes next: the suffix drafts of the requests of one scheduler.
+
+`RememberedText` follows each request's answer as SGLang commits it, and finds, before each decode step, how its text
+may go on: after its own prompt and answer, those of its prompt group, those of its tenant
+(serving/sglang/proposals/chain_drafter.py).
+
+Where SGLang overlaps steps, a thread of its own looks while the device computes: once the scheduler has processed the
+result of a step, and before it launches the next one. By then the device is a step ahead, so what is found begins
+before the newest token, and is proposed where the tokens between have come as it says
+(serving/sglang/proposals/splice.py). Nobody waits for it: a step takes what was found last. Without overlap the
+scheduler looks itself, and knows all tokens.
+
+Who opts out of capture, or comes without a policy where all must have one, is continued from its own text alone and
+leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from array import array
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from serving.sglang.capture.request import is_marked, policy_of
+from serving.sglang.proposals.chain_drafter import ChainDrafter
+
+_ATTRIBUTE = "_slipstream_text"
+_COUNT_EVERY = 64
+"""Looks between two counts of the tokens that are kept."""
+_MOST_JOBS = 4
+_CLOSING_S = 5.0
+_NO_TEXT = -1
+
+
+class _Followed:
+    """One request's text, as far as it was read."""
+
+    def __init__(self, slot: int) -> None:
+        self.slot, self.num_read = slot, 0
+        """Tokens of the answer that it has read."""
+
+
+@dataclass(eq=False)
+class Continuations:
+    """How the texts of a batch may go on."""
+
+    tokens: np.ndarray
+    """[B, W] of each request, from its position in `first` on."""
+    probabilities: np.ndarray
+    """[B, W] that each is accepted, once reached."""
+    counts: np.ndarray
+    """[B] how many there are."""
+    first: np.ndarray
+    """[B]"""
+    num_answered: Sequence[int]
+    """Tokens of each request's answer behind which it goes on like this."""
+    expected: np.ndarray = field(init=False)
+    """[B, W + 1] how many of the first ones are expected to be accepted."""
+
+    def __post_init__(self) -> None:
+        reaches = np.multiply.accumulate(self.probabilities, 1)
+        self.expected = np.zeros((len(reaches), reaches.shape[1] + 1))
+        np.add.accumulate(reaches, 1, out=self.expected[:, 1:])
+
+    def of(self, rows: np.ndarray) -> Continuations:
+        """Of these rows, −1 for a request of which nothing is known."""
+        is_known = rows >= 0
+        return Continuations(
+            self.tokens[rows],
+            np.where(is_known[:, None], self.probabilities[rows], 0.0),
+            np.where(is_known, self.counts[rows], 0),
+            self.first[rows],
+            [self.num_answered[row] for row in rows],
+        )
+
+    def gains(self, lengths: Sequence[int]) -> np.ndarray:
+        """[B, L] how many are expected to be accepted, of so many proposals."""
+        most = self.expected.shape[1] - 1
+        expected: np.ndarray = self.expected[:, [min(length, most) for length in lengths]]
+        return expected
+
+    def agree(self, requests: Sequence[Any], chosen: Sequence[bool]) -> list[bool]:
+        """Which of the chosen ones have come true so far, now that the host knows what the device knew at the time."""
+        agreed = [False] * len(requests)
+        for row, is_chosen in enumerate(chosen):
+            if is_chosen:
+                came = requests[row].output_ids[self.num_answered[row] :]
+                has_more = len(came) < self.counts[row]
+                agreed[row] = bool(has_more and list(came) == self.tokens[row, : len(came)].tolist())
+        return agreed
+
+
+class _Found(NamedTuple):
+    continuations: Continuations
+    ids: list[int]
+    """Of the requests, as Python has them."""
+
+
+class RememberedText:
+    """Used by the scheduler's thread, but for what says otherwise."""
+
+    def __init__(self, *, depth: int, overlaps: bool, captures_unmarked: bool) -> None:
+        """At most `depth` proposals a round."""
+        # With overlap the device is a step ahead, which may have committed as many as it proposed, and one more.
+        self.window = 2 * depth + 1 if overlaps else depth
+        self._drafter = ChainDrafter(width=self.window)
+        self._captures_unmarked = captures_unmarked
+        self._tasks: deque[Callable[[ChainDrafter], object]] = deque()
+        self._ended: deque[int] = deque()
+        self._num_looks = 0
+        self.num_tokens = 0
+        """That are kept; may be read by any thread."""
+        self._found: _Found | None = None
+        self._error: Exception | None = None
+        self._jobs: queue.SimpleQueue[tuple[list[Any], list[int]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="slipstream-text", daemon=True) if overlaps else None
+        if self._thread is not None:
+            self._thread.start()
+
+    def processed(self, requests: Sequence[Any]) -> None:
+        """A step's result has reached these, or they are read for the first time: look how their texts may go on."""
+        # Who is behind looks at what is newest: nothing is missed but the ends of texts.
+        if self._thread is not None and self._jobs.qsize() < _MOST_JOBS:
+            self._jobs.put((list(requests), [len(request.output_ids) for request in requests]))
+
+    def find(self, requests: Sequence[Any]) -> Continuations | None:
+        """How these texts may go on; None where nothing is known of any. Raises what the thread has ended with."""
+        if self._error is not None:
+            raise self._error
+        if self._thread is None:
+            found = self._look(requests, [len(request.output_ids) for request in requests])
+            return found.continuations if found.continuations.counts.any() else None
+        if (newest := self._found) is None:
+            return None
+        ids, continuations = list(map(id, requests)), newest.continuations
+        if ids != newest.ids:
+            row = {one: number for number, one in enumerate(newest.ids)}
+            continuations = continuations.of(np.array([row.get(one, -1) for one in ids]))
+        return continuations if continuations.counts.any() else None
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(_CLOSING_S)
+
+    def _run(self) -> None:
+        try:
+            while (job := self._jobs.get()) is not None:
+                self._found = self._look(*job)
+        except Exception as error:
+            self._error = error
+
+    def _look(self, requests: Sequence[Any], lengths: Sequence[int]) -> _Found:
+        """After so many tokens of each answer."""
+        self._tidy()
+        slots, limits, first, starts = [], [], [], [0]
+        committed = array("q")
+        for request, length in zip(requests, lengths, strict=True):
+            followed: _Followed = getattr(request, _ATTRIBUTE, None) or self._begin(request)
+            if length > followed.num_read:
+                committed.extend(request.output_ids[followed.num_read : length])
+                followed.num_read = length
+            slots.append(followed.slot)
+            starts.append(len(committed))
+            # The last token of an answer is the target's own in any case.
+            limits.append(request.sampling_params.max_new_tokens - length - 1)
+            first.append(len(request.origin_input_ids) + length)
+        tokens, probabilities, counts = self._drafter.advance(slots, np.array(committed), starts, limits)
+        continuations = Continuations(tokens, probabilities, counts, np.array(first), lengths)
+        return _Found(continuations, list(map(id, requests)))
+
+    def forget(self, tenants: Collection[str]) -> None:
+        """Drop all text of these tenants, before the next look; for any thread."""
+        self._tasks.append(lambda drafter: drafter.forget(tenants))
+
+    def expire(self, ttl_s: float) -> None:
+        """Drop text that may be so old, before the next look; for any thread."""
+        self._tasks.append(lambda drafter: drafter.expire(ttl_s))
+
+    def target_renewed(self, _: int) -> None:
+        """For any thread."""
+        self._tasks.append(ChainDrafter.target_moved)
+
+    def _tidy(self) -> None:
+        while self._tasks:
+            self._tasks.popleft()(self._drafter)
+        while self._ended:
+            self._drafter.end(self._ended.popleft())
+        if self._num_looks % _COUNT_EVERY == 0:
+            self.num_tokens = self._drafter.num_tokens
+        self._num_looks += 1
+
+    def _begin(self, request: Any) -> _Followed:
+        followed = _Followed(self._slot_of(request))
+        setattr(request, _ATTRIBUTE, followed)
+        if followed.slot != _NO_TEXT:
+            # Whatever becomes of the request: with it goes what hangs on it.
+            weakref.finalize(followed, self._ended.append, followed.slot).atexit = False
+        return followed
+
+    def _slot_of(self, request: Any) -> int:
+        if request.multimodal_inputs is not None or request.input_embeds is not None:
+            # What stands for pictures in a prompt, or for embeddings, is no text.
+            return _NO_TEXT
+        marks = request.sampling_params.custom_params
+        policy = policy_of(marks)
+        return self._drafter.start(
+            request.origin_input_ids,
+            max_answer=request.sampling_params.max_new_tokens,
+            tenant=policy.tenant,
+            group_id=policy.group_id,
+            shared=policy.capture and (self._captures_unmarked or is_marked(marks)),
+        )

@@ -1,0 +1,97 @@
+"""Earlier text beside the head in a real SGLang server: the text that it commits, what it proposes, and for whom."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slipstream.models import BUNDLED_MODEL, resolve_model
+from speculator.draft.checkpoint import draft_state
+from speculator.draft.initialization import fresh_draft
+from speculator.trace import NO_DRAFT
+from speculator.versions.lineage import admit
+from speculator.versions.store import DraftStore
+from tests.sglang.plugged import Plugged, plugged_server
+from tests.sglang.server import SglangServer
+
+DEPTH = 3
+"""Of the head; text alone goes further."""
+LIST = "\n".join(f"{number}. The {name} is in the northern hall." for number, name in enumerate("abcdefghij", 1))
+COPIED = [f"Repeat this list without any change:\n{LIST}\nYour answer:\n{LIST[: 40 + 3 * cut]}" for cut in range(4)]
+OTHERS = ["Why is the sky blue?", "Name three rivers.", "What is a prime number?", "How do birds fly?"]
+
+
+@pytest.fixture(scope="module")
+def store(draft_store: DraftStore, tmp_path_factory: pytest.TempPathFactory) -> DraftStore:
+    root = tmp_path_factory.mktemp("versions") / "drafts"
+    shutil.copytree(draft_store.root, root)
+    return DraftStore(root)
+
+
+@pytest.fixture(scope="module")
+def plugged(model_dir: Path, store: DraftStore, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plugged]:
+    folder = tmp_path_factory.mktemp("text")
+    config = folder / "adaptive.json"
+    config.write_text('{"1": {"candidate_steps": [0, 1, 3, 8, 16]}}')
+    flags = ("--speculative-adaptive", "--speculative-adaptive-config", str(config), "--dtype", "float32")
+    with plugged_server(
+        folder, model_dir, store, num_steps=DEPTH, flags=flags, settings={"SUFFIX_DEPTH": "16"}
+    ) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def plain(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
+    log_path = tmp_path_factory.mktemp("plain") / "sglang.log"
+    with SglangServer(model_dir, log_path=log_path, flags=("--dtype", "float32")) as server:
+        yield server
+
+
+def compare(plugged: Plugged, plain: SglangServer, texts: Sequence[str], length: int) -> None:
+    """All at the same time, on both servers."""
+    prompts = [plugged.ids(text) for text in texts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(lambda ids: plugged.server.generate(ids, max_new_tokens=length), prompts))
+        expected = list(pool.map(lambda ids: plain.generate(ids, max_new_tokens=length), prompts))
+    assert [answer["output_ids"] for answer in answers] == [answer["output_ids"] for answer in expected]
+
+
+def test_the_text_is_that_of_a_plain_server_and_much_of_it_was_remembered(
+    plugged: Plugged, plain: SglangServer
+) -> None:
+    compare(plugged, plain, (*COPIED, *OTHERS), 96)
+    report = plugged.wait_for(lambda report: "16=" in report.get("text_accepted", ""))
+    assert report["failures"] == ""
+    alone = plugged.server.generate(plugged.ids(COPIED[0] + "\n"), max_new_tokens=96)
+    tokens, rounds = len(alone["output_ids"]), alone["meta_info"]["spec_verify_ct"]
+    assert tokens > 2 * rounds, "most of a copied answer"
+
+
+def test_it_stays_so_beside_a_head_that_is_asked_and_swapped(
+    plugged: Plugged, plain: SglangServer, store: DraftStore
+) -> None:
+    """Of random weights: what it proposes is wrong."""
+    plugged.traces(len(COPIED) + len(OTHERS) + 1)
+    manifest, first = store.manifest(1), store.load(1)
+    for seed in (1, 2):
+        draft = fresh_draft(resolve_model(BUNDLED_MODEL), seed=seed)
+        state = {**draft_state(draft), "d2t": first["d2t"], "t2d": first["t2d"]}
+        version = store.write(
+            state, store.config(1), parent=1, target_fingerprint=manifest.target_fingerprint, info={}
+        ).version
+        admit(store, version, target_fingerprint=manifest.target_fingerprint, actor="test", reason="random")
+        plugged.pointer.publish(version)
+        compare(plugged, plain, [f"{text} ({seed})" for text in (*COPIED[:2], *OTHERS)], 64)
+        plugged.wait_for(lambda report, version=version: report["version"] == str(version))  # type: ignore[misc]
+        assert plugged.report()["failures"] == ""
+    rounds = [trace.rounds for trace in plugged.traces(2 * (2 + len(OTHERS))).values()]
+    versions = np.concatenate([of.draft_version for of in rounds])
+    accepted = np.concatenate([of.num_accepted for of in rounds])
+    assert accepted[versions == NO_DRAFT].mean() > 2
+    assert (versions > 1).any()
+    assert accepted[versions > 1].mean() < 0.2
