@@ -112,8 +112,10 @@ def _round_metrics(report: EngineReport) -> Iterator[Metric]:
             for position, count in by_position.items():
                 family.add_metric([source, position], count)
         yield family
-    if report.text_tokens is not None:
-        yield GaugeMetricFamily(*SUFFIX_TOKENS, report.text_tokens)
+    yield _gauge(*SUFFIX_TOKENS, report.text_tokens)
+    yield CounterMetricFamily(
+        "slipstream_suffix_evicted", "Windows of earlier text that made room for others", report.text_evicted
+    )
 
 
 def _speed_metrics(report: EngineReport) -> Iterator[Metric]:

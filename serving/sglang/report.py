@@ -39,6 +39,8 @@ class EngineReport:
     text_accepted: Mapping[str, int]
     text_tokens: int | None
     """Of earlier text, that are kept."""
+    text_evicted: int | None
+    """Windows of earlier text that made room for others."""
     captured: int | None
     appended: int | None
     pending: int | None
@@ -117,7 +119,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
 """By the type of a field, as it is written above."""
 _COUNTS = (
     *("swaps", "swap_failures", "steps", "verifications", "verified_tokens"),
-    *("captured", "appended", "trace_bytes", "trace_tokens"),
+    *("captured", "appended", "trace_bytes", "trace_tokens", "text_evicted"),
 )
 _COUNTS_BY = (
     *("rounds", "decode_ms", "round_tokens", "proposals", "accepted", "text_proposals", "text_accepted"),

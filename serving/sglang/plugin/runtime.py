@@ -67,7 +67,6 @@ class EngineRuntime:
         self._rank_pointer = RankPointer()
         depths = depths_of(worker)
         self._head_depth = worker.speculative_num_steps if settings.suffix_depth else max(depths)
-        self._text_ttl_s = 3600 * settings.trace_ttl_hours
         self._served = {
             # Without a name of its own it goes by the path.
             "model": args.served_model_name or args.model_path,
@@ -414,8 +413,6 @@ class EngineRuntime:
         if self._pointer is None or self._erasures is None:
             return {}
         self._asked_limit = self._pointer.depth_limit(self._engine_id)
-        if self.text is not None and self._text_ttl_s:
-            self.text.expire(self._text_ttl_s)
         return {
             "steps": self.steps,
             "running": self._running if time.monotonic() - self._began_s < _STEP_LASTS_S else 0,
@@ -424,7 +421,7 @@ class EngineRuntime:
             **self._target.status(),
             **self._erasures.look(),
             **of_fences((self._capturing, self._choosing, self._remembering, self._meeting)),
-            **({} if self.text is None else {"text_tokens": self.text.num_tokens}),
+            **({} if self.text is None else self.text.report()),
             **of_swaps(self._follower.log),
             **self.depth.report(),
             **of_speedup(self.meter.measure()),
@@ -444,7 +441,12 @@ def _new_text(
         return None, None
     overlaps = not resolved(worker.server_args).disable_overlap_schedule
     depth = min(settings.suffix_depth, max(depths))
-    text = RememberedText(depth=depth, overlaps=overlaps, captures_unmarked=settings.capture_unmarked)
+    text = RememberedText(
+        depth=depth,
+        overlaps=overlaps,
+        captures_unmarked=settings.capture_unmarked,
+        ttl_s=3600 * settings.trace_ttl_hours,
+    )
     num_slots = worker.req_to_token_pool.req_to_token.shape[0]
     # As far back as text begins, and as far ahead as a verification writes what it then does not commit.
     committed = CommittedTokens(num_slots, 2 * (text.window + 1), device_of(worker)) if overlaps else None

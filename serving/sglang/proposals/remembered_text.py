@@ -98,24 +98,25 @@ class Continuations:
 
 class _Found(NamedTuple):
     continuations: Continuations
+    requests: list[Any]
+    """They stay as long as this: another one could have the id of one that is gone."""
     ids: list[int]
-    """Of the requests, as Python has them."""
 
 
 class RememberedText:
     """Used by the scheduler's thread, but for what says otherwise."""
 
-    def __init__(self, *, depth: int, overlaps: bool, captures_unmarked: bool) -> None:
-        """At most `depth` proposals a round."""
+    def __init__(self, *, depth: int, overlaps: bool, captures_unmarked: bool, ttl_s: float = 0.0) -> None:
+        """At most `depth` proposals a round. Text that may be older than `ttl_s` is dropped; 0 sets no limit."""
         # With overlap the device is a step ahead, which may have committed as many as it proposed, and one more.
         self.window = 2 * depth + 1 if overlaps else depth
         self._drafter = ChainDrafter(width=self.window)
-        self._captures_unmarked = captures_unmarked
+        self._captures_unmarked, self._ttl_s = captures_unmarked, ttl_s
         self._tasks: deque[Callable[[ChainDrafter], object]] = deque()
         self._ended: deque[int] = deque()
         self._num_looks = 0
-        self.num_tokens = 0
-        """That are kept; may be read by any thread."""
+        self.num_tokens = self.num_evicted = 0
+        """Tokens that are kept, and windows that made room for others; may be read by any thread."""
         self._found: _Found | None = None
         self._error: Exception | None = None
         self._jobs: queue.SimpleQueue[tuple[list[Any], list[int]] | None] = queue.SimpleQueue()
@@ -143,6 +144,10 @@ class RememberedText:
             row = {one: number for number, one in enumerate(newest.ids)}
             continuations = continuations.of(np.array([row.get(one, -1) for one in ids]))
         return continuations if continuations.counts.any() else None
+
+    def report(self) -> dict[str, int]:
+        """Fields of the engine's report; for any thread."""
+        return {"text_tokens": self.num_tokens, "text_evicted": self.num_evicted}
 
     def close(self) -> None:
         if self._thread is not None:
@@ -173,15 +178,11 @@ class RememberedText:
             first.append(len(request.origin_input_ids) + length)
         tokens, probabilities, counts = self._drafter.advance(slots, np.array(committed), starts, limits)
         continuations = Continuations(tokens, probabilities, counts, np.array(first), lengths)
-        return _Found(continuations, list(map(id, requests)))
+        return _Found(continuations, list(requests), list(map(id, requests)))
 
     def forget(self, tenants: Collection[str]) -> None:
         """Drop all text of these tenants, before the next look; for any thread."""
         self._tasks.append(lambda drafter: drafter.forget(tenants))
-
-    def expire(self, ttl_s: float) -> None:
-        """Drop text that may be so old, before the next look; for any thread."""
-        self._tasks.append(lambda drafter: drafter.expire(ttl_s))
 
     def target_renewed(self, _: int) -> None:
         """For any thread."""
@@ -192,8 +193,11 @@ class RememberedText:
             self._tasks.popleft()(self._drafter)
         while self._ended:
             self._drafter.end(self._ended.popleft())
+        if self._ttl_s:
+            self._drafter.expire(self._ttl_s)
         if self._num_looks % _COUNT_EVERY == 0:
             self.num_tokens = self._drafter.num_tokens
+        self.num_evicted = self._drafter.num_evicted
         self._num_looks += 1
 
     def _begin(self, request: Any) -> _Followed:

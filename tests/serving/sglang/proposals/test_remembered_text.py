@@ -93,6 +93,18 @@ def test_text_that_a_step_behind_has_found_reaches_further(behind: RememberedTex
     assert not later.gains([0, 8])[1].any()
 
 
+def test_a_new_request_is_never_taken_for_one_that_is_gone(behind: RememberedText) -> None:
+    """Python gives objects the ids of others that are gone."""
+    ids = set()
+    for number in range(20):
+        asked = request([*TEXT, 5], SEEN, rid=str(number), tenant=str(number))
+        looked(behind, [asked])
+        ids.add(id(asked))
+        del asked
+        assert behind.find([request([1, 2, 3], tenant="other")]) is None
+    assert len(ids) > 1
+
+
 def test_what_ends_the_thread_is_raised_where_the_text_is_asked_for(behind: RememberedText) -> None:
     broken = request([*TEXT, 5], SEEN)
     del broken.sampling_params
@@ -121,13 +133,12 @@ def test_who_opts_out_or_has_lost_its_policy_leaves_nothing(unmarked: bool, poli
 
 
 def test_old_text_and_that_of_targets_long_gone_is_dropped() -> None:
-    text = make_text()
+    short_lived = make_text(ttl_s=1e-9)
+    wrote(short_lived, TEXT)
+    assert found(short_lived, request([9], SEEN)) == []
+    text = make_text(ttl_s=3600)
     wrote(text, TEXT)
-    text.expire(3600)
     assert found(text, request([9], SEEN)) == TEXT[16:24]
-    text.expire(0)
-    assert found(text, request([9], SEEN)) == []
-    wrote(text, TEXT)
     for version in range(5):
         text.target_renewed(version)
     assert found(text, request([9], SEEN)) == []
@@ -162,3 +173,4 @@ def test_the_tokens_that_are_kept_are_counted() -> None:
     for _ in range(64):
         text.find([])
     assert text.num_tokens >= len(TEXT)
+    assert text.report() == {"text_tokens": text.num_tokens, "text_evicted": 0}
