@@ -178,7 +178,7 @@ def test_what_a_request_costs_in_sglangs_scheduler(seen: Seen) -> None:
     assert all(is_under(span, request) for span in (captured, *rounds)), "none of those that are not sampled"
     assert values(captured) == {"tokens": traces[0].num_tokens}
     assert [values(span) for span in rounds] == [
-        {"batch": 4, "depth": depth, "accepted": depth, "draft_version": 1} for depth in depths
+        {"batch": 4, "depth": depth, "accepted": depth, "from_text": False, "draft_version": 1} for depth in depths
     ]
 
 
