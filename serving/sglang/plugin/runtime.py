@@ -189,17 +189,22 @@ class EngineRuntime:
     def processed(self, batch: Any) -> None:
         """The tokens of a step are with their requests."""
         if self.text is not None:
-            self._remembering(self.text.processed, batch.reqs)
+            self._remembering(self.text.processed, batch.reqs or ())
 
     def steps_for(self, run: Callable[[], int], batch_size: int) -> int:
         """The depth of the next decode step; SGLang's own choice where ours is off."""
         depth = self._choosing(self.depth.steps_for, batch_size)
         if depth is None:
             # For what is deeper SGLang has prepared no passes of the draft.
-            depth = min(run(), self._head_depth)
-        elif self._splice is not None:
-            self._splice.leaves_out_passes = depth > 0 and not self.depth.plan.uses_head
-            self._remembering(self._splice.stage, self.depth.plan, self.depth.text)
+            depth, plan = min(run(), self._head_depth), None
+        else:
+            plan = self.depth.plan
+        if self._splice is not None:
+            self._splice.leaves_out_passes = plan is not None and depth > 0 and not plan.uses_head
+            if plan is None:
+                self._splice.drop()
+            else:
+                self._remembering(self._splice.stage, plan, self.depth.text)
         return depth
 
     def propose(self, run: Callable[[], Any], batch: Any) -> Any:

@@ -78,9 +78,9 @@ class _Tenant:
 class ChainDrafter:
     """The recent text of every tenant that a scheduler serves; used by one thread."""
 
-    def __init__(self, *, width: int, arena_tokens: int = ARENA_TOKENS, config: SuffixConfig | None = None) -> None:
+    def __init__(self, *, width: int, arena_tokens: int = ARENA_TOKENS) -> None:
         """Chains have at most `width` proposals. `arena_tokens` is a power of two."""
-        self._config, self._width = config or SuffixConfig(width=1), width
+        self._config, self._width = SuffixConfig(width=1), width
         self._arena, self._blocks = Arena.of(arena_tokens), _Blocks(arena_tokens)
         self._windows = np.zeros((64, 3), np.int64)
         self._free_windows: list[int] = list(range(64))

@@ -51,13 +51,13 @@ class Continuations:
     """How the texts of a batch may go on."""
 
     tokens: np.ndarray
-    """[B, W] of each request, from its position in `first` on."""
+    """[B, W] of each request."""
     probabilities: np.ndarray
     """[B, W] that each is accepted, once reached."""
     counts: np.ndarray
     """[B] how many there are."""
     first: np.ndarray
-    """[B]"""
+    """[B] the position of its first token."""
     num_answered: Sequence[int]
     """Tokens of each request's answer behind which it goes on like this."""
     expected: np.ndarray = field(init=False)
@@ -127,7 +127,7 @@ class RememberedText:
     def processed(self, requests: Sequence[Any]) -> None:
         """A step's result has reached these, or they are read for the first time: look how their texts may go on."""
         # Who is behind looks at what is newest: nothing is missed but the ends of texts.
-        if self._thread is not None and self._jobs.qsize() < _MOST_JOBS:
+        if self._thread is not None and requests and self._jobs.qsize() < _MOST_JOBS:
             self._jobs.put((list(requests), [len(request.output_ids) for request in requests]))
 
     def find(self, requests: Sequence[Any]) -> Continuations | None:

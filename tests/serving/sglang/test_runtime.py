@@ -290,8 +290,29 @@ def test_without_our_choice_of_the_depth_it_is_sglangs_own(scene: Scene) -> None
 
 @pytest.mark.parametrize("unstarted", [REMEMBERING], indirect=True)
 def test_where_sglang_chooses_it_goes_no_deeper_than_the_draft_was_prepared_for(scene: Scene) -> None:
+    copied = list(range(10, 40))
+    request, other = Request([*copied, 5], max_new_tokens=60), Request([1, 2], max_new_tokens=60)
+    request.output_ids, other.output_ids = copied[:20], [1]
+    asked: list[str] = []
+
+    def draft() -> str:
+        forward_batch = SimpleNamespace(
+            spec_info=SimpleNamespace(topk_index=torch.zeros(1, 1, dtype=torch.int64), draft_probs=None),
+            forward_mode=scene.batch("decode", []).forward_mode,
+        )
+        vars(scene.worker.draft_worker).update(hot_token_id=None, speculative_num_steps=2)
+        scene.runtime.drafting(lambda: asked.append("passes"), forward_batch)
+        return "drafted"
+
+    for _ in range(40):
+        scene.decode([other], lambda: scene.runtime.steps_for(lambda: 0, 1))
+    assert scene.decode([request], lambda: scene.runtime.steps_for(lambda: 0, 1)) == 8, "its own text, the head asleep"
+    draft()
+    assert asked == []
     assert scene.decode([SimpleNamespace(rid="r")]) is SERVED
     assert scene.runtime.steps_for(lambda: 8, 1) == 2
+    draft()
+    assert asked == ["passes"]
     scene.wait_for_failure("depth:AttributeError=1,text:AttributeError=1")
 
 

@@ -145,7 +145,7 @@ def test_what_the_steps_add_up_to() -> None:
 
 def test_results_that_come_a_step_late_meet_their_step() -> None:
     """Overlap scheduling launches the next step before the result of the last one is processed."""
-    control, batch = make_control(control_share=0.5), requests(2)
+    control, batch = make_control(control_share=0.5, seconds=SECONDS), requests(2)
     depths = []
     for turn in range(400):
         depths.append(control.steps_for(2))
