@@ -63,7 +63,8 @@ class Chunk:
 
     `text` is what may be shown now (incomplete characters and possible stop strings are held back), and `pieces` are
     the same text by tokens, where the engine can tell; `token_ids` are the committed tokens; `num_accepted` of them
-    were proposals of the draft. The last chunk has a finish reason.
+    were proposals, of the `num_proposed` that the step verified: None where it verified nothing, as with an answer's
+    first token. The last chunk has a finish reason.
 
     `logprobs`, where the request wants them, are of the tokens under the distribution that they were sampled from: of
     the target after temperature, top-k and top-p, whatever the draft proposed. That is the behaviour policy, which the
@@ -73,6 +74,7 @@ class Chunk:
     text: str
     token_ids: tuple[int, ...]
     pieces: tuple[Piece, ...] = ()
+    num_proposed: int | None = None
     num_accepted: int = 0
     finish_reason: FinishReason | None = None
     logprobs: tuple[float, ...] = ()

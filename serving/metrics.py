@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from serving.acceptance import AcceptanceByLength, LengthKey
 from serving.capture.recorder import DROP_REASONS, RecorderStats
 from serving.hotswap.follower import SwapLog
 from serving.speedup import BASELINE, PLAN_MODEL, Group, Speedup, SpeedupMeter
@@ -32,6 +33,11 @@ VERIFIED_TOKENS = (
     "slipstream_verified_tokens",
     "Tokens that verifications earned, bonus included; over verifications = acceptance length",
 )
+VERIFICATIONS_BY_LENGTH = (
+    "slipstream_verifications_by_length",
+    "Verifications by source of their proposals, and by how long the text (context) or the answer before them was",
+)
+VERIFIED_TOKENS_BY_LENGTH = "slipstream_verified_tokens_by_length", "Tokens that they earned, bonus included"
 SUFFIX_TOKENS = "slipstream_suffix_tokens", "Tokens of earlier text that are kept to propose from"
 DRAFT_VERSION = "slipstream_draft_version", "Draft version in service"
 DEPTH = "slipstream_depth", "Most proposals a round"
@@ -234,21 +240,26 @@ class GroupTextMetrics:
 
 
 class ServingCollector(Collector):
-    """Figures that are computed when scraped: the speedup, measured and estimated, and the recorder's accounts."""
+    """Figures that are computed when scraped: the speedup, measured and estimated, acceptance by length, and the
+    recorder's accounts.
+    """
 
     def __init__(
         self,
         meter: SpeedupMeter,
         recorder: Callable[[], RecorderStats] | None,
         estimate: Callable[[], float | None] = lambda: None,
+        by_length: AcceptanceByLength | None = None,
     ) -> None:
         self._meter, self._recorder, self._estimate = meter, recorder, estimate
+        self._by_length = by_length or AcceptanceByLength()
         self._groups: Mapping[Group, Speedup] = {}
         self._grouped_s = -math.inf
 
     def collect(self) -> Iterator[Metric]:
         yield from speedup_metrics(self._meter.measure(), self._estimate())
         yield from _group_speedups(self._measured_groups())
+        yield from by_length_metrics(self._by_length.verifications(), self._by_length.tokens())
         if self._recorder is None:
             return
         stats = self._recorder()
@@ -294,6 +305,14 @@ def trace_metrics(
         "Share of finished traces that capture keeps: below 1 where Redis or the trainer cannot take all",
         share,
     )
+
+
+def by_length_metrics(verifications: Mapping[LengthKey, int], tokens: Mapping[LengthKey, int]) -> Iterator[Metric]:
+    for about, counts in ((VERIFICATIONS_BY_LENGTH, verifications), (VERIFIED_TOKENS_BY_LENGTH, tokens)):
+        family = CounterMetricFamily(*about, labels=["source", "of", "up_to"])
+        for key, count in counts.items():
+            family.add_metric(key, count)
+        yield family
 
 
 def speedup_metrics(measured: Speedup, estimated: float | None) -> Iterator[Metric]:

@@ -1,7 +1,8 @@
 """The generating endpoints in front of SGLang: requests are checked, and its answers pass through.
 
-A whole answer goes to the client byte for byte. So does a stream, event by event; only a stream that SGLang could not
-begin becomes an error response, and one that breaks off gets a last event that says so.
+A whole answer goes to the client as it comes. So does a stream, event by event; only a stream that SGLang could not
+begin becomes an error response, and one that breaks off gets a last event that says so. To the usage the gateway adds
+what became of the proposals (serving/gateway/acceptance.py).
 
 What the gateway adds to a request (serving/request_metadata.py) travels in fields that SGLang hands to its scheduler:
 `rid`, `cache_salt`, and in `custom_params["slipstream"]`, where the plugin reads it, the capture policy.
@@ -21,6 +22,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import ConfigDict, Field, PlainValidator
 
 from serving.engine import CapturePolicy, DraftHost, EngineInfo
+from serving.gateway.acceptance import ASK, AcceptanceNotes
 from serving.gateway.body import Strict, invalid, parse, read_json, request_body
 from serving.gateway.config import GatewaySettings
 from serving.gateway.errors import ApiError, deadline
@@ -38,7 +40,7 @@ from speculator.tracing import outgoing_headers
 _DEFAULT_OF_COMPLETIONS = 16
 """Tokens that SGLang makes of a text, as OpenAI did; a chat goes on until its context is full."""
 WARNING = "x-slipstream-warning"
-"""A header of answers, since their bodies pass as they are: a field of the request had no effect."""
+"""A header of answers, since their bodies are not ours: a field of the request had no effect."""
 
 
 def passthrough_routes(
@@ -64,6 +66,7 @@ def passthrough_routes(
             limit_s=settings.max_request_s,
             headers=marks.to_header(),
             body=partial(rewrite, raw, body, marks),
+            notes=AcceptanceNotes(keep=body.return_spec_tokens_details is True),
             max_tokens=limit_to_add(body, settings.max_completion_tokens, exchange.route, host.info),
         )
         response: Response
@@ -102,10 +105,11 @@ class _UpstreamCall:
     """The body to send, with `max_tokens` where it is a number."""
     max_tokens: int | None
     """The limit that the gateway puts in; None where the client has said how many tokens it wants."""
+    notes: AcceptanceNotes
 
     async def whole(self) -> Response:
         async with self._answer() as response:
-            content = await response.aread()
+            content = self.notes.whole(await response.aread())
         return Response(content, media_type=response.headers.get("content-type", "application/json"))
 
     async def stream(self, emit: Emit) -> bytes:
@@ -123,7 +127,7 @@ class _UpstreamCall:
                 if at >= 0 and (failure := refusal_in(block[at:])):
                     self.exchange.fail(failure)
                 is_done = block.endswith(DONE)
-                await emit(block)
+                await emit(self.notes.events(block))
         if not is_done:
             raise EngineError("the stream ended before it was done")
         return b""
@@ -216,6 +220,8 @@ class ForwardedBody(Strict):
     temperature: Any = None
     cache_salt: Annotated[str, Field(max_length=_MAX_SALT_CHARS)] | None = None
     """Parts the prefix cache within the tenant."""
+    stream_options: Any = None
+    return_spec_tokens_details: Any = None
     custom_params: CustomParams = Field(default_factory=dict)
     slipstream: GroupCapture = GroupCapture()
 
@@ -224,6 +230,12 @@ class ForwardedBody(Strict):
         """Token ids are one prompt; whatever else is in a list is a prompt each. Judging them is SGLang's."""
         is_list = isinstance(self.prompt, list) and self.prompt and type(self.prompt[0]) is not int
         return (len(self.prompt) if is_list else 1) * self.n
+
+    @property
+    def has_usage(self) -> bool:
+        """Whether its answer says at its end what was used, and can say there what became of the proposals."""
+        options = self.stream_options
+        return not self.stream or (isinstance(options, dict) and options.get("include_usage") is True)
 
     @property
     def completion_tokens(self) -> int | None:
@@ -258,4 +270,6 @@ def rewrite(raw: bytes, body: ForwardedBody, marks: Marks, *, max_tokens: int | 
     added: dict[str, Any] = {"custom_params": params, "rid": marks.rid, "cache_salt": marks.cache_salt}
     if max_tokens is not None:
         added["max_tokens"] = max_tokens
+    if body.has_usage:
+        added[ASK] = True
     return msgspec.json.encode({**fields, **added})

@@ -17,6 +17,7 @@ import structlog
 import torch
 from torch import Tensor
 
+from serving.acceptance import AcceptanceByLength
 from serving.engine import Chunk, EngineHealth, EngineInfo, GenerateRequest, SwapReport, TargetReport, WatchedRound
 from serving.group_cache.sync import GroupSharing
 from serving.local.capture import LocalCapture
@@ -115,6 +116,10 @@ class LocalEngine:
     @property
     def estimated_speedup(self) -> EstimatedSpeedup:
         return self._observer.estimated_speedup
+
+    @property
+    def acceptance_by_length(self) -> AcceptanceByLength:
+        return self._observer.by_length
 
     @property
     def draft_version(self) -> int:

@@ -140,11 +140,13 @@ class ActiveRequest:
         num_accepted: int,
         proposer: Source = "target",
         *,
+        num_proposed: int | None = None,
         logprobs: Sequence[float] = (),
     ) -> None:
         """Take the tokens that a round emitted, up to whatever ends the answer, and deliver them as one chunk.
 
-        The first `num_accepted` are accepted proposals of `proposer`; `logprobs` are of all, where they are wanted.
+        The first `num_accepted` are accepted proposals of `proposer`, of `num_proposed`; `logprobs` are of all, where
+        they are wanted.
         """
         taken: list[int] = []
         for index, token in enumerate(emitted):
@@ -170,6 +172,7 @@ class ActiveRequest:
                 text="".join(piece.text for piece in shown),
                 pieces=tuple(shown),
                 token_ids=tuple(taken),
+                num_proposed=num_proposed,
                 num_accepted=min(num_accepted, len(taken)),
                 finish_reason=self.finish_reason,
                 logprobs=tuple(logprobs[: len(taken)]),

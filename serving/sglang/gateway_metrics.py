@@ -5,12 +5,13 @@ A scrape reads what the client last saw and waits for nothing. Without a report 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from serving.acceptance import LengthKey
 from serving.metrics import (
     ACCEPTED,
     DEPTH,
@@ -23,6 +24,7 @@ from serving.metrics import (
     SWAPS,
     VERIFICATIONS,
     VERIFIED_TOKENS,
+    by_length_metrics,
     speedup_metrics,
     trace_metrics,
     verdict_metrics,
@@ -130,6 +132,11 @@ def _speed_metrics(report: EngineReport) -> Iterator[Metric]:
         upper=report.speedup_upper,
     )
     yield from speedup_metrics(measured, report.speedup_estimated)
+    yield from by_length_metrics(_by_key(report.verifications_by_length), _by_key(report.tokens_by_length))
+
+
+def _by_key(counts: Mapping[str, int]) -> dict[LengthKey, int]:
+    return {tuple(key.split("/")): count for key, count in counts.items() if key.count("/") == 2}
 
 
 def _gauge(name: str, help_text: str, value: float | None) -> GaugeMetricFamily:

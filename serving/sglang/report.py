@@ -37,6 +37,9 @@ class EngineReport:
     accepted: Mapping[str, int]
     text_proposals: Mapping[str, int]
     text_accepted: Mapping[str, int]
+    verifications_by_length: Mapping[str, int]
+    """By source, what is as long and up to how many tokens, as "head/context/512"; so are the tokens."""
+    tokens_by_length: Mapping[str, int]
     text_tokens: int | None
     """Of earlier text, that are kept."""
     text_evicted: int | None
@@ -123,7 +126,7 @@ _COUNTS = (
 )
 _COUNTS_BY = (
     *("rounds", "decode_ms", "round_tokens", "proposals", "accepted", "text_proposals", "text_accepted"),
-    *("dropped_by_reason", "verdicts"),
+    *("verifications_by_length", "tokens_by_length", "dropped_by_reason", "verdicts"),
 )
 _MEANS = (
     *("speedup", "speedup_lower", "speedup_upper", "speedup_estimated", "baseline_ms_per_token"),

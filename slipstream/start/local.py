@@ -130,7 +130,8 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
             on_round=watch.observe,
             sharing=sharing,
         )
-        registry.register(ServingCollector(meter, recorder.stats if recorder else None, engine.estimated_speedup.ratio))
+        stats = recorder.stats if recorder else None
+        registry.register(ServingCollector(meter, stats, engine.estimated_speedup.ratio, engine.acceptance_by_length))
         engine.start()
         opened.callback(engine.stop)
         app = create_app(

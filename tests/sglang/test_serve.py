@@ -66,6 +66,31 @@ def test_chat_whole_and_streamed(client: openai.OpenAI) -> None:
     assert text == whole.choices[0].message.content
 
 
+def test_an_answer_says_what_became_of_its_proposals(client: openai.OpenAI) -> None:
+    question = _messages("Say the days of the week three times, and nothing else.")
+    whole = client.chat.completions.create(model=NAME, messages=question, temperature=0, max_tokens=40)
+    *_, last = client.chat.completions.create(
+        model=NAME,
+        messages=question,
+        temperature=0,
+        max_tokens=40,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    for answer in (whole, last):
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens_details is not None
+        said = answer.model_dump()["metrics"]["speculative_decoding"]
+        steps, accepted = said["num_spec_steps"], said["num_accepted_draft_tokens"]
+        assert sum(said["acceptance_histogram"]) == steps > 0
+        assert sum(count * number for count, number in enumerate(said["acceptance_histogram"])) == accepted
+        assert accepted <= said["num_draft_tokens"] <= 16 * steps
+        # A prompt's first token is of no verification; what an answer's end cuts off was accepted all the same.
+        assert answer.usage.completion_tokens <= 1 + steps + accepted < answer.usage.completion_tokens + 16
+        assert answer.usage.completion_tokens_details.accepted_prediction_tokens == accepted
+    assert "sglext" not in whole.model_dump()
+
+
 def test_what_sglang_knows_passes_through(client: openai.OpenAI) -> None:
     answer = client.completions.create(model=NAME, prompt="One, two, three,", temperature=0, max_tokens=4, logprobs=2)
     assert answer.choices[0].logprobs is not None

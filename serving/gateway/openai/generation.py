@@ -12,6 +12,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
+from serving.acceptance import Acceptance
 from serving.engine import Chunk, Engine, EngineInfo, FinishReason, GenerateRequest
 from serving.gateway.config import GatewaySettings
 from serving.gateway.errors import ApiError, deadline
@@ -65,7 +66,7 @@ class StreamedChoice:
 
     parts: list[str] = field(default_factory=list)
     num_tokens: int = 0
-    num_accepted: int = 0
+    acceptance: Acceptance = field(default_factory=Acceptance)
     finish_reason: FinishReason | None = None
 
     @property
@@ -75,7 +76,8 @@ class StreamedChoice:
     def add(self, chunk: Chunk) -> None:
         self.parts.append(chunk.text)
         self.num_tokens += len(chunk.token_ids)
-        self.num_accepted += chunk.num_accepted
+        if chunk.num_proposed is not None:
+            self.acceptance.add(chunk.num_proposed, chunk.num_accepted)
         self.finish_reason = chunk.finish_reason
 
 
@@ -104,7 +106,7 @@ class AnswerStreams:
             except ExceptionGroup as group_failure:
                 failures = cast(Sequence[Exception], group_failure.exceptions)
             finally:
-                prompt, completion, accepted = self._num_prompt_tokens, self._num_tokens, self._num_accepted
+                prompt, completion, accepted = self._num_prompt_tokens, self._num_tokens, self.acceptance.num_accepted
                 counted = prefixed(prompt_tokens=prompt, completion_tokens=completion, accepted_tokens=accepted)
                 self._exchange.span.set_attributes(counted)
         if failures:
@@ -132,15 +134,16 @@ class AnswerStreams:
         return sum(sample.num_tokens for sample in self.samples)
 
     @property
-    def _num_accepted(self) -> int:
-        return sum(sample.num_accepted for sample in self.samples)
+    def acceptance(self) -> Acceptance:
+        """Of all samples so far."""
+        return Acceptance.over(sample.acceptance for sample in self.samples)
 
     def usage(self) -> dict[str, object]:
         return {
             "prompt_tokens": self._num_prompt_tokens,
             "completion_tokens": self._num_tokens,
             "total_tokens": self._num_prompt_tokens + self._num_tokens,
-            "completion_tokens_details": {"accepted_prediction_tokens": self._num_accepted},
+            "completion_tokens_details": self.acceptance.usage_details(),
         }
 
 

@@ -96,7 +96,7 @@ class ResponseWriter(ABC):
 
     def whole(self) -> dict[str, Any]:
         choices = [self.choice(index, sample) for index, sample in enumerate(self._generation.samples)]
-        return {"object": self.whole_object, **self._identity, "choices": choices, "usage": self._generation.usage()}
+        return {"object": self.whole_object, **self._identity, "choices": choices, **self._ending()}
 
     def events(self, index: int, chunk: Chunk) -> list[dict[str, Any]]:
         is_first = index not in self._opened
@@ -114,7 +114,11 @@ class ResponseWriter(ABC):
     def closing_events(self) -> list[dict[str, Any]]:
         if not self._body.stream_options.include_usage:
             return []
-        return [{"object": self.chunk_object, **self._identity, "choices": [], "usage": self._generation.usage()}]
+        return [{"object": self.chunk_object, **self._identity, "choices": [], **self._ending()}]
+
+    def _ending(self) -> dict[str, Any]:
+        """What can be said of the answer once it is whole."""
+        return {"usage": self._generation.usage(), "metrics": self._generation.acceptance.metrics()}
 
 
 class ChatWriter(ResponseWriter):

@@ -222,7 +222,13 @@ class RoundRunner:
             version = NO_DRAFT if proposal.is_suffix else self._draft.version
             generation.rounds.append(RoundRecord(start, proposal.tree, len(path), version))
         logprobs = logprobs_of(generation, logits_PV, emitted)
-        generation.commit(emitted, len(path), "suffix" if proposal.is_suffix else "head", logprobs=logprobs)
+        generation.commit(
+            emitted,
+            len(path),
+            "suffix" if proposal.is_suffix else "head",
+            num_proposed=len(proposal.tree.tokens),
+            logprobs=logprobs,
+        )
 
     def _take_piece(
         self, piece: PromptPiece, hidden_Td: Tensor, aux_Tw: Tensor, logits_1V: Tensor | None, *, drafting: bool

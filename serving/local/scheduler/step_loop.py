@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+from serving.acceptance import AcceptanceByLength, ProposalSource
 from serving.engine import Proposed, Stratum, SwapReport, TargetReport, Verification, WatchedRound
 from serving.local.capture import LocalCapture
 from serving.local.config import LocalEngineConfig
-from serving.local.decode.proposer import RecentTexts
+from serving.local.decode.proposer import RecentTexts, VerifiedProposal
 from serving.local.decode.rounds import PromptPiece, RoundReport, RoundRunner
 from serving.local.draft import ServingDraft, StagedWeights
 from serving.local.request import ActiveRequest
@@ -193,7 +194,7 @@ class RoundObserver:
         self, metrics: EngineMetrics, meter: SpeedupMeter, on_round: Callable[[WatchedRound], object] | None
     ) -> None:
         self._metrics, self._meter, self._on_round = metrics, meter, on_round
-        self.estimated_speedup = EstimatedSpeedup()
+        self.estimated_speedup, self.by_length = EstimatedSpeedup(), AcceptanceByLength()
 
     def observe(self, report: RoundReport, *, is_control: bool, target_version: int, head_arm: HeadArm) -> None:
         plan, look, rows = report.proposals.plan, report.proposals.look, report.rows
@@ -230,6 +231,8 @@ class RoundObserver:
                     committed=report.committed,
                     asked=plan.uses_head,
                 )
+        if report.depth > 0:
+            self._count_by_length(rows)
         if plan.expected_s:
             self.estimated_speedup.add(
                 batch=report.batch, committed=report.committed, expected_s=plan.expected_s, plain_s=plan.plain_s
@@ -237,6 +240,21 @@ class RoundObserver:
         if self._on_round is not None:
             self._on_round(_watched(report, is_control=is_control, target_version=target_version))
         _record_spans(report)
+
+    def _count_by_length(self, rows: Sequence[VerifiedProposal]) -> None:
+        by_source: dict[ProposalSource, list[VerifiedProposal]] = {
+            "head": [row for row in rows if row.from_head],
+            "suffix": [row for row in rows if not row.from_head and row.proposal.tree.tokens],
+        }
+        for source, of_source in by_source.items():
+            committed = [row.num_committed for row in of_source]
+            before = [(row.generation, count) for row, count in zip(of_source, committed, strict=True)]
+            self.by_length.add(
+                source,
+                [len(one.tokens) - count for one, count in before],
+                [one.num_completion_tokens - count for one, count in before],
+                committed,
+            )
 
 
 def _record_spans(report: RoundReport) -> None:

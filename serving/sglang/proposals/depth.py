@@ -14,10 +14,13 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from serving.acceptance import SOURCES, AcceptanceByLength, LengthKey
 from serving.engine import Proposed, Stratum, Verification, WatchedRound, stratum_of
 from serving.sglang.capture.request import parent_of, policy_of, sampling_of
 from serving.sglang.proposals.draft_sleep import Dormancy
@@ -29,6 +32,7 @@ from speculator.proposals.planner import FadingMean
 from speculator.tracing import Parent, record
 
 _ASKED = "_slipstream_asked"
+_HEAD, _SUFFIX = SOURCES
 
 
 @dataclass(eq=False)
@@ -38,6 +42,7 @@ class _Asked:
     group: Group
     kind: Stratum
     parent: Parent | None
+    num_prompt_tokens: int
     num_rounds: int = 0
     num_text_rounds: int = 0
     """In which earlier text proposed."""
@@ -134,6 +139,7 @@ class DepthControl:
         self.depth = 0
         self.target_version = 0
         """Set by the follower's thread when a new target is announced."""
+        self.by_length = AcceptanceByLength()
         self.num_verifications = self.num_verified_tokens = 0
         """Requests' verifications with proposals, and the tokens that they committed, bonus included."""
 
@@ -270,6 +276,21 @@ class DepthControl:
                 self._planner.positions.add(done.head_depth, min(count, done.head_depth))
         self.num_verifications += done.batch
         self.num_verified_tokens += done.batch + sum(accepted)
+        self._count_by_length(done, accepted)
+        for request, is_text in zip(done.requests, done.from_text, strict=True):
+            # SGLang's own field for it. It counts no verification of a request that had ended.
+            if not (request.is_retracted or request.finished()):
+                request.spec_num_cap_tokens += done.depth if is_text else done.head_depth
+
+    def _count_by_length(self, done: _Round, accepted: Sequence[int]) -> None:
+        """But for what the head proposed without its passes, or of a request that it has not read."""
+        answers = np.array([len(request.output_ids) for request in done.requests])
+        contexts = answers + [asked.num_prompt_tokens for asked in done.asked]
+        committed, from_text = np.add(accepted, 1), np.array(done.from_text)
+        by_head = ~(from_text | np.array(done.cold)) & done.uses_head
+        for source, rows in ((_HEAD, by_head), (_SUFFIX, from_text)):
+            if rows.any():
+                self.by_length.add(source, contexts[rows], answers[rows], committed[rows])
 
     def _weigh(self, planner: LengthPlanner, done: _Round, num_accepted: int) -> None:
         """Does the head save time, beside the best round without its chains?
@@ -315,6 +336,8 @@ class DepthControl:
             "verified_tokens": self.num_verified_tokens,
             **self.explanation(),
             **self.tally.report(),
+            "verifications_by_length": _joined(self.by_length.verifications()),
+            "tokens_by_length": _joined(self.by_length.tokens()),
         }
         if self.num_verifications:
             fields["accept_length"] = round(self.num_verified_tokens / self.num_verifications, 4)
@@ -356,6 +379,10 @@ class DepthControl:
         self._on_round(_watched(done, seconds, accepted))
 
 
+def _joined(counts: Mapping[LengthKey, int]) -> str:
+    return ",".join(f"{'/'.join(key)}={count}" for key, count in counts.items())
+
+
 def _asked_by(request: Any) -> _Asked:
     """Read from a request once; it is kept with it."""
     asked: _Asked | None = getattr(request, _ASKED, None)
@@ -363,7 +390,8 @@ def _asked_by(request: Any) -> _Asked:
         params = request.sampling_params
         policy = policy_of(params.custom_params)
         stratum = stratum_of(policy.domain, sampling_of(params))
-        asked = _Asked((policy.tenant, policy.domain), stratum, parent_of(params.custom_params))
+        num_tokens = len(request.origin_input_ids)
+        asked = _Asked((policy.tenant, policy.domain), stratum, parent_of(params.custom_params), num_tokens)
         setattr(request, _ASKED, asked)
     return asked
 

@@ -87,7 +87,7 @@ def test_other_parameters_go_on_unchanged() -> None:
     }
     chat(fake, **asked)
     [sent] = fake.bodies
-    added = {key: sent.pop(key) for key in ("rid", "custom_params", "cache_salt")}
+    added = {key: sent.pop(key) for key in ("rid", "custom_params", "cache_salt", "return_spec_tokens_details")}
     assert sent == {"model": MODEL, "messages": HELLO, **asked}
     assert added["custom_params"] == {"slipstream": POLICY}
     assert added["cache_salt"] == "default"

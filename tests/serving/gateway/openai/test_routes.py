@@ -31,12 +31,22 @@ def test_whole_answer() -> None:
             "finish_reason": "stop",
         }
     ]
-    # 17 bytes in chunks of four: one committed token each, the others accepted proposals.
+    # 17 bytes in steps of four: the target's own token each, the others accepted proposals, of four each.
     assert body["usage"] == {
         "prompt_tokens": len("<user>hello\n<assistant>"),
         "completion_tokens": 17,
         "total_tokens": len("<user>hello\n<assistant>") + 17,
-        "completion_tokens_details": {"accepted_prediction_tokens": 12},
+        "completion_tokens_details": {"accepted_prediction_tokens": 12, "rejected_prediction_tokens": 8},
+    }
+    assert body["metrics"] == {
+        "speculative_decoding": {
+            "mean_acceptance_length": 17 / 5,
+            "draft_acceptance_rate": 12 / 20,
+            "acceptance_histogram": [1, 0, 0, 4],
+            "num_spec_steps": 5,
+            "num_accepted_draft_tokens": 12,
+            "num_draft_tokens": 20,
+        }
     }
     assert engine.finished == [f"{response.headers['x-request-id']}-0"]
 

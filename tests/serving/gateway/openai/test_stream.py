@@ -45,8 +45,10 @@ def test_usage_is_the_last_event_when_asked_for() -> None:
         "prompt_tokens": 23,
         "completion_tokens": 8,
         "total_tokens": 31,
-        "completion_tokens_details": {"accepted_prediction_tokens": 6},
+        "completion_tokens_details": {"accepted_prediction_tokens": 6, "rejected_prediction_tokens": 2},
     }
+    assert usage["metrics"]["speculative_decoding"]["acceptance_histogram"] == [0, 0, 0, 2]
+    assert not any("metrics" in chunk for chunk in chunks)
 
 
 def test_each_event_has_the_usage_so_far_when_asked_for() -> None:

@@ -94,6 +94,7 @@ class FakeSglang:
     num_prompt_tokens: int = 0
     """What it takes every prompt to have, where it refuses to go beyond its context."""
     events: list[bytes] = field(default_factory=lambda: list(EVENTS))
+    whole: bytes = WHOLE
     cut: bool = False
     """Ends the connection after the last event, without the end of the body."""
     hold: bool = False
@@ -156,7 +157,7 @@ class FakeSglang:
         if self.heeds_marks:
             marks = Marks.of_header(self.headers[-1][HEADER])
             return JSONResponse({**json.loads(WHOLE), "id": marks.rid})
-        return Response(WHOLE, media_type="application/json")
+        return Response(self.whole, media_type="application/json")
 
     async def _stream(self) -> AsyncIterator[bytes]:
         try:

@@ -17,6 +17,7 @@ from serving.sglang.proposals.remembered_text import Continuations
 from serving.sglang.proposals.step_clock import StepClock
 from serving.sglang.report import EngineReport
 from serving.speedup import ControlShare, SpeedupMeter
+from tests.serving.sglang.harness import Finish, Request
 from tests.serving.sglang.slow_device import SlowDevice
 
 SECONDS = {0: 1.0, 1: 1.2, 3: 1.6}
@@ -48,8 +49,8 @@ def make_control(
 
 def requests(count: int) -> list[Any]:
     """Greedy ones of one domain."""
-    params = SimpleNamespace(custom_params={"slipstream": {"tenant": "t", "domain": "code"}}, top_k=1)
-    return [SimpleNamespace(rid=f"r{index}", sampling_params=params) for index in range(count)]
+    params = {"custom_params": {"slipstream": {"tenant": "t", "domain": "code"}}, "top_k": 1}
+    return [Request([1, 2, 3], f"r{index}", **params) for index in range(count)]
 
 
 def step(control: DepthControl, batch: list[Any], *, accepts: bool = False) -> int:
@@ -315,13 +316,6 @@ def text_for(batch: list[Any], tokens: list[int]) -> Continuations:
     return Continuations(found, probabilities, counts, first, [len(one.output_ids) for one in batch])
 
 
-def texted(count: int) -> list[Any]:
-    batch = requests(count)
-    for one in batch:
-        one.origin_input_ids, one.output_ids = [1, 2, 3], []
-    return batch
-
-
 def with_text(control: DepthControl, batch: list[Any], accepted: list[int], *, came: list[int] | None = None) -> int:
     """One step; `came` is what the host learns of the first request while it runs."""
     control.found(text_for(batch, [5] * 9))
@@ -354,7 +348,7 @@ def make_long_control(seen: list[WatchedRound], *, is_fresh: bool = False) -> De
 
 def test_a_draft_that_sleeps_is_not_asked_where_text_goes_on() -> None:
     seen: list[WatchedRound] = []
-    control, batch = make_long_control(seen, is_fresh=True), texted(1)
+    control, batch = make_long_control(seen, is_fresh=True), requests(1)
     assert with_text(control, batch, [8]) == 8
     assert not control.plan.uses_head
     assert control.needs_no_reading(batch)
@@ -368,7 +362,7 @@ def test_what_text_has_proposed_says_nothing_of_the_head() -> None:
     seen: list[WatchedRound] = []
     control = make_long_control(seen)
     for _ in range(60):
-        batch = texted(2)
+        batch = requests(2)
         # Text is dear here: it goes along with the head's chains.
         control.learn_times([TimedStep(2, 8, 9.0, uses_head=False), TimedStep(2, 3, 9.0, uses_head=False)])
         depth = with_text(control, batch, [3, 0])
@@ -379,14 +373,45 @@ def test_what_text_has_proposed_says_nothing_of_the_head() -> None:
     assert seen[-1].proposed == Proposed(by_draft=3, by_text=3)
     assert seen[-1].verifications[0].stratum.remembered == 0
     for _ in range(100):
-        with_text(control, texted(2), [3, 0])
+        with_text(control, requests(2), [3, 0])
     assert float(control.explanation()["acceptance"].split(",")[0]) < 0.2
 
 
 def test_text_that_did_not_come_true_was_not_proposed() -> None:
     """With overlap scheduling the host learns that when it has the verdict."""
     seen: list[WatchedRound] = []
-    control, batch = make_long_control(seen), texted(1)
+    control, batch = make_long_control(seen), requests(1)
     with_text(control, batch, [0], came=[7])
     assert "text_accepted" not in {name for name, counts in control.tally.report().items() if counts}
     assert control.tally.report()["accepted"] == "1=0"
+
+
+def test_sglangs_books_say_what_each_verification_proposed() -> None:
+    control, batch = make_long_control([], is_fresh=True), requests(2)
+    assert with_text(control, batch, [8, 0]) == 8
+    assert [one.spec_num_cap_tokens for one in batch] == [8, 1], "without the head's passes it has proposed one"
+    batch[0].finished_reason, batch[1].is_retracted = Finish("length"), True
+    with_text(control, batch, [8, 0])
+    assert [one.spec_num_cap_tokens for one in batch] == [8, 1], "SGLang counts no verification of these"
+
+
+def test_acceptance_is_counted_by_length_for_each_source() -> None:
+    control = make_long_control([])
+    batch = requests(2)
+    batch[1].origin_input_ids = [1] * 600
+    while not (with_text(control, batch, [3, 1]) == 3 and control.plan.uses_head):
+        control = make_long_control([])
+        control.learn_times([TimedStep(2, 8, 9.0, uses_head=False), TimedStep(2, 3, 9.0, uses_head=False)] * 20)
+    report = EngineReport.parse({name: str(value) for name, value in control.report().items()})
+    assert report.verifications_by_length == {
+        "head/context/1024": 1,
+        "head/answer/32": 1,
+        "suffix/context/512": 1,
+        "suffix/answer/32": 1,
+    }
+    assert report.tokens_by_length == {
+        "head/context/1024": 2,
+        "head/answer/32": 2,
+        "suffix/context/512": 4,
+        "suffix/answer/32": 4,
+    }

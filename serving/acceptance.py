@@ -1,0 +1,118 @@
+"""What became of proposals: of one answer's, as its client reads it, and of all, by how much text stood before them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+ProposalSource = Literal["head", "suffix"]
+SOURCES: tuple[ProposalSource, ...] = ("head", "suffix")
+LengthOf = Literal["context", "answer"]
+LENGTHS: Mapping[LengthOf, tuple[int, ...]] = {
+    "context": (512, 1024, 2048, 4096, 8192, 16384, 32768),
+    "answer": (32, 128, 512, 2048, 8192),
+}
+"""Upper bounds of the tokens that stand before a verification: of the whole text, and of the answer so far."""
+BEYOND = "more"
+"""What lies above the last bound."""
+LengthKey = tuple[str, ...]
+"""Source, what is as long, and up to how many tokens."""
+_BOUNDS = {of: np.array(bounds) for of, bounds in LENGTHS.items()}
+
+
+@dataclass
+class Acceptance:
+    """Of one answer, or of several; steps that proposed nothing are among them."""
+
+    num_proposed: int = 0
+    histogram: list[int] = field(default_factory=list)
+    """At place j, how many verifications accepted exactly j proposals."""
+
+    @property
+    def num_steps(self) -> int:
+        return sum(self.histogram)
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(accepted * count for accepted, count in enumerate(self.histogram))
+
+    def add(self, num_proposed: int, num_accepted: int, count: int = 1) -> None:
+        """So many verifications of which each accepted so many; `num_proposed` of all together."""
+        self.num_proposed += num_proposed
+        self.histogram += [0] * (num_accepted + 1 - len(self.histogram))
+        self.histogram[num_accepted] += count
+
+    @classmethod
+    def over(cls, many: Iterable[Acceptance]) -> Acceptance:
+        total = cls()
+        for one in many:
+            total.num_proposed += one.num_proposed
+            for num_accepted, count in enumerate(one.histogram):
+                total.add(0, num_accepted, count)
+        return total
+
+    def metrics(self) -> dict[str, object]:
+        """The `metrics` of a response, in the form that vLLM gave it (vllm-project/vllm#48915) and AIPerf reads."""
+        steps, accepted = self.num_steps, self.num_accepted
+        return {
+            "speculative_decoding": {
+                "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
+                "draft_acceptance_rate": accepted / self.num_proposed if self.num_proposed else 0.0,
+                "acceptance_histogram": self.histogram,
+                "num_spec_steps": steps,
+                "num_accepted_draft_tokens": accepted,
+                "num_draft_tokens": self.num_proposed,
+            }
+        }
+
+    def usage_details(self) -> dict[str, int]:
+        """OpenAI's counts of predicted tokens, in `completion_tokens_details` of the usage."""
+        accepted = self.num_accepted
+        return {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": max(self.num_proposed - accepted, 0),
+        }
+
+
+class AcceptanceByLength:
+    """Verifications, and the tokens that they committed, by how much text stood before them, for each source of
+    proposals. One thread adds, others may read.
+    """
+
+    def __init__(self) -> None:
+        self._counts = {
+            (source, of): np.zeros((2, len(bounds) + 1), np.int64)
+            for source in SOURCES
+            for of, bounds in LENGTHS.items()
+        }
+
+    def add(self, source: ProposalSource, contexts: ArrayLike, answers: ArrayLike, committed: ArrayLike) -> None:
+        """Verifications of one source, each behind a text and an answer so long."""
+        by_length: dict[LengthOf, ArrayLike] = {"context": contexts, "answer": answers}
+        for of, lengths in by_length.items():
+            counts = self._counts[source, of]
+            places, size = np.searchsorted(_BOUNDS[of], lengths), counts.shape[1]
+            counts[0] += np.bincount(places, minlength=size)
+            counts[1] += np.bincount(places, committed, minlength=size).astype(np.int64)
+
+    def verifications(self) -> dict[LengthKey, int]:
+        return self._seen(0)
+
+    def tokens(self) -> dict[LengthKey, int]:
+        return self._seen(1)
+
+    def _seen(self, row: int) -> dict[LengthKey, int]:
+        return {
+            (source, of, name): count
+            for (source, of), counts in self._counts.items()
+            for name, count, is_seen in zip(_names(of), counts[row].tolist(), counts[0].tolist(), strict=True)
+            if is_seen
+        }
+
+
+def _names(of: LengthOf) -> list[str]:
+    return [*map(str, LENGTHS[of]), BEYOND]

@@ -1,0 +1,110 @@
+"""What SGLang says of an answer's proposals, as `metrics.speculative_decoding` (serving/acceptance.py).
+
+SGLang says it in a field of its own, where a request asks for that; in a stream in an event of its own, which clients
+do not expect, before the one with the usage. How many tokens a verification proposed stands in it only as the plugin
+counts them: SGLang takes every verification to have proposed the most that it could.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from serving.acceptance import Acceptance
+
+ASK = "return_spec_tokens_details"
+"""The field of a request that asks for it."""
+_DETAILS = "spec_tokens_details"
+_MARK = b'"spec_tokens_details"'
+"""No answer's text can look like it: JSON escapes its quotes."""
+_NULL = msgspec.Raw(b"null")
+_EVENT, _END = b"data: ", b"\n\n"
+
+
+class _Details(msgspec.Struct):
+    spec_verify_ct: int = 0
+    spec_cap_length: float = 0.0
+    """The mean of what verifications proposed."""
+    spec_correct_drafts_histogram: list[int] = []
+
+
+class AcceptanceNotes:
+    """Of one answer, whole or streamed. What does not look as it should passes as it is."""
+
+    def __init__(self, *, keep: bool) -> None:
+        """`keep`: the client asked for SGLang's own field, too."""
+        self._keep = keep
+        self._found: Acceptance | None = None
+
+    def whole(self, content: bytes) -> bytes:
+        if _MARK not in content:
+            return content
+        fields = self._taken(content)
+        return content if fields is None else msgspec.json.encode(self._noted(fields))
+
+    def events(self, block: bytes) -> bytes:
+        """Whole events of a stream."""
+        if self._found is None and _MARK not in block:
+            return block
+        return b"".join(map(self._event, block.split(_END)[:-1]))
+
+    def _event(self, event: bytes) -> bytes:
+        if not event.startswith(_EVENT + b"{"):
+            return event + _END
+        if _MARK in event:
+            fields = self._taken(event.removeprefix(_EVENT))
+            if fields is None or "sglext" in fields:
+                return event + _END
+            return b""
+        fields = _decoded(event.removeprefix(_EVENT))
+        if self._found is None or fields is None or fields.get("usage", _NULL) == _NULL:
+            return event + _END
+        return _EVENT + msgspec.json.encode(self._noted(fields)) + _END
+
+    def _taken(self, content: bytes) -> dict[str, Any] | None:
+        """The fields without SGLang's note, unless it is to be kept; None where there is none."""
+        fields = _decoded(content)
+        said = None if fields is None else _decoded(bytes(fields.get("sglext", _NULL)))
+        if fields is None or said is None or (note := said.get(_DETAILS)) is None:
+            return None
+        try:
+            details = msgspec.json.decode(note, type=list[_Details] | _Details | None)
+        except msgspec.MsgspecError:
+            return None
+        if details is not None:
+            self._found = Acceptance.over(map(_acceptance_of, details if isinstance(details, list) else [details]))
+        if not self._keep:
+            rest = {name: value for name, value in said.items() if name != _DETAILS and value != _NULL}
+            fields = {**fields, "sglext": msgspec.Raw(msgspec.json.encode(rest))} if rest else _without(fields)
+        return fields
+
+    def _noted(self, fields: dict[str, Any]) -> dict[str, Any]:
+        if self._found is None:
+            return fields
+        usage = _decoded(bytes(fields.get("usage", _NULL)))
+        if usage is not None:
+            details = _decoded(bytes(usage.get("completion_tokens_details", _NULL))) or {}
+            usage = {**usage, "completion_tokens_details": {**details, **self._found.usage_details()}}
+            fields = {**fields, "usage": usage}
+        return {**fields, "metrics": self._found.metrics()}
+
+
+def _without(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name != "sglext"}
+
+
+def _acceptance_of(details: _Details) -> Acceptance:
+    acceptance = Acceptance(num_proposed=round(details.spec_cap_length * details.spec_verify_ct))
+    for num_accepted, count in enumerate(details.spec_correct_drafts_histogram):
+        acceptance.add(0, num_accepted, count)
+    return acceptance
+
+
+def _decoded(content: bytes) -> dict[str, Any] | None:
+    """An object's fields, each as it stands; None for what is none."""
+    try:
+        return msgspec.json.decode(content, type=dict[str, msgspec.Raw] | None)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
