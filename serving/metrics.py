@@ -14,7 +14,15 @@ from prometheus_client.registry import Collector
 from serving.acceptance import AcceptanceByLength, LengthKey
 from serving.capture.recorder import DROP_REASONS, RecorderStats
 from serving.hotswap.follower import SwapLog
-from serving.speedup import BASELINE, PLAN_MODEL, Group, Speedup, SpeedupMeter
+from serving.speedup import (
+    BASELINE,
+    NOTHING_MEASURED,
+    PLAN_MODEL,
+    SERVED_PLAINLY,
+    Group,
+    Speedup,
+    SpeedupMeter,
+)
 
 # Names and help texts of what both engines have, each counting for itself.
 ROUNDS = (
@@ -170,7 +178,7 @@ class EngineMetrics:
                 self.accepted.labels(source, str(position + 1)).inc(position < num_accepted)
 
     def observe_head_ab(self, *, batch: int, with_head: bool, seconds: float, committed: int, asked: bool) -> None:
-        """Count a round of the A/B of the draft head (`serving.speedup.HeadSwitch`)."""
+        """Count a round of the A/B of the draft head (`serving.speedup.Stretches`)."""
         arm, size = HEAD_AB_ARMS[with_head], str(batch)
         self.head_ab_rounds.labels(arm, size).inc()
         self.head_ab_seconds.labels(arm, size).inc(seconds)
@@ -249,15 +257,16 @@ class ServingCollector(Collector):
         meter: SpeedupMeter,
         recorder: Callable[[], RecorderStats] | None,
         estimate: Callable[[], float | None] = lambda: None,
+        end_to_end: Callable[[], Speedup] = lambda: NOTHING_MEASURED,
         by_length: AcceptanceByLength | None = None,
     ) -> None:
-        self._meter, self._recorder, self._estimate = meter, recorder, estimate
+        self._meter, self._recorder, self._estimate, self._end_to_end = meter, recorder, estimate, end_to_end
         self._by_length = by_length or AcceptanceByLength()
         self._groups: Mapping[Group, Speedup] = {}
         self._grouped_s = -math.inf
 
     def collect(self) -> Iterator[Metric]:
-        yield from speedup_metrics(self._meter.measure(), self._estimate())
+        yield from speedup_metrics(self._meter.measure(), self._end_to_end(), self._estimate())
         yield from _group_speedups(self._measured_groups())
         yield from by_length_metrics(self._by_length.verifications(), self._by_length.tokens())
         if self._recorder is None:
@@ -315,21 +324,30 @@ def by_length_metrics(verifications: Mapping[LengthKey, int], tokens: Mapping[Le
         yield family
 
 
-def speedup_metrics(measured: Speedup, estimated: float | None) -> Iterator[Metric]:
-    """The measured speedup with its interval and baseline, and what the planner's cost model expects.
+def speedup_metrics(measured: Speedup, end_to_end: Speedup, estimated: float | None) -> Iterator[Metric]:
+    """The measured speedup of decode rounds and that of requests, each with its interval and baseline, and what the
+    planner's cost model expects.
 
-    The two are never mixed. What is not known has no sample.
+    They are never mixed. What is not known has no sample.
     """
-    name = "slipstream_speedup_measured_ratio"
-    yield _gauge(
-        name,
-        "Time a token at depth 0 over time a token with drafting, same batch sizes, recent window",
-        "baseline",
-        {BASELINE: measured.ratio},
-    )
-    for end, value in (("lower", measured.lower), ("upper", measured.upper)):
-        about = f"The {end} end of the measured speedup's 95% interval"
-        yield _gauge(f"{name}_{end}", about, "baseline", {BASELINE: value})
+    for name, about, baseline, found in (
+        (
+            "slipstream_speedup_measured_ratio",
+            "Time a token at depth 0 over time a token with drafting, same batch sizes, recent window",
+            BASELINE,
+            measured,
+        ),
+        (
+            "slipstream_speedup_end_to_end_ratio",
+            "Requests' time a token, prompts included, in stretches of rounds in which all are served plainly, over "
+            "that elsewhere; recent window",
+            SERVED_PLAINLY,
+            end_to_end,
+        ),
+    ):
+        yield _gauge(name, about, "baseline", {baseline: found.ratio})
+        for end, value in (("lower", found.lower), ("upper", found.upper)):
+            yield _gauge(f"{name}_{end}", f"The {end} end of its 95% interval", "baseline", {baseline: value})
     milliseconds = measured.baseline_ms_per_token
     yield GaugeMetricFamily(
         "slipstream_baseline_seconds_per_token",

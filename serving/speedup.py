@@ -1,8 +1,9 @@
 """The speedup over plain decoding: measured from control rounds, and estimated from what rounds should cost.
 
-Measured: a small share of rounds runs at depth 0 and gives the baseline at the same batch size. Whoever compares two
-arms, drafting with plain rounds, a client's answers with those of a plain server, or rounds with the draft head and
-without it, adds seconds and tokens to one `Sums` for each stretch of time and asks `measure`. The interval is a
+Measured: a small share of rounds runs at depth 0 and gives the baseline at the same batch size. End to end: in some
+stretches of rounds all requests are served plainly, and all time counts. Whoever compares two arms, drafting with plain
+rounds, a client's answers with those of a plain server, or rounds with the draft head and without it, adds seconds and
+tokens to one `Sums` for each stretch of time and asks `measure`. The interval is a
 jackknife over the stretches, so that a machine that is slow for some seconds counts as one disturbance and not as
 hundreds of slow rounds.
 
@@ -23,6 +24,8 @@ from typing import NamedTuple
 
 BASELINE = "depth0_same_batch"
 """Name of the baseline: plain decoding by the same engine, in the same minutes, at equal batch size."""
+SERVED_PLAINLY = "served_plainly"
+"""Name of the baseline of the end-to-end speedup: stretches of rounds in which all requests are served plainly."""
 PLAN_MODEL = "planned_rounds"
 """Name of the cost model behind the estimate: what the planner expects of its rounds."""
 
@@ -66,39 +69,45 @@ class ControlShare:
         return self._due[batch] + self._share
 
 
-class HeadArm(NamedTuple):
-    """Of one drafting round in the A/B of the learned head beside remembered text."""
+class Arm(NamedTuple):
+    """Of one round in an A/B."""
 
-    may_ask: bool
+    is_on: bool
     counts: bool
     """False where there is no A/B, and in the first rounds of a stretch."""
 
 
-class HeadSwitch:
-    """Decides in which drafting rounds the planner may ask the learned head: an A/B that measures what the head adds.
+NO_AB = Arm(is_on=True, counts=False)
 
-    One stretch of rounds in every cycle goes without the head, at a random place. A stretch and not a round: what the
-    head proposes in one round changes what the next ones find. The first rounds of a stretch count for neither side,
-    since the head then reads what it has missed.
+
+class Stretches:
+    """Decides in which rounds something is left out: an A/B that measures what it brings.
+
+    One stretch of rounds in every cycle goes without, at a random place. A stretch and not a round: what a round
+    proposes, or how long it takes, changes what the next ones find. The first rounds of a stretch count for neither
+    side: they still have to do with the one before. Who counts the same rounds decides the same.
     """
 
     def __init__(self, off_share: float, seed: int = 0) -> None:
-        """`off_share` of the rounds go without the head; 0 is no A/B."""
+        """`off_share` of the rounds go without; 0 is no A/B."""
         self._cycle = round(_STRETCH_ROUNDS / off_share) if off_share else 0
         self._random = random.Random(seed)
         self._place = self._off_from = self._num_since_change = 0
         self._was_on = True
+        self.num_cycles = 0
+        """That have begun."""
 
-    def next_arm(self) -> HeadArm:
+    def next_arm(self) -> Arm:
         if not self._cycle:
-            return HeadArm(may_ask=True, counts=False)
+            return NO_AB
         if self._place == 0:
             self._off_from = self._random.randint(0, self._cycle - _STRETCH_ROUNDS)
+            self.num_cycles += 1
         is_on = not self._off_from <= self._place < self._off_from + _STRETCH_ROUNDS
         self._num_since_change = self._num_since_change + 1 if is_on == self._was_on else 0
         self._was_on = is_on
         self._place = (self._place + 1) % self._cycle
-        return HeadArm(is_on, self._num_since_change >= _SETTLING_ROUNDS)
+        return Arm(is_on, self._num_since_change >= _SETTLING_ROUNDS)
 
 
 @dataclass(frozen=True)
@@ -117,6 +126,9 @@ class Speedup:
     upper: float | None = None
 
 
+NOTHING_MEASURED = Speedup(None, None, 0, 0)
+
+
 class _Totals(NamedTuple):
     seconds: float = 0.0
     tokens: int = 0
@@ -128,13 +140,19 @@ class Sums:
 
     def __init__(self) -> None:
         self._totals: dict[tuple[int, bool], _Totals] = {}
+        self._shared_s = 0.0
 
     def add(self, batch: int, drafted: bool, seconds: float, tokens: int, rounds: int = 1) -> None:
         before = self._totals.get((batch, drafted), _Totals())
         self._totals[batch, drafted] = _Totals(before.seconds + seconds, before.tokens + tokens, before.rounds + rounds)
 
+    def add_shared(self, seconds: float) -> None:
+        """That all tokens need, of whichever arm they are, as for their prompts."""
+        self._shared_s += seconds
+
     def merge(self, other: Sums, sign: int = 1) -> Sums:
         """Add another's sums, or take them away again, and return this."""
+        self._shared_s += sign * other._shared_s
         for (batch, drafted), totals in other._totals.items():
             self.add(batch, drafted, sign * totals.seconds, sign * totals.tokens, sign * totals.rounds)
         return self
@@ -162,7 +180,8 @@ class Sums:
         """Without an interval.
 
         With drafting, batch size b took S_b seconds for N_b tokens; without, t_b seconds a token. The same tokens would
-        have taken Σ N_b·t_b plainly, so the ratio is Σ N_b·t_b / Σ S_b over the batch sizes that have both.
+        have taken Σ N_b·t_b plainly, so the ratio is Σ N_b·t_b / Σ S_b over the batch sizes that have both. What all
+        tokens need is added to both sums by these tokens' part in all: it varies too much to be compared.
         """
         num_plain, num_drafted = self.num_rounds(drafted=False), self.num_rounds(drafted=True)
         plain_s = drafted_s = 0.0
@@ -174,8 +193,11 @@ class Sums:
                 drafted_s += totals.seconds
                 num_tokens += totals.tokens
         if not num_tokens:
-            return Speedup(None, None, num_plain, num_drafted)
-        return Speedup(plain_s / drafted_s, 1000 * plain_s / num_tokens, num_plain, num_drafted)
+            return replace(NOTHING_MEASURED, baseline_rounds=num_plain, speculative_rounds=num_drafted)
+        num_all = self.num_tokens(drafted=False) + self.num_tokens(drafted=True)
+        shared_s = self._shared_s * num_tokens / num_all
+        ratio = (plain_s + shared_s) / (drafted_s + shared_s)
+        return Speedup(ratio, 1000 * (plain_s + shared_s) / num_tokens, num_plain, num_drafted)
 
 
 def measure(blocks: Sequence[Sums]) -> Speedup:
@@ -275,6 +297,40 @@ class SpeedupMeter:
             self._known.add(group)
             self._num_of[group[0]] += 1
         return group
+
+
+class EndToEndSpeedup:
+    """The speedup that requests see: an A/B with stretches of rounds in which all of them are served plainly.
+
+    All of the engine's time counts while requests are there: decode rounds, what lies between them, what a trainer
+    beside them takes, and the prompts, whose time is the same for both arms. It is that of the last twenty cycles, with
+    a plain stretch in each. `measure` is for any thread, the rest for the one that decodes.
+    """
+
+    def __init__(self, plain_share: float) -> None:
+        self._stretches = Stretches(plain_share)
+        self._cycles: deque[Sums] = deque(maxlen=_NUM_BLOCKS)
+        self._num_cycles = 0
+        self._lock = threading.Lock()
+
+    def next_arm(self) -> Arm:
+        """Of the next round; it is to decode plainly where the arm is not on."""
+        return self._stretches.next_arm()
+
+    def add(self, arm: Arm, *, batch: int, seconds: float, committed: int, prompts_s: float) -> None:
+        """A round, and the time since the last one in which prompts were read."""
+        if not arm.counts:
+            return
+        with self._lock:
+            if self._num_cycles != self._stretches.num_cycles:
+                self._num_cycles = self._stretches.num_cycles
+                self._cycles.append(Sums())
+            self._cycles[-1].add(batch, arm.is_on, seconds, committed)
+            self._cycles[-1].add_shared(prompts_s)
+
+    def measure(self) -> Speedup:
+        with self._lock:
+            return measure(list(self._cycles))
 
 
 class EstimatedSpeedup:

@@ -31,6 +31,8 @@ class LocalEngineConfig:
     max_depth: int = 5
     control_share: float = 0.02
     """Share of rounds at depth 0 that gives the measured baseline."""
+    plain_share: float = 0.0
+    """Share of rounds, in stretches, in which nobody drafts: the A/B of the end-to-end speedup."""
     head_off_share: float = 0.0
     """Share of drafting rounds, in stretches, that may not ask the draft head: the A/B of what it adds."""
     prefill_chunk: int = 32

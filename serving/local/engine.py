@@ -33,7 +33,7 @@ from serving.local.target.loading import load_tokenizer
 from serving.local.target.model import Target
 from serving.local.text import AnswerText
 from serving.metrics import EngineMetrics
-from serving.speedup import EstimatedSpeedup, SpeedupMeter
+from serving.speedup import EndToEndSpeedup, EstimatedSpeedup, SpeedupMeter
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.errors import EngineDeadError, RequestError
 from speculator.proposals.planner import RoundPlanner
@@ -116,6 +116,10 @@ class LocalEngine:
     @property
     def estimated_speedup(self) -> EstimatedSpeedup:
         return self._observer.estimated_speedup
+
+    @property
+    def end_to_end(self) -> EndToEndSpeedup:
+        return self._loop.end_to_end
 
     @property
     def acceptance_by_length(self) -> AcceptanceByLength:

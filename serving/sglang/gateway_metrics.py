@@ -6,6 +6,7 @@ A scrape reads what the client last saw and waits for nothing. Without a report 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -30,7 +31,7 @@ from serving.metrics import (
     verdict_metrics,
 )
 from serving.sglang.report import EngineReport
-from serving.speedup import Speedup
+from serving.speedup import NOTHING_MEASURED
 
 
 class SglangCollector(Collector):
@@ -123,15 +124,17 @@ def _round_metrics(report: EngineReport) -> Iterator[Metric]:
 def _speed_metrics(report: EngineReport) -> Iterator[Metric]:
     yield CounterMetricFamily(*VERIFICATIONS, report.verifications)
     yield CounterMetricFamily(*VERIFIED_TOKENS, report.verified_tokens)
-    measured = Speedup(
-        report.speedup,
-        report.baseline_ms_per_token,
-        baseline_rounds=0,
-        speculative_rounds=0,
+    measured = replace(
+        NOTHING_MEASURED,
+        ratio=report.speedup,
+        baseline_ms_per_token=report.baseline_ms_per_token,
         lower=report.speedup_lower,
         upper=report.speedup_upper,
     )
-    yield from speedup_metrics(measured, report.speedup_estimated)
+    end_to_end = replace(
+        NOTHING_MEASURED, ratio=report.end_to_end, lower=report.end_to_end_lower, upper=report.end_to_end_upper
+    )
+    yield from speedup_metrics(measured, end_to_end, report.speedup_estimated)
     yield from by_length_metrics(_by_key(report.verifications_by_length), _by_key(report.tokens_by_length))
 
 

@@ -56,6 +56,10 @@ class EngineReport:
     speedup_lower: float | None
     speedup_upper: float | None
     """Ends of the 95% interval of the measured speedup."""
+    end_to_end: float | None
+    """The speedup that requests see; so are the ends of its interval."""
+    end_to_end_lower: float | None
+    end_to_end_upper: float | None
     speedup_estimated: float | None
     baseline_ms_per_token: float | None
     watched: int | None
@@ -130,6 +134,7 @@ _COUNTS_BY = (
 )
 _MEANS = (
     *("speedup", "speedup_lower", "speedup_upper", "speedup_estimated", "baseline_ms_per_token"),
+    *("end_to_end", "end_to_end_lower", "end_to_end_upper"),
     "capture_share",
 )
 """The mean of the intervals' ends contains the interval of the mean."""
@@ -237,7 +242,7 @@ def of_swaps(swaps: SwapLog) -> Fields:
     return fields
 
 
-def of_speedup(speedup: Speedup) -> Fields:
+def of_speedup(speedup: Speedup, end_to_end: Speedup) -> Fields:
     """What has not been measured yet is left out."""
     fields: Fields = {}
     if speedup.ratio is not None and speedup.baseline_ms_per_token is not None:
@@ -245,4 +250,5 @@ def of_speedup(speedup: Speedup) -> Fields:
         fields["baseline_ms_per_token"] = round(speedup.baseline_ms_per_token, 4)
     if speedup.lower is not None and speedup.upper is not None:
         fields |= {"speedup_lower": round(speedup.lower, 4), "speedup_upper": round(speedup.upper, 4)}
-    return fields
+    of_requests = {"": end_to_end.ratio, "_lower": end_to_end.lower, "_upper": end_to_end.upper}
+    return fields | {f"end_to_end{end}": round(value, 4) for end, value in of_requests.items() if value is not None}

@@ -74,6 +74,9 @@ class PluginSettings(BaseSettings):
     `--speculative-adaptive-config` above `--speculative-num-steps` are for these alone. 0 proposes none."""
     control_share: float = Field(default=0.02, ge=0, le=0.5)
     """Share of decode steps at depth 0 that give the measured baseline; needs SGLang's `--speculative-adaptive`."""
+    plain_share: float = Field(default=0.03, ge=0, le=0.5)
+    """Share of decode steps, in stretches of 48, in which all requests are served plainly: the end-to-end speedup. 0
+    measures none; needs `--speculative-adaptive`."""
     watch: bool = True
     """Compare each new draft with the one before on live traffic and go back where it is worse; without it whatever is
     published comes into service and stays."""

@@ -62,7 +62,7 @@ SERVE = (
     Rule(("sglang_python", "capture_bytes_per_s", "start_timeout_s"), _sglang, "is for --engine sglang: leave it out"),
     Rule(("share_groups",), _set("suffix_depth"), "shares text for suffix drafts: set --suffix-depth to 1 or more"),
     Rule(("suffix_depth",), lambda values: values["depth"] or not values["suffix_depth"], _NO_ROUND_DRAFTS, False),
-    Rule(("control_share", "head_off_share"), _set("depth"), _NO_ROUND_DRAFTS, is_refused=False),
+    Rule(("control_share", "plain_share", "head_off_share"), _set("depth"), _NO_ROUND_DRAFTS, is_refused=False),
     _CAPTURE,
 )
 SGLANG = (

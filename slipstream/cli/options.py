@@ -65,6 +65,15 @@ ControlShare = Annotated[
     float,
     typer.Option(min=0, max=0.5, callback=finite, help="Share of rounds at depth 0 that gives the measured baseline."),
 ]
+PlainShare = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        max=0.5,
+        callback=finite,
+        help="Share of rounds, in stretches, in which all requests are served plainly: the end-to-end speedup.",
+    ),
+]
 HeadOffShare = Annotated[
     float,
     typer.Option(

@@ -40,6 +40,7 @@ def serve(
     capture_filter: options.CaptureFilter = None,
     depth: Depth = 4,
     control_share: options.ControlShare = 0.02,
+    plain_share: options.PlainShare = 0.03,
     context_window: options.ContextWindow = 512,
     draft_vocab_size: DraftVocab = None,
     vocab_from: VocabFrom = None,
@@ -142,6 +143,7 @@ def sglang(
     depth: SglangDepth = 4,
     suffix_depth: SuffixDepth = 16,
     control_share: options.ControlShare = 0.02,
+    plain_share: options.PlainShare = 0.03,
     context_window: options.ContextWindow = 512,
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32"], typer.Option(help="Number type of the target.")

@@ -45,6 +45,8 @@ _CATCH_UP_S = 45.0
 """How long the trainer may take, after the last answer, to use the traces that are still in the stream."""
 _HEAD_OFF_SHARE = 0.25
 """Of the drafting rounds, for the A/B of the draft head beside remembered text."""
+_PLAIN_SHARE = 0.06
+"""Of the rounds, for the end-to-end speedup: twice what a server has, or a short demo would see too few stretches."""
 _STRETCH_S = 60.0
 _FEWEST_STRETCHES = 6
 """Of live traffic: an interval needs five."""
@@ -96,7 +98,7 @@ def run_demo(options: DemoOptions, console: Console) -> DemoRun:
         plain_redis = running.enter_context(EmbeddedRedis(folder / "plain" / "redis"))
         port, plain_port = options.port, free_port()
         live_arguments = [
-            *("--capture", "--head-off-share", str(_HEAD_OFF_SHARE)),
+            *("--capture", "--head-off-share", str(_HEAD_OFF_SHARE), "--plain-share", str(_PLAIN_SHARE)),
             *("--depth", str(options.depth), "--suffix-depth", str(options.suffix_depth)),
         ]
         serve = running.enter_context(_server(options, folder, redis_url, port, live_arguments))

@@ -129,6 +129,7 @@ def figures(run: DemoRun, settings: Mapping[str, Any]) -> dict[str, Any]:
             "baseline_ms_per_token": 1000 * at_end.total("slipstream_baseline_seconds_per_token") or None,
             "baseline_rounds": rounds("control"),
             "speculative_rounds": rounds("speculative"),
+            "end_to_end": _end_to_end(at_end),
         },
         "tokens_per_s": {"first_minute": _round_tokens_per_s(first), "last_two_minutes": _round_tokens_per_s(last)},
         "inter_token_ms": _gaps(run),
@@ -145,6 +146,12 @@ def figures(run: DemoRun, settings: Mapping[str, Any]) -> dict[str, Any]:
         "host": host(),
     }
     return {name: _rounded(value) for name, value in document.items()}
+
+
+def _end_to_end(sample: Scrape) -> dict[str, float | None]:
+    """The speedup that requests see, as the server reports it; with its 95% interval."""
+    names = {"estimate": "", "low": "_lower", "high": "_upper"}
+    return {name: sample.total(f"slipstream_speedup_end_to_end_ratio{end}") or None for name, end in names.items()}
 
 
 def _rounded(value: Any) -> Any:
@@ -243,6 +250,7 @@ def progress(run: DemoRun) -> dict[str, str]:
     return {
         "what the head added, so far": _times(_bounds(run.head_added())),
         "a client's speedup, so far": _times(_bounds(run.client_speedup())),
+        "the server's end-to-end speedup": _times(_end_to_end(sample)),
         "measured speedup of decode rounds": _shown(measured_speedup(sample), ".2f", "×"),
         "acceptance length": _shown(minute.accept_length if minute else None, ".2f"),
         "tokens a second": _shown(_round_tokens_per_s(minute), ".0f"),
@@ -276,6 +284,8 @@ def sentences(document: Mapping[str, Any]) -> str:
         f"{_shown(client['tokens_per_s_per_client'], '.0f')} for each client;",
         "  without either {} ({} at the start, {} at the end).".format(*plain),
         "  This includes prompts, waiting, and what the trainer takes from serving.",
+        f"The server's own end-to-end speedup: {_times(speed['end_to_end'])}.",
+        "  Against stretches in which it served all requests plainly, with the trainer beside it.",
         "",
         f"Decode rounds alone, without prompts: measured speedup {_shown(speed['measured_last_two_minutes'], '.2f')} × "
         f"({speed['baseline_rounds']} control rounds).",

@@ -130,8 +130,15 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
             on_round=watch.observe,
             sharing=sharing,
         )
-        stats = recorder.stats if recorder else None
-        registry.register(ServingCollector(meter, stats, engine.estimated_speedup.ratio, engine.acceptance_by_length))
+        registry.register(
+            ServingCollector(
+                meter,
+                recorder.stats if recorder else None,
+                estimate=engine.estimated_speedup.ratio,
+                end_to_end=engine.end_to_end.measure,
+                by_length=engine.acceptance_by_length,
+            )
+        )
         engine.start()
         opened.callback(engine.stop)
         app = create_app(

@@ -7,7 +7,16 @@ import random
 
 import pytest
 
-from serving.speedup import ControlShare, EstimatedSpeedup, HeadSwitch, Speedup, SpeedupMeter, Sums, measure
+from serving.speedup import (
+    ControlShare,
+    EndToEndSpeedup,
+    EstimatedSpeedup,
+    Speedup,
+    SpeedupMeter,
+    Stretches,
+    Sums,
+    measure,
+)
 from tests.speculator.proposals.test_planner import DEPTH, World
 
 
@@ -160,11 +169,11 @@ def test_the_estimate_is_what_tokens_cost_plainly_over_what_rounds_should_take()
 
 
 def test_one_stretch_of_every_cycle_goes_without_the_head_at_a_random_place() -> None:
-    switch = HeadSwitch(0.25)
+    switch = Stretches(0.25)
     arms = [switch.next_arm() for _ in range(192 * 50)]
     starts = []
     for first in range(0, len(arms), 192):
-        cycle = [arm.may_ask for arm in arms[first : first + 192]]
+        cycle = [arm.is_on for arm in arms[first : first + 192]]
         assert cycle.count(False) == 48
         starts.append(cycle.index(False))
         assert not any(cycle[starts[-1] : starts[-1] + 48])
@@ -172,9 +181,9 @@ def test_one_stretch_of_every_cycle_goes_without_the_head_at_a_random_place() ->
 
 
 def test_the_first_rounds_after_a_change_count_for_neither_side() -> None:
-    switch = HeadSwitch(0.5)
+    switch = Stretches(0.5)
     arms = [switch.next_arm() for _ in range(96 * 50)]
-    stretches = [[arm.counts for arm in group] for _, group in itertools.groupby(arms, lambda arm: arm.may_ask)]
+    stretches = [[arm.counts for arm in group] for _, group in itertools.groupby(arms, lambda arm: arm.is_on)]
     assert len(stretches) > 90
     for stretch in stretches[1:]:
         assert stretch.index(True) == 8 if len(stretch) > 8 else not any(stretch)
@@ -182,22 +191,22 @@ def test_the_first_rounds_after_a_change_count_for_neither_side() -> None:
 
 
 def test_without_an_ab_the_head_may_always_be_asked_and_nothing_counts() -> None:
-    switch = HeadSwitch(0.0)
+    switch = Stretches(0.0)
     assert {switch.next_arm() for _ in range(1000)} == {(True, False)}
 
 
 def _ab(world: World, *, rounds: int, busy: float = 1.0) -> Speedup:
     """What an A/B of so many rounds finds, on a machine that is slower by up to `busy` for some time now and then."""
-    switch, rng = HeadSwitch(0.25, seed=world.seed), random.Random(world.seed)
+    switch, rng = Stretches(0.25, seed=world.seed), random.Random(world.seed)
     blocks = [Sums() for _ in range(20)]
     for number in range(rounds):
         if rng.random() < 0.005:
             world.scale = 1 + rng.random() * (busy - 1)
         arm, clock_s, tokens = switch.next_arm(), world.clock_s, world.tokens
-        world.run(1, head_depth=DEPTH if arm.may_ask else 0)
+        world.run(1, head_depth=DEPTH if arm.is_on else 0)
         if arm.counts:
             block = blocks[20 * number // rounds]
-            block.add(world.batch, arm.may_ask, world.clock_s - clock_s, world.tokens - tokens)
+            block.add(world.batch, arm.is_on, world.clock_s - clock_s, world.tokens - tokens)
     return measure(blocks)
 
 
@@ -226,3 +235,54 @@ def test_the_interval_holds_what_the_head_adds_on_a_machine_that_is_busy_at_time
     assert held >= 10
     assert sum(widths) / len(widths) < 0.25
     assert sum(found) / len(found) == pytest.approx(truth, abs=0.03)
+
+
+# -- end to end ----------------------------------------------------------------------------------------------------
+
+PROMPT_S, PLAIN_S, DRAFTED_S, PER_PROMPT = 0.1, 0.010, 0.005, 40
+
+
+def _served(rng: random.Random, *, cycles: int, share: float = 0.05, busy: float = 1.0) -> EndToEndSpeedup:
+    """Rounds of one token, on a machine that is slower by up to `busy` for some time; prompts are read now and then."""
+    end_to_end, slow = EndToEndSpeedup(share), 1.0
+    for _ in range(round(cycles * 48 / share)):
+        if rng.random() < 0.01:
+            slow = 1 + rng.random() * (busy - 1)
+        arm = end_to_end.next_arm()
+        batch, prompts_s = rng.choice((1, 4)), slow * PROMPT_S if rng.random() < 1 / PER_PROMPT else 0.0
+        seconds = slow * batch * (DRAFTED_S if arm.is_on else PLAIN_S)
+        end_to_end.add(arm, batch=batch, seconds=seconds, committed=batch, prompts_s=batch * prompts_s)
+    return end_to_end
+
+
+def test_what_requests_see_is_less_than_what_rounds_gain() -> None:
+    """Half of a drafted token's time goes into prompts."""
+    truth = (PROMPT_S / PER_PROMPT + PLAIN_S) / (PROMPT_S / PER_PROMPT + DRAFTED_S)
+    hits = 0
+    for seed in range(40):
+        found = _served(random.Random(seed), cycles=12, busy=2.0).measure()
+        assert found.lower is not None
+        assert found.upper is not None
+        assert found.upper < PLAIN_S / DRAFTED_S
+        hits += found.lower <= truth <= found.upper
+    assert truth == pytest.approx(5 / 3)
+    assert hits >= 36, "19 of 20 intervals hold the truth"
+
+
+def test_the_interval_needs_five_plain_stretches_and_old_ones_are_forgotten() -> None:
+    short, rng = _served(random.Random(0), cycles=4).measure(), random.Random(1)
+    assert short.ratio is not None
+    assert (short.lower, short.upper) == (None, None)
+    end_to_end = _served(rng, cycles=3)
+    for _ in range(20 * 960):
+        end_to_end.add(end_to_end.next_arm(), batch=1, seconds=1.0, committed=1, prompts_s=0.0)
+    assert end_to_end.measure().ratio == pytest.approx(1.0)
+
+
+def test_without_a_share_nobody_is_served_plainly_and_nothing_is_measured() -> None:
+    end_to_end = EndToEndSpeedup(0.0)
+    for _ in range(1000):
+        arm = end_to_end.next_arm()
+        assert arm.is_on
+        end_to_end.add(arm, batch=1, seconds=1.0, committed=1, prompts_s=0.0)
+    assert end_to_end.measure() == Speedup(None, None, 0, 0)

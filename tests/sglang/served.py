@@ -50,7 +50,7 @@ def serving(folder: Path, model_dir: Path, redis_url: str) -> Iterator[Served]:
     command = [
         *(sys.executable, "-m", "slipstream", "serve", "--engine", "sglang", "--device", "cpu", "--capture"),
         *("--model", str(model_dir), "--redis-url", redis_url, "--store", str(store)),
-        *("--port", str(port), "--depth", "2", "--control-share", "0.2", *dtype_flags()),
+        *("--port", str(port), "--depth", "2", "--control-share", "0.2", "--plain-share", "0.2", *dtype_flags()),
         # SGLang sets its gauges every so many decode steps.
         *("--", "--skip-server-warmup", "--decode-log-interval", "5"),
     ]

@@ -148,21 +148,17 @@ class Live:
         self._counts.append(_Counts.of(found, self._clock()))
         while self._counts[0].at_s < self._counts[-1].at_s - POSITIONS_WINDOW_S:
             self._counts.popleft()
-        measured = "slipstream_speedup_measured_ratio"
-        ratio, lower, upper = (found.total(f"{measured}{end}") for end in ("", "_lower", "_upper"))
+        measured = found.speedup("slipstream_speedup_measured_ratio")
         self._figures = {
-            "speedup": {
-                "ratio": ratio,
-                "lower": lower,
-                "upper": upper,
-                "baseline": found.label(measured, "baseline"),
-            },
+            "speedup": measured,
+            "end_to_end": found.speedup("slipstream_speedup_end_to_end_ratio"),
             "totals": {shown: found.total(name, **labels) for shown, (name, labels) in _TOTALS.items()},
             "positions": self._positions(),
         }
         accept_length, tokens_per_s = self._accept_length(), self._tokens_per_s()
         version = self._host.draft_version
-        self._history.append(Point(now_ms(), ratio, lower, upper, accept_length, tokens_per_s, version))
+        bounds = (measured["ratio"], measured["lower"], measured["upper"])
+        self._history.append(Point(now_ms(), *bounds, accept_length, tokens_per_s, version))
 
     async def _read_on(self) -> None:
         while True:
@@ -234,9 +230,11 @@ class _Reading:
         samples = self._samples[f"{family}_total"]
         return {tuple(sample.labels[label] for label in labels): sample.value for sample in samples}
 
-    def label(self, name: str, label: str) -> str | None:
-        """That label of the first sample."""
-        return next((sample.labels.get(label) for sample in self._samples[name]), None)
+    def speedup(self, name: str) -> dict[str, Any]:
+        """With its 95% interval and the name of its baseline."""
+        baseline = next((sample.labels.get("baseline") for sample in self._samples[name]), None)
+        bounds = {"ratio": self.total(name), **{end: self.total(f"{name}_{end}") for end in ("lower", "upper")}}
+        return {**bounds, "baseline": baseline}
 
 
 class _Counts(NamedTuple):

@@ -22,14 +22,14 @@ from serving.local.request import ActiveRequest
 from serving.local.scheduler.queue import Inbox, Slots
 from serving.local.target.model import StagedTarget, Target
 from serving.metrics import EngineMetrics
-from serving.speedup import ControlShare, EstimatedSpeedup, HeadArm, HeadSwitch, SpeedupMeter
+from serving.speedup import Arm, ControlShare, EndToEndSpeedup, EstimatedSpeedup, SpeedupMeter, Stretches
 from speculator.errors import EngineDeadError
 from speculator.proposals.planner import RoundPlanner
 from speculator.redis.control_plane import EngineLoad
 from speculator.tracing import record
 
 _ALONE_EVERY = 8
-_NO_DRAFTING = HeadArm(may_ask=False, counts=False)
+_NO_DRAFTING = Arm(is_on=False, counts=False)
 
 
 class DecodeLoop:
@@ -59,7 +59,10 @@ class DecodeLoop:
         self._runner, self._capture, self._observer, self._metrics = runner, capture, observer, metrics
         self._prefill_chunk = config.prefill_chunk
         self._control = ControlShare(config.control_share)
-        self._head_switch = HeadSwitch(config.head_off_share)
+        self._head_switch = Stretches(config.head_off_share)
+        self.end_to_end = EndToEndSpeedup(config.plain_share)
+        self._prompts_s = 0.0
+        """Since the last round."""
         self._slots = Slots(runner, num_slots=config.num_slots, prompt_labels=config.prompt_labels)
         self._load, self._num_steps, self._num_shareable = load, 0, 0
         self._texts, self.depth, self.target_version = texts, config.depth, 0
@@ -75,6 +78,7 @@ class DecodeLoop:
                 self.step()
 
     def step(self) -> None:
+        started = time.perf_counter()
         self._num_steps += 1
         self._inbox.run_tasks()
         self._texts.take_shared()
@@ -84,8 +88,13 @@ class DecodeLoop:
         if piece is not None and not self._reads_in_round(piece):
             self._prefill(piece)
             piece = None
-        if self.num_running:
-            self._decode(piece)
+        self._prompts_s += time.perf_counter() - started
+        if batch := self.num_running:
+            started, arm = time.perf_counter(), self.end_to_end.next_arm()
+            committed = self._decode(piece, is_plain=not arm.is_on)
+            seconds, prompts_s = time.perf_counter() - started, self._prompts_s
+            self.end_to_end.add(arm, batch=batch, seconds=seconds, committed=committed, prompts_s=prompts_s)
+            self._prompts_s = 0.0
 
     def end(self) -> None:
         """Tell all that are here that their answers end."""
@@ -158,17 +167,19 @@ class DecodeLoop:
         self._end_piece(piece, time.perf_counter() - started, in_round=False)
         self._finish_done()
 
-    def _decode(self, piece: PromptPiece | None) -> None:
+    def _decode(self, piece: PromptPiece | None, *, is_plain: bool) -> int:
+        """The tokens that a round committed."""
         running = self._slots.running
         is_put_off = piece is not None and self._control.is_due(len(running))
-        is_control = not is_put_off and self._control.is_control(len(running))
+        is_control = is_plain or (not is_put_off and self._control.is_control(len(running)))
         depth = 0 if is_control else self.depth
         arm = self._head_switch.next_arm() if depth else _NO_DRAFTING
-        report = self._runner.run(running, depth, piece, may_ask_head=arm.may_ask)
+        report = self._runner.run(running, depth, piece, may_ask_head=arm.is_on)
         self._observer.observe(report, is_control=is_control, target_version=self.target_version, head_arm=arm)
         if piece is not None:
             self._end_piece(piece, report.seconds, in_round=True)
         self._finish_done()
+        return report.committed
 
     def _end_piece(self, piece: PromptPiece, seconds: float, *, in_round: bool) -> None:
         """It has been read: tell of it, and let its request decode where that was the prompt's last."""
@@ -196,7 +207,7 @@ class RoundObserver:
         self._metrics, self._meter, self._on_round = metrics, meter, on_round
         self.estimated_speedup, self.by_length = EstimatedSpeedup(), AcceptanceByLength()
 
-    def observe(self, report: RoundReport, *, is_control: bool, target_version: int, head_arm: HeadArm) -> None:
+    def observe(self, report: RoundReport, *, is_control: bool, target_version: int, head_arm: Arm) -> None:
         plan, look, rows = report.proposals.plan, report.proposals.look, report.rows
         self._metrics.observe_round(
             batch=report.batch,
@@ -226,7 +237,7 @@ class RoundObserver:
             if head_arm.counts:
                 self._metrics.observe_head_ab(
                     batch=report.batch,
-                    with_head=head_arm.may_ask,
+                    with_head=head_arm.is_on,
                     seconds=report.seconds,
                     committed=report.committed,
                     asked=plan.uses_head,

@@ -70,6 +70,7 @@ class SglangStart:
     suffix_depth: int
     """Most proposals from earlier text."""
     control_share: float
+    plain_share: float
     context_window: int
     capture_bytes_per_s: int
     """0 sets no limit."""
@@ -137,6 +138,7 @@ def environment(options: SglangOptions, inherited: Mapping[str, str]) -> dict[st
         "SLIPSTREAM_CAPTURE_UNMARKED": "0",
         "SLIPSTREAM_SUFFIX_DEPTH": str(options.suffix_depth),
         "SLIPSTREAM_CONTROL_SHARE": str(options.control_share),
+        "SLIPSTREAM_PLAIN_SHARE": str(options.plain_share),
         "SLIPSTREAM_CONTEXT_WINDOW": str(options.context_window),
         "SLIPSTREAM_CAPTURE_BYTES_PER_S": str(options.capture_bytes_per_s),
         "SLIPSTREAM_CAPTURE_FLOOR": str(options.capture_floor),

@@ -141,7 +141,7 @@ class EngineRuntime:
         if self._agreement.is_meeting(self.steps):
             self._meeting(self._meet)
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle():
-            self._choosing(self.depth.interrupted)
+            self._choosing(self.depth.interrupted, batch.reqs or ())
             if self.text is not None and not batch.forward_mode.is_idle():
                 self._remembering(self.text.processed, batch.reqs)
             self._prefilling = batch
@@ -377,6 +377,7 @@ class EngineRuntime:
             dormancy=Dormancy(is_fresh=manifest.info.get("origin") == "fresh"),
             version=manifest.version,
             control=ControlShare(settings.control_share),
+            plain_share=settings.plain_share,
             is_alone=self._agreement.is_alone,
             on_round=None if watch is None else watch.observe,
         )
@@ -429,7 +430,7 @@ class EngineRuntime:
             **({} if self.text is None else self.text.report()),
             **of_swaps(self._follower.log),
             **self.depth.report(),
-            **of_speedup(self.meter.measure()),
+            **of_speedup(self.meter.measure(), self.depth.end_to_end.measure()),
             **({} if self._traces is None else self._traces.status()),
         }
 

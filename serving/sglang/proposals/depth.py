@@ -26,7 +26,7 @@ from serving.sglang.capture.request import parent_of, policy_of, sampling_of
 from serving.sglang.proposals.draft_sleep import Dormancy
 from serving.sglang.proposals.remembered_text import Continuations
 from serving.sglang.proposals.step_clock import RoundTally, StepClock
-from serving.speedup import ControlShare, EstimatedSpeedup, Group, SpeedupMeter
+from serving.speedup import NO_AB, Arm, ControlShare, EndToEndSpeedup, EstimatedSpeedup, Group, SpeedupMeter
 from speculator.proposals.length_planner import LengthPlan, LengthPlanner
 from speculator.proposals.planner import FadingMean
 from speculator.tracing import Parent, record
@@ -60,11 +60,15 @@ class _Round:
     depth: int
     plan: LengthPlan
     is_control: bool
+    arm: Arm
+    """Of the end-to-end speedup's A/B."""
     cold: tuple[bool, ...]
     requests: list[Any]
     asked: tuple[_Asked, ...]
     text: Continuations | None
     seconds: float | None = None
+    prompts_s: float = 0.0
+    """What came before it."""
     accepted: Sequence[int] | None = None
     from_text: Sequence[bool] = ()
     """Which of its proposals were earlier text; known with what was accepted."""
@@ -107,6 +111,7 @@ class DepthControl:
         dormancy: Dormancy,
         version: int,
         control: ControlShare,
+        plain_share: float = 0.0,
         is_alone: bool = True,
         on_round: Callable[[WatchedRound], object] | None = None,
     ) -> None:
@@ -114,8 +119,9 @@ class DepthControl:
         `head_depth` are for earlier text alone.
 
         With `dormancy` a draft that does not pay is not kept up to date. `version` is the draft in service, `control`
-        the share of plain steps. Where a rank is not alone, all learn the same times at meetings: `take_times`,
-        `learn_times`. `on_round` is told what each step says about the draft and must not block.
+        the share of plain steps, `plain_share` that of stretches of them. Where a rank is not alone, all learn the same
+        times at meetings: `take_times`, `learn_times`. `on_round` is told what each step says about the draft and must
+        not block.
         """
         self._depths, self._clock, self.meter, self._is_alone = depths, clock, meter, is_alone
         self._head_depth = head_depth
@@ -125,6 +131,8 @@ class DepthControl:
         self.tally = RoundTally()
         self._dormancy, self._version, self._control, self._on_round = dormancy, version, control, on_round
         self._is_control = False
+        self.end_to_end = EndToEndSpeedup(plain_share)
+        self._arm = NO_AB
         self.text: Continuations | None = None
         """How the texts of the next step's requests may go on."""
         self.plan = LengthPlan(batch=0)
@@ -134,6 +142,8 @@ class DepthControl:
         self._are_cold = False
         """All requests of the last step: what they accept is not observed, so nothing says that drafting pays."""
         self._rounds: deque[_Round] = deque()
+        self._present: Sequence[Any] = ()
+        """Requests of the last step, decode or prefill."""
         self.limit: int | None = None
         """The most that the operator allows, as agreed at the last meeting; None allows all."""
         self.depth = 0
@@ -151,10 +161,11 @@ class DepthControl:
         """The depth of the next decode step."""
         assert self._planner is not None
         nothing = LengthPlan(batch=batch)
+        self._arm = self.end_to_end.next_arm()
         if self.is_asleep and self.text is None:
             self.plan = nothing
             return 0
-        self._is_control = self._control.is_control(batch)
+        self._is_control = not self._arm.is_on or self._control.is_control(batch)
         self.plan = nothing if self._is_control else self._planned(self._planner, batch)
         return self.plan.num_proposals
 
@@ -199,9 +210,10 @@ class DepthControl:
         """
         self._clock.commit()
 
-    def interrupted(self) -> None:
-        """A prefill runs instead of a decode step."""
-        self._clock.interrupt()
+    def interrupted(self, requests: Sequence[Any] = ()) -> None:
+        """A prefill of these requests runs instead of a decode step."""
+        self._clock.interrupt(is_idle=all(request.finished() for request in self._present))
+        self._present = requests
 
     def launched(self, requests: list[Any], depth: int) -> None:
         """A decode step with `depth` proposals a request has been launched; prefills are not told."""
@@ -217,6 +229,7 @@ class DepthControl:
             depth,
             plan,
             self._is_control,
+            self._arm,
             cold=tuple(self._dormancy.is_cold(request) for request in requests),
             requests=list(requests),
             asked=tuple(_asked_by(request) for request in requests),
@@ -227,10 +240,12 @@ class DepthControl:
             self._planner.look_again()
         self._is_control = False
         self._rounds.append(round_)
+        self._present = round_.requests
         self._clock.stop(round_)
         for timed in self._clock.finished():
             done = timed.about
             done.seconds = timed.committed_s if done.is_control else timed.whole_s
+            done.prompts_s = timed.before_s
             # A server without a draft has no reading behind its steps.
             seconds = timed.whole_s if done.depth else timed.committed_s
             reading_s = timed.whole_s - timed.committed_s
@@ -362,6 +377,7 @@ class DepthControl:
             committed=committed,
             earned=[(asked.group, 1 + count) for asked, count in zip(done.asked, accepted, strict=True)],
         )
+        self.end_to_end.add(done.arm, batch=done.batch, seconds=seconds, committed=committed, prompts_s=done.prompts_s)
         self.tally.add(
             drafted=not done.is_control,
             depths=(done.head_depth, done.depth),

@@ -19,6 +19,8 @@ class StepTime:
     """Until it had its tokens."""
     whole_s: float
     """With the draft's reading of them."""
+    before_s: float
+    """What else ran between the step before and this one, as prefills do."""
     about: Any
 
 
@@ -38,8 +40,10 @@ class StepClock:
         self._committed: Mark | None = None
         self._last: Mark | None = None
         """The end of the step before, where nothing has come between."""
+        self._between: Mark | None = None
+        """When what came between began."""
         self._stopped_s = 0.0
-        self._running: deque[tuple[Mark, Mark, Mark, Any]] = deque()
+        self._running: deque[tuple[Mark, Mark, Mark, Mark, Any]] = deque()
 
     def start(self) -> None:
         if time.monotonic() - self._stopped_s > _LONGEST_GAP_S:
@@ -55,18 +59,24 @@ class StepClock:
         """The step is over."""
         over = self._device.mark()
         self._last, self._stopped_s = over, time.monotonic()
-        self._running.append((self._started, self._committed or over, over, about))
+        self._running.append((self._between or self._started, self._started, self._committed or over, over, about))
+        self._between = None
 
-    def interrupt(self) -> None:
-        """Something else runs before the next step."""
+    def interrupt(self, *, is_idle: bool) -> None:
+        """Something else runs before the next step; `is_idle` where nothing was there to run until now."""
+        if is_idle or (self._between is None and self._last is None):
+            self._between = self._device.mark()
+        elif self._between is None:
+            self._between = self._last
         self._last = None
 
     def finished(self) -> list[StepTime]:
         """The steps that have ended since the last call, oldest first; never waits."""
         times = []
-        while self._running and self._running[0][2].is_reached:
-            start, committed, over, about = self._running.popleft()
-            times.append(StepTime(committed.seconds_since(start), over.seconds_since(start), about))
+        while self._running and self._running[0][3].is_reached:
+            between, start, committed, over, about = self._running.popleft()
+            seconds = (committed.seconds_since(start), over.seconds_since(start), start.seconds_since(between))
+            times.append(StepTime(*seconds, about))
         return times
 
 

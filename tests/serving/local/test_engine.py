@@ -224,6 +224,22 @@ def test_control_rounds_give_the_baseline(model_dir: Path) -> None:
     assert measured.ratio is not None
 
 
+def test_in_plain_stretches_nobody_drafts_and_no_text_changes(model_dir: Path) -> None:
+    def asked(harness: Harness) -> list[str]:
+        questions = [harness.request(f"question {number}", max_tokens=100) for number in range(6)]
+        return [harness.ask(question)[0].text for question in questions]
+
+    with fixed_engine(model_dir) as harness:
+        texts = asked(harness)
+        assert harness.engine.end_to_end.measure().ratio is None
+    with fixed_engine(model_dir, plain_share=0.5) as harness:
+        assert asked(harness) == texts
+        measured = harness.engine.end_to_end.measure()
+        plain = harness.metric("slipstream_rounds_total", mode="control", batch="1")
+    assert measured.ratio is not None
+    assert measured.baseline_rounds >= plain - 8 * 6 > 48, "but for the first ones of a stretch"
+
+
 def test_the_ab_of_the_head_takes_it_away_for_stretches_and_changes_no_text(model_dir: Path) -> None:
     def asked(harness: Harness) -> list[str]:
         questions = [harness.request(f"question {number}", max_tokens=100) for number in range(3)]

@@ -36,6 +36,7 @@ function show(live) {
   say("model", live.model);
   document.title = speedup.ratio === null ? "Slipstream" : `${fixed(speedup.ratio)}× · Slipstream`;
   showSpeedup(speedup);
+  showEndToEnd(live.end_to_end);
   say("accept-length", newest ? fixed(newest[LENGTH]) : NONE);
   say("version", live.draft_version ? `v${live.draft_version}` : "none");
   say("rate", newest && newest[RATE] !== null ? newest[RATE].toFixed(0) : "not available");
@@ -52,11 +53,20 @@ function showSpeedup(speedup) {
   const hasRatio = speedup.ratio !== null;
   byId("speedup").classList.toggle("empty", !hasRatio);
   say("speedup", hasRatio ? `${fixed(speedup.ratio)}×` : NONE);
-  const isBounded = speedup.lower !== null && speedup.upper !== null;
-  const bounds = isBounded ? `95% interval ${fixed(speedup.lower)} … ${fixed(speedup.upper)}` : "too little traffic for an interval yet";
-  say("interval", hasRatio ? bounds : "not measured yet: it needs traffic, and some rounds without a draft to compare with");
+  say("interval", hasRatio ? interval(speedup) : "not measured yet: it needs traffic, and some rounds without a draft to compare with");
   const baseline = speedup.baseline === null ? "" : ` (${speedup.baseline})`;
   say("baseline", `Decode rounds with drafts, from remembered text and from the draft head together, over plain rounds of the same engine, in the same two minutes, at equal batch sizes${baseline}. Prompts are left out, so a client sees less.`);
+}
+
+function showEndToEnd(seen) {
+  const hasRatio = seen.ratio !== null;
+  say("end-to-end", hasRatio ? `End to end ${fixed(seen.ratio)}×, ${interval(seen)}` : "End to end: not measured yet");
+  say("end-to-end-note", "What requests see, prompts and waiting included: their time a token in stretches in which all are served plainly, over their time a token otherwise. Of the last twenty such stretches.");
+}
+
+function interval(speedup) {
+  const isBounded = speedup.lower !== null && speedup.upper !== null;
+  return isBounded ? `95% interval ${fixed(speedup.lower)} … ${fixed(speedup.upper)}` : "too little traffic for an interval yet";
 }
 
 function showTotals(totals) {

@@ -104,7 +104,7 @@ class Served:
 
 def test_before_any_traffic_there_is_no_figure() -> None:
     live = get(Served().app(), "/slipstream/live").json()
-    assert live["speedup"] == dict.fromkeys(("ratio", "lower", "upper", "baseline"))
+    assert live["speedup"] == live["end_to_end"] == dict.fromkeys(("ratio", "lower", "upper", "baseline"))
     assert live["positions"] == []
     assert live["history"][-1][1:5] == [None] * 4
 
@@ -195,7 +195,7 @@ def test_behind_sglang_what_is_not_known_is_null() -> None:
     live = passage.talk(FakeSglang(), look)
     assert live["model"] == MODEL
     assert live["shows_tokens"] is False
-    assert live["speedup"] == dict.fromkeys(("ratio", "lower", "upper", "baseline"))
+    assert live["speedup"] == live["end_to_end"] == dict.fromkeys(("ratio", "lower", "upper", "baseline"))
     assert live["positions"] is None
     assert set(live["totals"].values()) == {None}
     assert live["history"][-1][1:6] == [None] * 5

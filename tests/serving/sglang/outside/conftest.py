@@ -45,6 +45,7 @@ def make_options(tmp_path: Path) -> MakeOptions:
             "capture": False,
             "suffix_depth": 16,
             "control_share": 0.02,
+            "plain_share": 0.03,
             "context_window": 512,
             "capture_bytes_per_s": 0,
             "stream_max_bytes": 1000,

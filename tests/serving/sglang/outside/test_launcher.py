@@ -70,6 +70,7 @@ def test_environment_for_the_plugin(make_options: MakeOptions) -> None:
         "SLIPSTREAM_CAPTURE_UNMARKED": "0",
         "SLIPSTREAM_SUFFIX_DEPTH": "16",
         "SLIPSTREAM_CONTROL_SHARE": "0.02",
+        "SLIPSTREAM_PLAIN_SHARE": "0.03",
         "SLIPSTREAM_CONTEXT_WINDOW": "512",
         "SLIPSTREAM_CAPTURE_BYTES_PER_S": "5",
         "SLIPSTREAM_CAPTURE_FLOOR": "0.01",
@@ -90,7 +91,16 @@ def test_the_plugin_reads_that_environment(make_options: MakeOptions, monkeypatc
         monkeypatch.setenv(name, value)
     settings = load_settings()
     assert is_enabled(made)
-    for name in ("redis_url", "store", "engine_id", "model_key", "target_fingerprint", "capture", "control_share"):
+    for name in (
+        "redis_url",
+        "store",
+        "engine_id",
+        "model_key",
+        "target_fingerprint",
+        "capture",
+        "control_share",
+        "plain_share",
+    ):
         assert getattr(settings, name) == getattr(options, name)
     assert (settings.context_window, settings.capture_bytes_per_s, settings.stream_max_bytes) == (99, 0, 1000)
 

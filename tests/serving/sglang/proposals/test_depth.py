@@ -27,6 +27,7 @@ def make_control(
     *,
     is_fresh: bool = False,
     control_share: float = 0.0,
+    plain_share: float = 0.0,
     seen: list[WatchedRound] | None = None,
     seconds: dict[int, float] | None = None,
     device: Device | None = None,
@@ -40,6 +41,7 @@ def make_control(
         dormancy=Dormancy(is_fresh=is_fresh),
         version=1,
         control=ControlShare(control_share),
+        plain_share=plain_share,
         is_alone=not seconds,
         on_round=None if seen is None else seen.append,
     )
@@ -260,10 +262,15 @@ def test_a_draft_that_now_and_then_seems_to_pay_and_reads_for_it_falls_asleep() 
 def test_what_sglang_does_between_two_steps_is_part_of_the_second() -> None:
     device = SlowDevice()
     clock = StepClock(device)
-    for number in range(4):
+    for number in range(5):
         if number == 2:
             device.now_s += 50.0
-            clock.interrupt()
+            clock.interrupt(is_idle=False)
+            clock.interrupt(is_idle=False)
+        if number == 4:
+            device.now_s += 50.0
+            clock.interrupt(is_idle=True)
+            device.now_s += 3.0
         clock.start()
         device.now_s += 1.0
         clock.commit()
@@ -271,8 +278,14 @@ def test_what_sglang_does_between_two_steps_is_part_of_the_second() -> None:
         clock.stop(number)
         device.now_s += 0.5
     device.finish()
-    times = [(timed.about, timed.committed_s, timed.whole_s) for timed in clock.finished()]
-    assert times == [(0, 1.0, 1.25), (1, 1.5, 1.75), (2, 1.0, 1.25), (3, 1.5, 1.75)]
+    times = [(timed.about, timed.before_s, timed.committed_s, timed.whole_s) for timed in clock.finished()]
+    assert times == [
+        (0, 0.0, 1.0, 1.25),
+        (1, 0.0, 1.5, 1.75),
+        (2, 50.5, 1.0, 1.25),
+        (3, 0.0, 1.5, 1.75),
+        (4, 3.0, 1.0, 1.25),
+    ]
 
 
 def test_a_scheduler_that_was_held_up_is_no_slow_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,3 +428,32 @@ def test_acceptance_is_counted_by_length_for_each_source() -> None:
         "suffix/context/512": 4,
         "suffix/answer/32": 4,
     }
+
+
+def test_end_to_end_counts_prompts_and_takes_no_reading_from_who_is_served_plainly() -> None:
+    """A draft that is always right doubles the speed of rounds. Half of all time goes into prompts."""
+    device = SlowDevice()
+    control = make_control(seconds={0: 1.0, 1: 1.0, 3: 2.0}, device=device, plain_share=0.2)
+    batch, depths = requests(1), []
+    for number in range(6 * 240):
+        if number % 4 == 0:
+            batch[0].finished_reason = Finish("length")
+            device.now_s += 100.0
+            control.interrupted(batch := requests(1))
+            device.now_s += 4.0
+        depths.append(control.steps_for(1))
+        control.started()
+        device.now_s += 1.0
+        control.committed()
+        device.now_s += 0.0 if depths[-1] else 0.5
+        control.launched(batch, depths[-1])
+        device.finish()
+        control.verified([depths[-1]])
+    measured = control.end_to_end.measure()
+    per_round = sum(1 + depth for depth in depths if depth) / sum(depth > 0 for depth in depths)
+    assert depths.count(0) == pytest.approx(6 * 48, abs=30)
+    # A token of a prompt's four seconds has a fourth of a round's tokens: the same plainly and not.
+    prompt_s = 1.0 / (1 + 0.8 * (per_round - 1))
+    assert measured.ratio == pytest.approx((1 + prompt_s) / (1 / per_round + prompt_s), rel=0.02)
+    assert measured.lower is not None
+    assert float(EngineReport.parse({"end_to_end": "1.5"}).end_to_end or 0) == 1.5
