@@ -169,7 +169,7 @@ def _registries() -> dict[str, CollectorRegistry]:
     rollouts = RolloutBook([], GatewaySettings())
     registries[_GATEWAY].register(RolloutCollector(rollouts.driver, rollouts.ended))
     EngineMetrics(registries[_LOCAL])
-    GroupTextMetrics(registries[_LOCAL])
+    registries[_LOCAL].register(GroupTextMetrics())
     recorder = RecorderStats(
         captured=0, appended=0, dropped_by_reason={}, pending=0, bytes_appended=0, tokens_appended=0
     )

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -214,37 +214,31 @@ class TargetMetrics:
         self.stall.observe(stall_s)
 
 
-class GroupTextMetrics:
-    """What engines share of prompt groups (serving/group_cache/sync.py)."""
+class GroupTextMetrics(Collector):
+    """What engines share of prompt groups (serving/group_cache/sync.py). One thread alone writes each count.
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._tokens = Counter(
-            "slipstream_group_text_tokens",
-            "Tokens of prompt groups by what became of them: published for other engines; fetched, which others have "
-            "published; not published: buffer_full while Redis was away, ended or erased before, expired in the "
-            "buffer, failed (a bug), closed",
-            ["outcome"],
-            registry=registry,
-        )
-        for outcome in GROUP_TEXT_OUTCOMES:
-            self._tokens.labels(outcome)
-        self.lag = Histogram(
-            "slipstream_group_text_lag_seconds",
-            "From a token's commit on another engine to where this one may propose it",
-            registry=registry,
-            buckets=_LAG_BUCKETS_S,
-        )
-        self.evicted = Counter(
-            "slipstream_group_texts_evicted", "Texts of groups that this engine removed for a bound", registry=registry
-        )
-        self.unreadable = Counter(
-            "slipstream_group_texts_unreadable",
-            "Texts of groups in which something was none of ours",
-            registry=registry,
-        )
+    Prometheus' own counters would be exposed by SGLang, too, whose processes share a folder of them.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = dict.fromkeys(GROUP_TEXT_OUTCOMES, 0)
+        self.lags = dict.fromkeys([*map(str, _LAG_BUCKETS_S), "+Inf"], 0)
+        """How many lasted no longer, by seconds."""
+        self.lag_s = 0.0
+        self.evicted = self.unreadable = 0
 
     def count(self, outcome: str, num_tokens: int) -> None:
-        self._tokens.labels(outcome).inc(num_tokens)
+        self.tokens[outcome] += num_tokens
+
+    def observe_lag(self, lag_s: float) -> None:
+        self.lag_s += lag_s
+        for most in self.lags:
+            self.lags[most] += lag_s <= float(most)
+
+    def collect(self) -> Iterator[Metric]:
+        return group_text_metrics(
+            tokens=self.tokens, lags=self.lags, lag_s=self.lag_s, evicted=self.evicted, unreadable=self.unreadable
+        )
 
 
 class ServingCollector(Collector):
@@ -322,6 +316,40 @@ def by_length_metrics(verifications: Mapping[LengthKey, int], tokens: Mapping[Le
         for key, count in counts.items():
             family.add_metric(key, count)
         yield family
+
+
+def group_text_metrics(
+    *,
+    tokens: Mapping[str, int],
+    lags: Mapping[str, int],
+    lag_s: float | None,
+    evicted: int | None,
+    unreadable: int | None,
+) -> Iterator[Metric]:
+    """`tokens` by outcome; of `lags`, `lag_s` together, how many lasted no longer than each. None is left out."""
+    outcomes = CounterMetricFamily(
+        "slipstream_group_text_tokens",
+        "Tokens of prompt groups by what became of them: published for other engines; fetched, which others have "
+        "published; not published: buffer_full while Redis was away, ended or erased before, expired in the "
+        "buffer, failed (a bug), closed",
+        labels=["outcome"],
+    )
+    for outcome, count in tokens.items():
+        outcomes.add_metric([outcome], count)
+    yield outcomes
+    lag = HistogramMetricFamily(
+        "slipstream_group_text_lag_seconds",
+        "From a token's commit on another engine to where this one may propose it",
+    )
+    if lags:
+        lag.add_metric([], list(lags.items()), lag_s)
+    yield lag
+    yield CounterMetricFamily(
+        "slipstream_group_texts_evicted", "Texts of groups that this engine removed for a bound", evicted
+    )
+    yield CounterMetricFamily(
+        "slipstream_group_texts_unreadable", "Texts of groups in which something was none of ours", unreadable
+    )
 
 
 def speedup_metrics(measured: Speedup, end_to_end: Speedup, estimated: float | None) -> Iterator[Metric]:

@@ -1,13 +1,14 @@
 """Grouped drafting across engines: what one has committed of a prompt group, the others may propose from.
 
-    decode thread ── publish ──▶ bounded queue ──▶ this thread ──▶ Redis (serving/group_cache/texts.py)
-    decode thread ◀── take, a little each step ── bounded queue ◀── this thread ◀──┘
+    drafter's thread ── publish ──▶ bounded queue ──▶ this thread ──▶ Redis (serving/group_cache/texts.py)
+    drafter's thread ◀── take, a little each step ── bounded queue ◀── this thread ◀──┘
 
-Seer (arXiv 2511.14617) has a server of its own for this; here a string in Redis does. The decode thread only queues and
-takes. While Redis is away engines share within themselves, as they do without this; what does not fit into the queue
-meanwhile is dropped and counted. Only text of groups that decode here is read, and only behind where it was read last.
+Seer (arXiv 2511.14617) has a server of its own for this; here a string in Redis does. The drafter's thread, which is
+the one that decodes or one beside it, only queues and takes. While Redis is away engines share within themselves, as
+they do without this; what does not fit into the queue meanwhile is dropped and counted. Only text of groups that decode
+here is read, and only behind where it was read last.
 
-A group is one tenant's: its key has the tenant in it, and what is read goes into that tenant's index and no other.
+A group is one tenant's: its key has the tenant in it, and what is read goes into that tenant's window and no other.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import structlog
 
@@ -35,20 +37,27 @@ from serving.group_cache.texts import (
 from serving.metrics import GroupTextMetrics
 from speculator.errors import GroupTextError, StreamError, type_and_place
 from speculator.host import now_ms
-from speculator.proposals.suffix_index import NEW_TEXT, SuffixIndex
+from speculator.proposals.suffix_index import NEW_TEXT
 
 _MAX_TEXTS = 4096
 """Of a group that never ends. One that grows again after so many others goes on as a new text."""
 
 
+class GroupWindow(Protocol):
+    """A group's recent text, as an engine keeps it to propose from."""
+
+    def append(self, text: int, tokens: Sequence[int], /) -> int:
+        """Add tokens to the text with this handle (`NEW_TEXT` for the first ones); returns its handle from now on."""
+
+
 @dataclass(eq=False)
 class FollowedGroup:
-    """One group, for as long as its index lives."""
+    """One group, for as long as its window lives."""
 
     key: GroupKey
-    index: weakref.ref[SuffixIndex]
+    window: weakref.ref[GroupWindow]
     source: int = field(default_factory=lambda: secrets.randbits(64))
-    """What is written from here: the index has it already."""
+    """What is written from here: the window has it already."""
     since_ms: int = field(default_factory=now_ms)
     active_s: float = 0.0
     """When something was last committed here, on the clock of the engine's `GroupSharing`."""
@@ -57,20 +66,20 @@ class FollowedGroup:
     place: Place = field(default_factory=Place)
     max_texts: int = _MAX_TEXTS
     texts: OrderedDict[tuple[int, int], tuple[int, int]] = field(default_factory=OrderedDict)
-    """By source and text, of those that grew last: its handle in the index and the tokens that it has. The decode
+    """By source and text, of those that grew last: its handle in the window and the tokens that it has. The drafter's
     thread's."""
 
     def take(self, piece: GroupTextPiece) -> int:
-        """Put a piece into the index; the number of tokens that it did not have."""
-        index = self.index()
-        if self.closed or index is None:
+        """Put a piece into the window; the number of tokens that it did not have."""
+        window = self.window()
+        if self.closed or window is None:
             return 0
         handle, length = self.texts.get((piece.source, piece.text), (NEW_TEXT, 0))
         if piece.start > length:
             handle, length = NEW_TEXT, piece.start  # what is between was lost
         tokens = piece.tokens[length - piece.start :]  # after an error it may have been written twice
         if tokens:
-            self.texts[piece.source, piece.text] = index.append(handle, tokens), length + len(tokens)
+            self.texts[piece.source, piece.text] = window.append(handle, tokens), length + len(tokens)
             self.texts.move_to_end((piece.source, piece.text))
             if len(self.texts) > self.max_texts:
                 self.texts.popitem(last=False)
@@ -111,7 +120,7 @@ _MAX_FOLLOWED = 1024
 _MAX_QUEUED_TOKENS = 262_144
 _MAX_ARRIVED_TOKENS = 65_536
 _TOKENS_A_STEP = 256
-"""That are taken into indexes between two steps, at about two microseconds each."""
+"""That are taken into windows between two steps, at about two microseconds each."""
 
 _BEYOND = 1 << 40
 """An offset behind which nothing ever comes."""
@@ -120,11 +129,11 @@ log = structlog.get_logger(__name__)
 
 
 class GroupSharing:
-    """One engine's part. `join` and `take` are the decode thread's; the rest is for any thread but that."""
+    """One engine's part. `join` and `take` are the drafter's thread's; the rest is for any thread but that."""
 
     def __init__(
         self,
-        texts: GroupTexts,
+        open_texts: Callable[[], GroupTexts],
         *,
         vocab_size: int,
         metrics: GroupTextMetrics,
@@ -135,10 +144,11 @@ class GroupSharing:
         max_queued_tokens: int = _MAX_QUEUED_TOKENS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Text of targets more than `keep_versions` before this engine's is not taken. At most `max_followed` groups
-        are followed, and `max_queued_tokens` wait for Redis. `clock` gives seconds, of any origin.
+        """`open_texts` is called on a thread of its own, until it raises no StreamError. Text of targets more than
+        `keep_versions` before this engine's is not taken. At most `max_followed` groups are followed, and
+        `max_queued_tokens` wait for Redis. `clock` gives seconds, of any origin.
         """
-        self._texts, self._vocab_size, self._metrics = texts, vocab_size, metrics
+        self._open_texts, self._vocab_size, self.metrics = open_texts, vocab_size, metrics
         self._target_version, self._keep_versions = target_version, keep_versions
         self._interval_s, self._clock = interval_s, clock
         self._max_followed, self._max_queued_tokens = max_followed, max_queued_tokens
@@ -160,20 +170,20 @@ class GroupSharing:
         self._thread = threading.Thread(target=self._run, name="group-text", daemon=True)
         self._thread.start()
 
-    # -- the decode thread's ----------------------------------------------------------------------------------------
+    # -- the drafter's thread's --------------------------------------------------------------------------------------
 
-    def join(self, key: GroupKey, index: SuffixIndex, context: Sequence[int]) -> Publish:
+    def join(self, key: GroupKey, window: GroupWindow, context: Sequence[int]) -> Publish:
         """A sample of this group begins here, after the tokens of `context`; what it commits is for `Publish`.
 
-        `index` is the group's. Another one than last time is filled from the beginning. A group that has just ended
+        `window` is the group's. Another one than last time is filled from the beginning. A group that has just ended
         stays so.
         """
         with self._changed:
             if self._has_ended(key):
                 return lambda _: None
             group = self._followed.get(key)
-            if group is None or group.index() is not index:
-                group = self._followed[key] = FollowedGroup(key, weakref.ref(index))
+            if group is None or group.window() is not window:
+                group = self._followed[key] = FollowedGroup(key, weakref.ref(window))
             self._followed.move_to_end(key)
             if len(self._followed) > self._max_followed:
                 self._followed.popitem(last=False)
@@ -188,7 +198,7 @@ class GroupSharing:
         return publish
 
     def take(self) -> None:
-        """Put some of what has arrived into the indexes."""
+        """Put some of what has arrived into the windows."""
         took = 0
         while self._arrived and took < _TOKENS_A_STEP:
             with self._changed:
@@ -198,9 +208,9 @@ class GroupSharing:
                 self._num_arrived -= len(piece.tokens)
             took += len(piece.tokens)
             if num_new := group.take(piece):
-                self._metrics.count("fetched", num_new)
+                self.metrics.count("fetched", num_new)
                 if piece.at_ms >= group.since_ms:
-                    self._metrics.lag.observe(max(now_ms() - piece.at_ms, 0) / 1000)
+                    self.metrics.observe_lag(max(now_ms() - piece.at_ms, 0) / 1000)
 
     def _publish(self, group: FollowedGroup, text: int, start: int, tokens: Sequence[int]) -> None:
         with self._changed:
@@ -209,7 +219,7 @@ class GroupSharing:
             if group.closed or self._has_ended(group.key) or not tokens:
                 return
             if self._closing.is_set() or self._num_queued + len(tokens) > self._max_queued_tokens:
-                self._metrics.count("buffer_full", len(tokens))
+                self.metrics.count("buffer_full", len(tokens))
                 return
             at_ms = now_ms()
             for offset, token in enumerate(tokens, start):
@@ -256,7 +266,7 @@ class GroupSharing:
             self._changed.notify()
         self._thread.join(timeout_s)
         with self._changed:
-            self._metrics.count("closed", self._num_queued)
+            self.metrics.count("closed", self._num_queued)
             self._queue.clear()
             self._num_queued = 0
 
@@ -276,12 +286,13 @@ class GroupSharing:
     # -- this thread's ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        pause_s = self._interval_s
+        texts, pause_s = None, self._interval_s
         while self._wait(pause_s):
             try:
+                texts = texts or self._open_texts()
                 with self._exchanging:
-                    self._write()
-                    self._read()
+                    self._write(texts)
+                    self._read(texts)
                 pause_s = self._interval_s
             except StreamError as error:
                 log.warning("groups are not shared for now: %s (next attempt in %.1f s)", error, pause_s)
@@ -307,27 +318,27 @@ class GroupSharing:
         since_s = self._clock() - _ACTIVE_S
         return [group for group in self._followed.values() if group.active_s >= since_s]
 
-    def _write(self) -> None:
+    def _write(self, texts: GroupTexts) -> None:
         with self._changed:
             ended, self._ended = self._ended, set()
             queued, self._queue, self._unfinished = list(self._queue), deque(), {}
         unwritten: list[Queued] = []
         try:
             if ended:
-                self._texts.drop(sorted(ended))
+                texts.drop(sorted(ended))
                 ended = set()
-            queued = self._still_wanted(queued)
+            queued = self._still_wanted(queued, texts.ttl_s)
             if queued:
                 pieces: dict[GroupKey, bytes] = defaultdict(bytes)
                 for one in queued:
                     pieces[one.group.key] += one.encoded(self._target_version)
-                self._metrics.evicted.inc(self._texts.append(pieces))
-                self._metrics.count("published", num_tokens(queued))
+                self.metrics.evicted += texts.append(pieces)
+                self.metrics.count("published", num_tokens(queued))
         except StreamError:
             unwritten = queued
             raise
         except Exception:
-            self._metrics.count("failed", num_tokens(queued))
+            self.metrics.count("failed", num_tokens(queued))
             raise
         finally:
             with self._changed:
@@ -335,27 +346,27 @@ class GroupSharing:
                 self._queue.extendleft(reversed(unwritten))
                 self._num_queued = num_tokens(self._queue)
 
-    def _still_wanted(self, queued: Sequence[Queued]) -> list[Queued]:
+    def _still_wanted(self, queued: Sequence[Queued], ttl_s: float) -> list[Queued]:
         """Without what has ended or was erased, and what waited too long for Redis."""
-        since_ms = now_ms() - int(1000 * self._texts.ttl_s)
+        since_ms = now_ms() - int(1000 * ttl_s)
         found = []
         for one in queued:
             key = one.group.key
             if one.group.closed or self._has_ended(key) or one.at_ms <= self._erased_ms.get(key.tenant, -1):
-                self._metrics.count("ended", len(one.tokens))
+                self.metrics.count("ended", len(one.tokens))
             elif one.at_ms < since_ms:
-                self._metrics.count("expired", len(one.tokens))
+                self.metrics.count("expired", len(one.tokens))
             else:
                 found.append(one)
         return found
 
-    def _read(self) -> None:
+    def _read(self, texts: GroupTexts) -> None:
         with self._changed:
-            for key in [key for key, group in self._followed.items() if group.index() is None]:
+            for key in [key for key, group in self._followed.items() if group.window() is None]:
                 del self._followed[key]
             places = {group.key: (group, group.place) for group in self._active()}
         if places:
-            found = self._texts.fetch({key: place for key, (_, place) in places.items()})
+            found = texts.fetch({key: place for key, (_, place) in places.items()})
             for key, (place, data) in found.items():
                 self._arrive(places[key][0], place, data)
 
@@ -370,7 +381,7 @@ class GroupSharing:
         except GroupTextError as error:
             log.warning("the text of a group is not read on: %s", error)
             group.place = Place(place.head, _BEYOND)
-            self._metrics.unreadable.inc()
+            self.metrics.unreadable += 1
         with self._changed:
             if not group.closed:
                 self._arrived += [(group, piece) for piece in pieces]

@@ -84,7 +84,7 @@ def is_head(head: bytes) -> bool:
 
 GROUP_BYTES = 256 * 1024
 """Of one group's text: more than 60,000 tokens, where an engine's own window of a group has 8,192."""
-DEFAULT_TTL_S = 3600.0
+_MOST_TTL_S = 3600.0
 DEFAULT_MAX_BYTES = 256 * 1024 * 1024
 READ_BYTES = 64 * 1024
 """Of one group that one `fetch` takes at most: much more than a piece."""
@@ -120,14 +120,17 @@ class GroupTexts:
         client: redis.Redis,
         model_key: str,
         *,
-        ttl_s: float = DEFAULT_TTL_S,
+        ttl_s: float = 0,
         max_bytes: int = DEFAULT_MAX_BYTES,
         group_bytes: int = GROUP_BYTES,
     ) -> None:
-        """Needs no connection yet. The bounds may be exceeded by what engines append at the same moment."""
+        """Needs no connection yet. A text lives for an hour, or for `ttl_s` where that is less and not 0. The bounds
+        may be exceeded by what engines append at the same moment.
+        """
         self._redis: Any = client
         self._keys = RedisKeys(model_key=model_key)
-        self.ttl_s, self._ttl_ms, self._group_bytes = ttl_s, int(1000 * ttl_s), group_bytes
+        self.ttl_s = min(ttl_s or _MOST_TTL_S, _MOST_TTL_S)
+        self._ttl_ms, self._group_bytes = int(1000 * self.ttl_s), group_bytes
         self._max_groups = max(1, max_bytes // group_bytes)
 
     @redis_errors

@@ -26,6 +26,7 @@ from serving.metrics import (
     VERIFICATIONS,
     VERIFIED_TOKENS,
     by_length_metrics,
+    group_text_metrics,
     speedup_metrics,
     trace_metrics,
     verdict_metrics,
@@ -50,6 +51,14 @@ class SglangCollector(Collector):
             return
         yield from _draft_metrics(report)
         yield from _round_metrics(report)
+        lag_ms = report.group_text_lag_ms
+        yield from group_text_metrics(
+            tokens=report.group_text,
+            lags=report.group_text_lags,
+            lag_s=None if lag_ms is None else lag_ms / 1000,
+            evicted=report.group_texts_evicted,
+            unreadable=report.group_texts_unreadable,
+        )
         yield from trace_metrics(
             captured=report.captured,
             appended=report.appended,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from serving.hotswap.follower import SwapLog
+from serving.metrics import GroupTextMetrics
 from serving.speedup import Speedup
 
 
@@ -44,6 +45,13 @@ class EngineReport:
     """Of earlier text, that are kept."""
     text_evicted: int | None
     """Windows of earlier text that made room for others."""
+    group_text: Mapping[str, int]
+    """Tokens of prompt groups that engines share, by what became of them."""
+    group_text_lags: Mapping[str, int]
+    """Pieces of them that took no longer, by seconds; all of them took `group_text_lag_ms`."""
+    group_text_lag_ms: int | None
+    group_texts_evicted: int | None
+    group_texts_unreadable: int | None
     captured: int | None
     appended: int | None
     pending: int | None
@@ -127,10 +135,11 @@ _READERS: dict[str, Callable[[str], Any]] = {
 _COUNTS = (
     *("swaps", "swap_failures", "steps", "verifications", "verified_tokens"),
     *("captured", "appended", "trace_bytes", "trace_tokens", "text_evicted"),
+    *("group_text_lag_ms", "group_texts_evicted", "group_texts_unreadable"),
 )
 _COUNTS_BY = (
     *("rounds", "decode_ms", "round_tokens", "proposals", "accepted", "text_proposals", "text_accepted"),
-    *("verifications_by_length", "tokens_by_length", "dropped_by_reason", "verdicts"),
+    *("verifications_by_length", "tokens_by_length", "dropped_by_reason", "verdicts", "group_text", "group_text_lags"),
 )
 _MEANS = (
     *("speedup", "speedup_lower", "speedup_upper", "speedup_estimated", "baseline_ms_per_token"),
@@ -240,6 +249,16 @@ def of_swaps(swaps: SwapLog) -> Fields:
     if swaps.installed:
         fields["last_stall_ms"] = round(swaps.installed[-1][1].stall_ms, 3)
     return fields
+
+
+def of_group_text(metrics: GroupTextMetrics) -> Fields:
+    return {
+        "group_text": ",".join(f"{outcome}={count}" for outcome, count in metrics.tokens.items()),
+        "group_text_lags": ",".join(f"{most_s}={count}" for most_s, count in metrics.lags.items()),
+        "group_text_lag_ms": round(1000 * metrics.lag_s),
+        "group_texts_evicted": metrics.evicted,
+        "group_texts_unreadable": metrics.unreadable,
+    }
 
 
 def of_speedup(speedup: Speedup, end_to_end: Speedup) -> Fields:

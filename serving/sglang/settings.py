@@ -72,6 +72,9 @@ class PluginSettings(BaseSettings):
     suffix_depth: int = Field(default=0, ge=0, le=64)
     """Most proposals of a round from earlier text: the request's own, its prompt group's, its tenant's. Candidates of
     `--speculative-adaptive-config` above `--speculative-num-steps` are for these alone. 0 proposes none."""
+    share_groups: bool = False
+    """Answers of a prompt group go to Redis as they come, for the text that other engines propose; needs
+    `SLIPSTREAM_SUFFIX_DEPTH`."""
     control_share: float = Field(default=0.02, ge=0, le=0.5)
     """Share of decode steps at depth 0 that give the measured baseline; needs SGLang's `--speculative-adaptive`."""
     plain_share: float = Field(default=0.03, ge=0, le=0.5)

@@ -54,18 +54,22 @@ _CAPTURE = Rule(
     "has no effect without --capture",
     is_refused=False,
 )
+_SHARING = Rule(
+    ("share_groups",), _set("suffix_depth"), "shares text for suffix drafts: set --suffix-depth to 1 or more"
+)
 _NO_ROUND_DRAFTS = "has no effect where no round drafts: --depth is 0"
 SERVE = (
     Rule(("slots",), _local, "is for --engine local: pass --max-running-requests after --"),
     Rule(("context_length",), _local, "is for --engine local: pass --context-length after --"),
-    Rule(("threads", "share_groups", "head_off_share"), _local, "is for --engine local: leave it out"),
+    Rule(("threads", "head_off_share"), _local, "is for --engine local: leave it out"),
     Rule(("sglang_python", "capture_bytes_per_s", "start_timeout_s"), _sglang, "is for --engine sglang: leave it out"),
-    Rule(("share_groups",), _set("suffix_depth"), "shares text for suffix drafts: set --suffix-depth to 1 or more"),
+    _SHARING,
     Rule(("suffix_depth",), lambda values: values["depth"] or not values["suffix_depth"], _NO_ROUND_DRAFTS, False),
     Rule(("control_share", "plain_share", "head_off_share"), _set("depth"), _NO_ROUND_DRAFTS, is_refused=False),
     _CAPTURE,
 )
 SGLANG = (
+    _SHARING,
     _CAPTURE,
     Rule(("gpu",), _set("trainer_gpu"), "is compared with --trainer-gpu: pass that too", is_refused=False),
 )

@@ -109,7 +109,7 @@ ShareGroups = Annotated[
     typer.Option(
         "--share-groups",
         envvar="SLIPSTREAM_SHARE_GROUPS",
-        help="Local engine: answers of a prompt group go to Redis as they come, for the drafts of other engines.",
+        help="Answers of a prompt group go to Redis as they come, for the drafts of other engines.",
     ),
 ]
 
@@ -147,18 +147,23 @@ CaptureFilter = Annotated[
 StartTimeout = Annotated[float, typer.Option(min=1, callback=finite, help="SGLang: how long it may take to load.")]
 
 
+def check_sharing(context: typer.Context) -> None:
+    """Raise ConfigError where answers would leave before the capture filter has seen them."""
+    if context.params["share_groups"] and context.params["capture_filter"]:
+        raise ConfigError(
+            "--share-groups sends answers to Redis as they come, and --capture-filter is asked about whole ones: "
+            "leave one of them out"
+        )
+
+
 def check_together(context: typer.Context) -> None:
     """Raise ConfigError for options of `serve` that have no effect, or that exclude each other."""
     engine, dtype = context.params["engine"], context.params["dtype"]
     effects.check_options(context, effects.SERVE)
+    check_sharing(context)
     if engine == "local":
         if unknown := context.params["sglang_arguments"]:
             raise ConfigError(f"{unknown[0]!r} is an argument for --engine sglang: leave it out")
-        if context.params["share_groups"] and context.params["capture_filter"]:
-            raise ConfigError(
-                "--share-groups sends answers to Redis as they come, and --capture-filter is asked about whole ones: "
-                "leave one of them out"
-            )
         if dtype == "float16":
             raise ConfigError("--dtype float16 is for --engine sglang: the local engine computes in bfloat16 or wider")
         return

@@ -142,6 +142,7 @@ def sglang(
     capture_filter: options.CaptureFilter = None,
     depth: SglangDepth = 4,
     suffix_depth: SuffixDepth = 16,
+    share_groups: options.ShareGroups = False,
     control_share: options.ControlShare = 0.02,
     plain_share: options.PlainShare = 0.03,
     context_window: options.ContextWindow = 512,
@@ -167,6 +168,7 @@ def sglang(
     """
     configure_logs()
     check_options(context, effects.SGLANG)
+    options.check_sharing(context)
     warn_of_unread_variables()
     from serving.sglang.outside.launcher import SglangStart
     from slipstream.start.exposure import check_sglang_exposure

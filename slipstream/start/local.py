@@ -25,7 +25,7 @@ from serving.gateway.config import GatewaySettings
 from serving.gateway.metrics import process_registry
 from serving.gateway.server import GatewayServer, bind, make_room, serve_until_signal
 from serving.group_cache.sync import GroupSharing
-from serving.group_cache.texts import DEFAULT_TTL_S, GroupTexts
+from serving.group_cache.texts import GroupTexts
 from serving.hotswap.breaker import LiveWatch
 from serving.hotswap.follower import DraftFollower
 from serving.local.config import LocalEngineConfig, spare_cores
@@ -107,8 +107,9 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
         version = version_to_serve(store, newest)
         watch = LiveWatch(version)
         if options.share_groups:
-            texts = GroupTexts(connection(), key, ttl_s=min(ttl_s or DEFAULT_TTL_S, DEFAULT_TTL_S))
-            sharing = GroupSharing(texts, vocab_size=len(target.embed), metrics=GroupTextMetrics(registry))
+            texts = GroupTexts(connection(), key, ttl_s=ttl_s)
+            sharing = GroupSharing(lambda: texts, vocab_size=len(target.embed), metrics=GroupTextMetrics())
+            registry.register(sharing.metrics)
             opened.callback(sharing.close, timeout_s=5)
         draft = load_draft(store, version, embed=target.embed, target_fingerprint=fingerprint)
         meter = SpeedupMeter()

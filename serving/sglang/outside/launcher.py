@@ -77,6 +77,7 @@ class SglangStart:
     stream_max_bytes: int
     trace_ttl_hours: float = 0
     capture_filter: str | None = None
+    share_groups: bool = False
     capture_floor: float = DEFAULT_FLOOR
     extra: tuple[str, ...] = ()
     """Arguments of SGLang's own, passed last."""
@@ -137,6 +138,7 @@ def environment(options: SglangOptions, inherited: Mapping[str, str]) -> dict[st
         "SLIPSTREAM_CAPTURE": str(int(options.capture)),
         "SLIPSTREAM_CAPTURE_UNMARKED": "0",
         "SLIPSTREAM_SUFFIX_DEPTH": str(options.suffix_depth),
+        "SLIPSTREAM_SHARE_GROUPS": str(int(options.share_groups)),
         "SLIPSTREAM_CONTROL_SHARE": str(options.control_share),
         "SLIPSTREAM_PLAIN_SHARE": str(options.plain_share),
         "SLIPSTREAM_CONTEXT_WINDOW": str(options.context_window),

@@ -57,6 +57,11 @@ def check_server(args: Any, settings: PluginSettings) -> str:
         )
     if args.enable_memory_saver:
         raise ConfigError("--enable-memory-saver takes weights away that a swap writes and a look reads: leave it out")
+    if settings.share_groups and settings.capture_filter:
+        raise ConfigError(
+            f"{PREFIX}SHARE_GROUPS sends answers to Redis as they come, and {PREFIX}CAPTURE_FILTER is asked about "
+            "whole ones: unset one of them"
+        )
     is_wanted()
     manifest = version_of(args, settings)
     if args.speculative_use_rejection_sampling:

@@ -23,8 +23,11 @@ import structlog
 import torch
 
 from serving.capture.recorder import ErasureWatch
+from serving.group_cache.sync import GroupSharing
+from serving.group_cache.texts import GroupTexts
 from serving.hotswap.breaker import LiveWatch
 from serving.hotswap.follower import DraftFollower
+from serving.metrics import GroupTextMetrics
 from serving.sglang.capture.capture import TracePipeline
 from serving.sglang.capture.device_reads import DraftProbe
 from serving.sglang.capture.request import Origin
@@ -37,12 +40,13 @@ from serving.sglang.proposals.remembered_text import RememberedText
 from serving.sglang.proposals.splice import CommittedTokens, TextSplice
 from serving.sglang.proposals.step_clock import StepClock
 from serving.sglang.rank_agreement import Agreement
-from serving.sglang.report import Fields, of_speedup, of_swaps
+from serving.sglang.report import Fields, of_group_text, of_speedup, of_swaps
 from serving.sglang.settings import PluginSettings, default_engine_id
 from serving.sglang.swap import SglangDraft
 from serving.speedup import ControlShare, SpeedupMeter
 from speculator.draft.checkpoint import config_from_json, expected_shapes, model_key
 from speculator.errors import ConfigError, type_and_place
+from speculator.redis.client import connect
 from speculator.redis.control_plane import EngineLoad, card_id
 from speculator.tracing import close_spans, configure_spans
 from speculator.versions.store import DraftStore, Manifest
@@ -91,7 +95,7 @@ class EngineRuntime:
         # One rank watches; the others stage what it stages.
         watch = LiveWatch(manifest.version) if settings.watch and self._is_writer else None
         self.depth = self._new_depth(settings, depths, manifest, device, watch)
-        self.text, self._splice = _new_text(worker, settings, depths, device, alone=alone)
+        self.text, self._splice = _new_text(worker, settings, key, depths, device, alone=alone)
         self._depth_version = manifest.version
         self._asked_limit: int | None = None
         """Of the depth, by the operator; in force from the next meeting on."""
@@ -428,6 +432,7 @@ class EngineRuntime:
             **self._erasures.look(),
             **of_fences((self._capturing, self._choosing, self._remembering, self._meeting)),
             **({} if self.text is None else self.text.report()),
+            **({} if self.text is None or self.text.sharing is None else of_group_text(self.text.sharing.metrics)),
             **of_swaps(self._follower.log),
             **self.depth.report(),
             **of_speedup(self.meter.measure(), self.depth.end_to_end.measure()),
@@ -436,10 +441,12 @@ class EngineRuntime:
 
 
 def _new_text(
-    worker: Any, settings: PluginSettings, depths: list[int], device: Device, *, alone: bool
+    worker: Any, settings: PluginSettings, key: str, depths: list[int], device: Device, *, alone: bool
 ) -> tuple[RememberedText | None, TextSplice | None]:
     """What proposes earlier text, where the server can choose to verify it."""
     if not settings.suffix_depth:
+        if settings.share_groups:
+            log.warning("slipstream: no text of prompt groups is shared: SLIPSTREAM_SUFFIX_DEPTH is 0")
         return None, None
     if worker.adaptive_controller is None or not alone:
         why = "needs one rank" if worker.adaptive_controller is not None else "needs --speculative-adaptive"
@@ -452,11 +459,20 @@ def _new_text(
         overlaps=overlaps,
         captures_unmarked=settings.capture_unmarked,
         ttl_s=3600 * settings.trace_ttl_hours,
+        sharing=_new_sharing(worker, settings, key) if settings.share_groups else None,
     )
     num_slots = worker.req_to_token_pool.req_to_token.shape[0]
     # As far back as text begins, and as far ahead as a verification writes what it then does not commit.
     committed = CommittedTokens(num_slots, 2 * (text.window + 1), device_of(worker)) if overlaps else None
     return text, TextSplice(device, width=text.window, committed=committed)
+
+
+def _new_sharing(worker: Any, settings: PluginSettings, key: str) -> GroupSharing:
+    return GroupSharing(
+        lambda: GroupTexts(connect(settings.redis_url), key, ttl_s=3600 * settings.trace_ttl_hours),
+        vocab_size=worker.target_worker.model_config.vocab_size,
+        metrics=GroupTextMetrics(),
+    )
 
 
 def _new_draft(worker: Any, store: DraftStore, manifest: Manifest, device: Device, *, alone: bool) -> SglangDraft:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from serving.sglang.proposals.compiled_chains import BITS, OWN, WEIGHT, Arena, Requests, advance, append
+from serving.sglang.proposals.compiled_chains import BITS, GROUP, OWN, WEIGHT, Arena, Requests, advance, append
 from speculator.proposals.suffix_drafter import (
     GROUP_WINDOW,
     MAX_MATCH,
@@ -26,6 +26,7 @@ from speculator.proposals.suffix_drafter import (
     TENANT_WINDOW,
     SuffixConfig,
 )
+from speculator.proposals.suffix_index import NEW_TEXT
 
 _LEAST_BLOCK = 512
 ARENA_TOKENS = 1 << 22
@@ -60,9 +61,17 @@ class _Blocks:
 class _Window:
     """Stays as long as somebody uses it."""
 
-    def __init__(self, number: int, place: int, size: int) -> None:
+    def __init__(self, arena: Arena, windows: np.ndarray, number: int, place: int, size: int) -> None:
+        """In this row of `windows`."""
+        self._arena, self._windows = arena, windows
         self.number, self.place, self.size = number, place, size
         self.num_users = 1
+
+    def append(self, text: int, tokens: Sequence[int] | np.ndarray, /) -> int:
+        """As `SuffixIndex.append`."""
+        if not self.num_users:
+            return text  # its place in the arena may be another tenant's by now
+        return append(self._arena, self._windows, self.number, text, np.asarray(tokens, np.int64))
 
 
 class _Tenant:
@@ -82,11 +91,11 @@ class ChainDrafter:
         """Chains have at most `width` proposals. `arena_tokens` is a power of two."""
         self._config, self._width = SuffixConfig(width=1), width
         self._arena, self._blocks = Arena.of(arena_tokens), _Blocks(arena_tokens)
-        self._windows = np.zeros((64, 3), np.int64)
-        self._free_windows: list[int] = list(range(64))
+        self._windows = np.zeros((arena_tokens // _LEAST_BLOCK, 3), np.int64)
+        self._free_windows: list[int] = list(range(len(self._windows)))
         self._requests = Requests.of(64, width)
         self._free_slots: list[int] = list(range(64))
-        self._of_slot: dict[int, tuple[_Tenant, list[_Window]]] = {}
+        self._of_slot: dict[int, tuple[_Tenant, list[_Window | None]]] = {}
         self._tenant_sums = np.full((16, 3 * BITS, 2), WEIGHT)
         self._free_tenants: list[int] = list(range(16))
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
@@ -122,15 +131,20 @@ class ChainDrafter:
             if window is not None:
                 # Shared texts begin with the prompt's last tokens: so the beginnings of answers are found too.
                 before = tokens if source == OWN else context
-                requests.texts[slot, source] = append(self._arena, self._windows, window.number, -1, before)
-        self._of_slot[slot] = home, [window for window in windows if window is not None]
+                requests.texts[slot, source] = window.append(NEW_TEXT, before)
+        self._of_slot[slot] = home, windows
         return slot
+
+    def group_of(self, slot: int) -> _Window | None:
+        """The text of this request's prompt group; None where it has none."""
+        return self._of_slot[slot][1][GROUP]
 
     def end(self, slot: int) -> None:
         """The request is over; what it has written to its group and its tenant stays."""
         home, windows = self._of_slot.pop(slot)
         for window in windows:
-            self._release(window)
+            if window is not None:
+                self._release(window)
         self._leave(home)
         self._free_slots.append(slot)
 
@@ -223,14 +237,11 @@ class ChainDrafter:
             if not self._evict():
                 return None
             place = self._blocks.take(size)
-        if not self._free_windows:
-            self._windows, new = _doubled(self._windows, 0)
-            self._free_windows += new
         number = self._free_windows.pop()
         self._windows[number] = place, size, 0
         self._arena.newest_one[place : place + size] = -1
         self._arena.newest_pair[place : place + size] = -1
-        return _Window(number, place, size)
+        return _Window(self._arena, self._windows, number, place, size)
 
     def _evict(self) -> bool:
         """Drop the group, or else the tenant, that was asked for least recently."""

@@ -17,8 +17,8 @@ from numba import njit
 from speculator.proposals.suffix_drafter import DOUBT, MAX_MATCH, REQUEST_MEMORY
 
 T = TypeVar("T")
-OWN = 0
-"""Its own text, of a request's sources; then come its group's and its tenant's."""
+OWN, GROUP = 0, 1
+"""A request's sources: its own text, its group's; then comes its tenant's."""
 BITS = 8
 """Of match lengths, that are corrected apart."""
 _PLACES, _STEPS = 16, 256

@@ -2,7 +2,7 @@
 
 `RememberedText` follows each request's answer as SGLang commits it, and finds, before each decode step, how its text
 may go on: after its own prompt and answer, those of its prompt group, those of its tenant
-(serving/sglang/proposals/chain_drafter.py).
+(serving/sglang/proposals/chain_drafter.py). With `GroupSharing` the group's are those of other engines, too.
 
 Where SGLang overlaps steps, a thread of its own looks while the device computes: once the scheduler has processed the
 result of a step, and before it launches the next one. By then the device is a step ahead, so what is found begins
@@ -27,8 +27,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from serving.group_cache.sync import GroupSharing, Publish
+from serving.group_cache.texts import GroupKey
 from serving.sglang.capture.request import is_marked, policy_of
 from serving.sglang.proposals.chain_drafter import ChainDrafter
+from speculator.proposals.suffix_drafter import MAX_MATCH
 
 _ATTRIBUTE = "_slipstream_text"
 _COUNT_EVERY = 64
@@ -41,8 +44,9 @@ _NO_TEXT = -1
 class _Followed:
     """One request's text, as far as it was read."""
 
-    def __init__(self, slot: int) -> None:
-        self.slot, self.num_read = slot, 0
+    def __init__(self, slot: int = _NO_TEXT, publish: Publish | None = None) -> None:
+        """`publish` is told what comes, for the drafts of other engines."""
+        self.slot, self.publish, self.num_read = slot, publish, 0
         """Tokens of the answer that it has read."""
 
 
@@ -106,11 +110,22 @@ class _Found(NamedTuple):
 class RememberedText:
     """Used by the scheduler's thread, but for what says otherwise."""
 
-    def __init__(self, *, depth: int, overlaps: bool, captures_unmarked: bool, ttl_s: float = 0.0) -> None:
-        """At most `depth` proposals a round. Text that may be older than `ttl_s` is dropped; 0 sets no limit."""
+    def __init__(
+        self,
+        *,
+        depth: int,
+        overlaps: bool,
+        captures_unmarked: bool,
+        ttl_s: float = 0.0,
+        sharing: GroupSharing | None = None,
+    ) -> None:
+        """At most `depth` proposals a round. Text that may be older than `ttl_s` is dropped; 0 sets no limit.
+        `sharing` brings the text of prompt groups to other engines, and theirs here.
+        """
         # With overlap the device is a step ahead, which may have committed as many as it proposed, and one more.
         self.window = 2 * depth + 1 if overlaps else depth
         self._drafter = ChainDrafter(width=self.window)
+        self.sharing = sharing
         self._captures_unmarked, self._ttl_s = captures_unmarked, ttl_s
         self._tasks: deque[Callable[[ChainDrafter], object]] = deque()
         self._ended: deque[int] = deque()
@@ -153,6 +168,8 @@ class RememberedText:
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(_CLOSING_S)
+        if self.sharing is not None:
+            self.sharing.close(_CLOSING_S)
 
     def _run(self) -> None:
         try:
@@ -169,8 +186,11 @@ class RememberedText:
         for request, length in zip(requests, lengths, strict=True):
             followed: _Followed = getattr(request, _ATTRIBUTE, None) or self._begin(request)
             if length > followed.num_read:
-                committed.extend(request.output_ids[followed.num_read : length])
+                came = request.output_ids[followed.num_read : length]
+                committed.extend(came)
                 followed.num_read = length
+                if followed.publish is not None:
+                    followed.publish(came)
             slots.append(followed.slot)
             starts.append(len(committed))
             # The last token of an answer is the target's own in any case.
@@ -181,11 +201,16 @@ class RememberedText:
         return _Found(continuations, list(requests), list(map(id, requests)))
 
     def forget(self, tenants: Collection[str]) -> None:
-        """Drop all text of these tenants, before the next look; for any thread."""
+        """Drop all text of these tenants, before the next look; for any thread but those that look."""
+        # First: what it has taken until now goes with the windows.
+        if self.sharing is not None:
+            self.sharing.forget(tenants)
         self._tasks.append(lambda drafter: drafter.forget(tenants))
 
-    def target_renewed(self, _: int) -> None:
+    def target_renewed(self, version: int) -> None:
         """For any thread."""
+        if self.sharing is not None:
+            self.sharing.set_target_version(version)
         self._tasks.append(ChainDrafter.target_moved)
 
     def _tidy(self) -> None:
@@ -195,29 +220,36 @@ class RememberedText:
             self._drafter.end(self._ended.popleft())
         if self._ttl_s:
             self._drafter.expire(self._ttl_s)
+        if self.sharing is not None:
+            self.sharing.take()
         if self._num_looks % _COUNT_EVERY == 0:
             self.num_tokens = self._drafter.num_tokens
         self.num_evicted = self._drafter.num_evicted
         self._num_looks += 1
 
     def _begin(self, request: Any) -> _Followed:
-        followed = _Followed(self._slot_of(request))
+        followed = self._follow(request)
         setattr(request, _ATTRIBUTE, followed)
         if followed.slot != _NO_TEXT:
             # Whatever becomes of the request: with it goes what hangs on it.
             weakref.finalize(followed, self._ended.append, followed.slot).atexit = False
         return followed
 
-    def _slot_of(self, request: Any) -> int:
+    def _follow(self, request: Any) -> _Followed:
         if request.multimodal_inputs is not None or request.input_embeds is not None:
             # What stands for pictures in a prompt, or for embeddings, is no text.
-            return _NO_TEXT
-        marks = request.sampling_params.custom_params
+            return _Followed()
+        marks, prompt = request.sampling_params.custom_params, request.origin_input_ids
         policy = policy_of(marks)
-        return self._drafter.start(
-            request.origin_input_ids,
+        slot = self._drafter.start(
+            prompt,
             max_answer=request.sampling_params.max_new_tokens,
             tenant=policy.tenant,
             group_id=policy.group_id,
             shared=policy.capture and (self._captures_unmarked or is_marked(marks)),
         )
+        group = self._drafter.group_of(slot)
+        if self.sharing is None or group is None:
+            return _Followed(slot)
+        key = GroupKey(policy.tenant, policy.group_id)
+        return _Followed(slot, self.sharing.join(key, group, prompt[-MAX_MATCH:]))

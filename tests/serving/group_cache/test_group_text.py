@@ -63,12 +63,13 @@ def peer_of(client: redis.Redis, **options: object) -> Iterator[Peer]:
     """Its clock stands, so that a group goes on being read while a test waits."""
     registry = CollectorRegistry()
     sharing = GroupSharing(
-        GroupTexts(client, "m"),
+        lambda: GroupTexts(client, "m"),
         vocab_size=1000,
-        metrics=GroupTextMetrics(registry),
+        metrics=GroupTextMetrics(),
         interval_s=0.01,
         **{"clock": lambda: 0.0, **options},  # type: ignore[arg-type]
     )
+    registry.register(sharing.metrics)
     try:
         yield Peer(sharing, registry)
     finally:

@@ -14,10 +14,13 @@ import redis
 import torch
 from torch import Tensor, nn
 
+from serving.group_cache.texts import HEAD_BYTES, GroupKey, decode_pieces
 from serving.sglang.plugin.runtime import EngineRuntime, Fence
+from serving.sglang.report import EngineReport
 from serving.sglang.settings import PluginSettings
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.errors import EngineDeadError
+from speculator.redis.client import RedisKeys
 from speculator.redis.control_plane import DraftPointer
 from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
@@ -128,7 +131,7 @@ def unstarted(
 ) -> Iterator[Scene]:
     """One rank, on a CPU, with depths 0 and 2; a chain, or a tree of as many branches as the parameter. It captures,
     but for the parameter 0. With `REJECTING` it verifies a chain by rejection sampling, with `REMEMBERING` it proposes
-    earlier text, too, up to depth 8.
+    earlier text, too, up to depth 8, and shares that of groups.
     """
     asked = getattr(request, "param", 1)
     store = DraftStore(tmp_path / "drafts")
@@ -158,7 +161,7 @@ def unstarted(
             **arguments, **given, speculative_draft_model_path=str(store.root / "versions" / "000001")
         ),
         topk=max(asked, 1),
-        target_worker=SimpleNamespace(model_runner=runner),
+        target_worker=SimpleNamespace(model_runner=runner, model_config=SimpleNamespace(vocab_size=VOCAB)),
         draft_worker=SimpleNamespace(draft_runner=SimpleNamespace(model=Draft(store.load(1)))),
         adaptive_controller=SimpleNamespace(candidate_steps=[0, 2, 8] if asked == REMEMBERING else [0, 2]),
         # At its start that of the command line.
@@ -173,6 +176,7 @@ def unstarted(
         capture=asked != 0,
         capture_topk=4,
         suffix_depth=8 if asked == REMEMBERING else 0,
+        share_groups=asked == REMEMBERING,
         poll_s=0.02,
     )
     switch_s = sys.getswitchinterval()
@@ -286,6 +290,29 @@ def test_without_our_choice_of_the_depth_it_is_sglangs_own(scene: Scene) -> None
     assert scene.runtime.catch_up(lambda: SERVED, scene.batch("decode", []), None) is SERVED
     assert scene.prefill([Request([1, 2, 3])]) is SERVED
     scene.wait_for_failure("depth:AttributeError=1")
+
+
+@pytest.mark.parametrize("unstarted", [REMEMBERING], indirect=True)
+def test_text_of_a_group_goes_to_other_engines_and_the_report_counts_it(
+    scene: Scene, model_dir: Path, redis_client: redis.Redis
+) -> None:
+    key = model_key(model_dir, target_fingerprint(model_dir))
+    group = RedisKeys(model_key=key).group_text(GroupKey("t", "g").member)
+    marks = {"slipstream": {"tenant": "t", "group_id": "g"}}
+    wait_until(lambda: "process" in scene.report())
+    scene.pointer.announce_target(scene.report()["process"], 7)
+    wait_until(lambda: scene.report().get("target_version") == "7")
+    scene.decode([Request([1, 2], max_new_tokens=60, custom_params=marks)])
+    wait_until(lambda: "published=2," in scene.report()["group_text"])
+    assert EngineReport.parse(scene.report()).group_texts_unreadable == 0
+    data: Any = redis_client.get(group)
+    ((piece, _),) = decode_pieces(data[HEAD_BYTES:], vocab_size=VOCAB)
+    assert (piece.tokens, piece.target_version) == ([1, 2], 7)
+
+
+def test_without_shared_groups_the_report_says_nothing_of_them(scene: Scene) -> None:
+    wait_until(lambda: "steps" in scene.report())
+    assert "group_text" not in scene.report()
 
 
 @pytest.mark.parametrize("unstarted", [REMEMBERING], indirect=True)

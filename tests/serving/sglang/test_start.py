@@ -100,6 +100,12 @@ def test_unsafe_or_unsupported_starts(model_dir: Path, store: DraftStore, change
         check_server(arguments(model_dir, store, **changes), PluginSettings(store=store.root))
 
 
+def test_answers_do_not_leave_before_the_capture_filter_has_seen_them(model_dir: Path, store: DraftStore) -> None:
+    settings = PluginSettings(store=store.root, share_groups=True, capture_filter="os:getcwd")
+    with pytest.raises(ConfigError, match="SLIPSTREAM_SHARE_GROUPS sends answers"):
+        check_server(arguments(model_dir, store), settings)
+
+
 def resolved(**changes: Any) -> SimpleNamespace:
     """What SGLang has decided on for a server of which nothing out of the ordinary was asked."""
     values = {

@@ -41,6 +41,8 @@ def warnings(text: str) -> dict[str, str]:
         (("drafts", "init", "--if-missing", "--out", "x"), "--if-missing is for --store"),
         (("traces", "prune", "x.rec", "--older-than-hours", 1, "--redis-url", "x"), "--redis-url is of a stream"),
         (("doctor", "--sglang-python", "/bin/true"), "--sglang-python is for --engine sglang"),
+        (("sglang", "--share-groups", "--suffix-depth", 0), "--share-groups shares text for suffix drafts"),
+        (("sglang", "--share-groups", "--capture-filter", "os:getcwd"), "leave one of them out"),
         (("replay", "x.rec", "--steps", 0, "--loss", "forward_kl=1"), "--loss has no effect with --steps 0"),
     ],
 )
@@ -70,12 +72,15 @@ def test_where_no_round_drafts_that_is_a_warning(warned: Warned, toy_model: Path
     assert warned(*common, "--depth", 0, *drafting).keys() == {"--suffix-depth", "--control-share"}
 
 
-def test_a_variable_for_another_engine_may_be_another_services(
-    warned: Warned, toy_model: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("engine", ["local", "sglang"])
+def test_what_would_be_refused_is_a_warning_of_a_variable_which_may_be_another_services(
+    engine: str, warned: Warned, toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLIPSTREAM_SHARE_GROUPS", "1")
-    found = warned("serve", "--engine", "sglang", "--model", toy_model, "--sglang-python", "/no/python", "--port", 0)
-    assert "--engine local" in found["SLIPSTREAM_SHARE_GROUPS"]
+    common = ("serve", "--engine", engine, "--model", toy_model, "--port", 0)
+    other = ("--redis-url", NOWHERE, "--store", tmp_path) if engine == "local" else ("--sglang-python", "/no/python")
+    assert "--suffix-depth" in warned(*common, *other, "--suffix-depth", 0)["SLIPSTREAM_SHARE_GROUPS"]
+    assert warned(*common, *other) == {}
 
 
 def test_an_unknown_variable_is_named_with_the_one_that_was_meant(

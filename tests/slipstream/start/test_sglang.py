@@ -166,9 +166,10 @@ Refused = Callable[..., str]
         (("--capture-bytes-per-s", 5), "--capture-bytes-per-s is for --engine sglang"),
         (("--start-timeout-s", 5), "--start-timeout-s is for --engine sglang"),
         (("--dtype", "float16"), "float16"),
-        (("--engine", "sglang", "--share-groups"), "--share-groups is for --engine local"),
         (("--share-groups", "--capture-filter", "os:getcwd"), "leave one of them out"),
+        (("--engine", "sglang", "--share-groups", "--capture-filter", "os:getcwd"), "leave one of them out"),
         (("--share-groups", "--suffix-depth", 0), "--suffix-depth to 1 or more"),
+        (("--engine", "sglang", "--share-groups", "--suffix-depth", 0), "--suffix-depth to 1 or more"),
         (("--", "--tp-size", 2), "'--tp-size' is an argument for --engine sglang"),
     ],
 )

@@ -69,6 +69,7 @@ def test_environment_for_the_plugin(make_options: MakeOptions) -> None:
         "SLIPSTREAM_CAPTURE": "1",
         "SLIPSTREAM_CAPTURE_UNMARKED": "0",
         "SLIPSTREAM_SUFFIX_DEPTH": "16",
+        "SLIPSTREAM_SHARE_GROUPS": "0",
         "SLIPSTREAM_CONTROL_SHARE": "0.02",
         "SLIPSTREAM_PLAIN_SHARE": "0.03",
         "SLIPSTREAM_CONTEXT_WINDOW": "512",
@@ -85,22 +86,14 @@ def test_environment_for_the_plugin(make_options: MakeOptions) -> None:
 def test_the_plugin_reads_that_environment(make_options: MakeOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     from serving.sglang.settings import is_enabled, load_settings
 
-    options = make_options(capture=True, context_window=99)
+    options = make_options(capture=True, context_window=99, share_groups=True)
     made = environment(options, {})
     for name, value in made.items():
         monkeypatch.setenv(name, value)
     settings = load_settings()
     assert is_enabled(made)
-    for name in (
-        "redis_url",
-        "store",
-        "engine_id",
-        "model_key",
-        "target_fingerprint",
-        "capture",
-        "control_share",
-        "plain_share",
-    ):
+    given = ("capture", "share_groups", "control_share", "plain_share")
+    for name in ("redis_url", "store", "engine_id", "model_key", "target_fingerprint", *given):
         assert getattr(settings, name) == getattr(options, name)
     assert (settings.context_window, settings.capture_bytes_per_s, settings.stream_max_bytes) == (99, 0, 1000)
 

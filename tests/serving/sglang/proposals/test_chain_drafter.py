@@ -10,6 +10,7 @@ import pytest
 
 from serving.sglang.proposals.chain_drafter import ChainDrafter
 from speculator.proposals.suffix_drafter import SuffixConfig, SuffixDrafter
+from speculator.proposals.suffix_index import NEW_TEXT
 
 WIDTH = 12
 
@@ -159,3 +160,24 @@ def test_the_text_of_old_targets_and_of_long_ago_goes() -> None:
     drafter.target_moved()
     assert not knows()
     assert np.all(drafter._tenant_sums > 0)
+
+
+def test_a_group_whose_window_has_gone_takes_no_more() -> None:
+    """Its place may be another tenant's."""
+    text = list(range(100, 140))
+    drafter = ChainDrafter(width=WIDTH)
+    slot = drafter.start([9], max_answer=100, tenant="t", group_id="g")
+    group = drafter.group_of(slot)
+    assert group is not None
+    assert group.append(NEW_TEXT, text) >= 0
+    found, _, counts = advanced(drafter, [slot], [text[:16]], [WIDTH])
+    assert found[0, : counts[0]].tolist() == text[16 : 16 + WIDTH]
+    drafter.end(slot)
+    drafter.forget(["t"])
+    strangers = drafter.start([9], max_answer=100, tenant="u", group_id="g")
+    others = drafter.group_of(strangers)
+    assert others is not None
+    assert others.number == group.number
+    group.append(NEW_TEXT, text)
+    _, _, counts = advanced(drafter, [strangers], [text[:16]], [WIDTH])
+    assert counts[0] == 0

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
+from serving.group_cache.sync import GroupSharing
+from serving.group_cache.texts import GroupKey, GroupTextPiece, GroupTexts, Place, decode_pieces, encode_piece
+from serving.metrics import GroupTextMetrics
 from serving.sglang.proposals.remembered_text import Continuations, RememberedText
+from speculator.host import now_ms
+from speculator.redis.client import connect
+from speculator.redis.embedded import EmbeddedRedis
 from tests.fixtures.waiting import wait_until
 from tests.serving.sglang.harness import Request
 
@@ -174,3 +183,164 @@ def test_the_tokens_that_are_kept_are_counted() -> None:
         text.find([])
     assert text.num_tokens >= len(TEXT)
     assert text.report() == {"text_tokens": text.num_tokens, "text_evicted": 0}
+
+
+# -- groups that engines share ----------------------------------------------------------------------------------------
+
+PROMPT = [1, 2, 3]
+"""Of what `wrote` writes; it is published, too, as far as a match reaches back."""
+LATER = list(range(200, 260))
+
+
+@contextlib.contextmanager
+def engine(open_texts: Callable[[], GroupTexts], *, most: int = 1000, **changes: Any) -> Iterator[RememberedText]:
+    """Its clock stands, so that a group goes on being read while a test waits."""
+    sharing = GroupSharing(
+        open_texts,
+        vocab_size=1000,
+        metrics=GroupTextMetrics(),
+        max_queued_tokens=most,
+        interval_s=0.01,
+        clock=lambda: 0.0,
+    )
+    text = make_text(sharing=sharing, **changes)
+    try:
+        yield text
+    finally:
+        text.close()
+
+
+@pytest.fixture
+def texts(redis_client: redis.Redis) -> GroupTexts:
+    return GroupTexts(redis_client, "m")
+
+
+@pytest.fixture
+def one(texts: GroupTexts) -> Iterator[RememberedText]:
+    with engine(lambda: texts, captures_unmarked=False) as text:
+        yield text
+
+
+@pytest.fixture
+def other(texts: GroupTexts) -> Iterator[RememberedText]:
+    with engine(lambda: texts) as text:
+        yield text
+
+
+def count(text: RememberedText, outcome: str) -> int:
+    assert text.sharing is not None
+    return text.sharing.metrics.tokens[outcome]
+
+
+def published(texts: GroupTexts, tenant: str = "t") -> list[int]:
+    """Of group g."""
+    group = GroupKey(tenant, "g")
+    place, _ = texts.fetch({group: Place()})[group]
+    _, data = texts.fetch({group: place})[group]
+    return [token for piece, _ in decode_pieces(data, vocab_size=1000) for token in piece.tokens]
+
+
+def test_a_sibling_on_another_engine_is_continued_and_nobody_elses_group(
+    one: RememberedText, other: RememberedText, texts: GroupTexts
+) -> None:
+    sibling, strangers = request([9], SEEN, group_id="g"), request([9], SEEN, group_id="g", tenant="u")
+    another = request([9], SEEN, group_id="h")
+    for asked in (strangers, another, sibling):
+        assert found(other, asked) == []
+    wrote(one, TEXT, group_id="g")
+    wait_until(lambda: found(other, sibling) == TEXT[16:24])
+    assert found(other, strangers) == found(other, another) == []
+    wait_until(lambda: count(one, "published") == len(PROMPT + TEXT))
+    assert count(other, "fetched") == len(PROMPT + TEXT)
+    assert published(texts, "u") == [9, *SEEN]
+    assert other.sharing is not None
+    assert other.sharing.metrics.lags["+Inf"] >= 1
+
+
+def test_the_thread_that_looks_takes_and_publishes_as_well(texts: GroupTexts) -> None:
+    with engine(lambda: texts, overlaps=True) as one, engine(lambda: texts, overlaps=True) as other:
+        asked, sibling = request([*TEXT, 5], SEEN, group_id="g"), request([9], [SEEN[0]], group_id="g")
+        looked(one, [asked])
+        sibling.output_ids += SEEN[1:]
+
+        def goes_on() -> bool:
+            other.processed([sibling])
+            continuations = other.find([sibling])
+            return continuations is not None and tokens_of(continuations) == [LATER[:17]]
+
+        asked.output_ids += LATER[:20]
+        looked(one, [asked])
+        wait_until(goes_on)
+
+
+@pytest.mark.parametrize("policy", [{"capture": False}, {"marked": False}])
+def test_nothing_of_who_opts_out_is_published_or_fetched_for_it(
+    one: RememberedText, other: RememberedText, texts: GroupTexts, policy: dict[str, Any]
+) -> None:
+    wrote(one, TEXT, group_id="g", **policy)
+    wrote(one, LATER, group_id="g")
+    wait_until(lambda: count(one, "published") == len(PROMPT + LATER))
+    assert published(texts) == PROMPT + LATER
+    private = request([9], LATER[:16], group_id="g", **policy)
+    assert found(other, private) == []
+    wait_until(lambda: found(other, request([9], LATER[:16], group_id="g")) == LATER[16:24])
+    assert found(other, private) == []
+
+
+def test_bytes_of_somebody_else_are_counted_and_not_read_on(one: RememberedText, texts: GroupTexts) -> None:
+    def piece(text: int, tokens: Sequence[int]) -> bytes:
+        return encode_piece(GroupTextPiece(1, text, 0, 0, now_ms(), list(tokens)))
+
+    texts.append({GroupKey("t", "g"): piece(1, TEXT) + piece(2, [5000]) + piece(3, LATER)})
+    sibling = request([9], SEEN, group_id="g")
+    wait_until(lambda: found(one, sibling) == TEXT[16:24])
+    assert one.sharing is not None
+    assert one.sharing.metrics.unreadable == 1
+    assert found(one, request([9], LATER[:16], group_id="g")) == []
+    assert count(one, "fetched") == len(TEXT)
+
+
+def test_text_of_an_erased_tenant_does_not_come_back(one: RememberedText, other: RememberedText) -> None:
+    """Not even what is in Redis still: the erasing command removes that after everybody has forgotten."""
+    wrote(one, TEXT, group_id="g")
+    wait_until(lambda: found(other, request([9], SEEN, group_id="g")) == TEXT[16:24])
+    for text in (one, other):
+        text.forget(["t"])
+    erased_ms = now_ms()
+    wait_until(lambda: now_ms() > erased_ms)
+    wrote(one, LATER, group_id="g")
+    wait_until(lambda: found(other, request([9], LATER[:16], group_id="g")) == LATER[16:24])
+    assert found(other, request([9], SEEN, group_id="g")) == []
+
+
+def test_text_of_targets_long_gone_is_not_taken(one: RememberedText, other: RememberedText) -> None:
+    wrote(one, TEXT, group_id="g")
+    wait_until(lambda: count(one, "published") == len(PROMPT + TEXT))
+    for text in (one, other):
+        text.target_renewed(5)
+    wrote(one, LATER, group_id="g")
+    wait_until(lambda: found(other, request([9], LATER[:16], group_id="g")) == LATER[16:24])
+    assert found(other, request([9], SEEN, group_id="g")) == []
+
+
+def test_without_redis_engines_go_on_alone_and_share_once_it_is_there(tmp_path: Path) -> None:
+    server = EmbeddedRedis(tmp_path)
+    url = server.url
+    server.stop()
+    with contextlib.ExitStack() as opened:
+
+        def open_texts() -> GroupTexts:
+            return GroupTexts(opened.enter_context(connect(url)), "m")
+
+        one, other = (opened.enter_context(engine(open_texts, most=100)) for _ in range(2))
+        wrote(one, TEXT, group_id="g")
+        wrote(one, LATER, group_id="g")
+        assert count(one, "buffer_full") == len(LATER)
+        assert found(one, request([9], SEEN, group_id="g")) == TEXT[16:24]
+        sibling = request([9], SEEN, group_id="g")
+        assert found(other, sibling) == []
+        server = EmbeddedRedis(tmp_path)
+        wait_until(lambda: found(other, sibling) == TEXT[16:24])
+        server.stop()
+        wrote(one, LATER, group_id="g")
+        assert found(one, request([9], LATER[:16], group_id="g")) == LATER[16:24]
