@@ -137,8 +137,8 @@ def app(tmp_path_factory: pytest.TempPathFactory, store: DraftStore, pointer: Dr
     """In front of a toy engine that drafts with a random head and from earlier text."""
     model = make_toy_model(tmp_path_factory.mktemp("models") / "toy")
     draft = random_draft(model, seed=9)
-    with toy_engine(model, draft=draft, control_share=0.25, dtype="float64") as toy:
-        toy.registry.register(ServingCollector(toy.meter, None))
+    with toy_engine(model, draft=draft, control_share=0.25, plain_share=0.5, dtype="float64") as toy:
+        toy.registry.register(ServingCollector(toy.meter, None, end_to_end=toy.engine.end_to_end.measure))
         yield create_app(
             toy.engine,
             settings=GatewaySettings(admin_key=SecretStr(KEY)),

@@ -77,6 +77,7 @@ def test_figures_follow_the_traffic(watched: Watched, gateway: Gateway) -> None:
     expect(page.locator("#model")).to_have_text("toy")
     expect(page.locator("#speedup")).to_have_text("–")
     expect(page.locator("#interval")).to_contain_text("not measured yet")
+    expect(page.locator("#end-to-end-interval")).to_have_text("not measured yet")
     expect(page.locator("#traces")).to_have_text("not captured here")
     expect(page.locator("#rate")).to_have_text("0")
     # The second answer is proposed from the first.
@@ -85,6 +86,8 @@ def test_figures_follow_the_traffic(watched: Watched, gateway: Gateway) -> None:
     expect(page.locator("#speedup")).to_have_text(TIMES)
     expect(page.locator("#baseline")).to_contain_text("depth0_same_batch")
     expect(page.locator("#accept-length")).to_have_text(NUMBER)
+    expect(page.locator("#end-to-end")).to_have_text(TIMES)
+    expect(page.locator("#end-to-end-interval")).to_contain_text("too little traffic")
     expect(page.locator("#rate")).not_to_have_text("0")
     expect(page.locator("#version")).to_have_text("v1")
     expect(page.locator("#positions tr").first.locator("td").nth(1)).to_contain_text("% of")

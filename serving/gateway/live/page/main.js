@@ -59,9 +59,8 @@ function showSpeedup(speedup) {
 }
 
 function showEndToEnd(seen) {
-  const hasRatio = seen.ratio !== null;
-  say("end-to-end", hasRatio ? `End to end ${fixed(seen.ratio)}×, ${interval(seen)}` : "End to end: not measured yet");
-  say("end-to-end-note", "What requests see, prompts and waiting included: their time a token in stretches in which all are served plainly, over their time a token otherwise. Of the last twenty such stretches.");
+  say("end-to-end", seen.ratio === null ? NONE : `${fixed(seen.ratio)}×`);
+  say("end-to-end-interval", seen.ratio === null ? "not measured yet" : interval(seen));
 }
 
 function interval(speedup) {
