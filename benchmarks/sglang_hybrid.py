@@ -78,7 +78,7 @@ def main() -> None:
     fill_in(arguments, {"minutes": (1.0, 5.0), "turns": (4, 20)})
     learnt_from, asked_for = _halves(read_prompts(arguments.prompts) if arguments.prompts else built_in_prompts())
     with prepared(arguments.model, arguments.prompts) as scene:
-        version = _learnt(scene, learnt_from, arguments.drafts, arguments.minutes)
+        version = learnt_version(scene, learnt_from, arguments.drafts, arguments.minutes)
         with _servers(scene, version) as servers:
             workloads = {}
             for name in arguments.workloads:
@@ -104,7 +104,7 @@ def _halves(prompts: Sequence[Prompt]) -> tuple[list[Prompt], dict[str, list[Pro
     return [prompt for prompt in learnt if prompt], {domain: of[1::2] for domain, of in by_domain.items()}
 
 
-def _learnt(scene: Scene, prompts: Sequence[Prompt], kept: Path | None, minutes: float) -> int:
+def learnt_version(scene: Scene, prompts: Sequence[Prompt], kept: Path | None, minutes: float) -> int:
     """The newest version of a head that has learnt from these prompts."""
     if kept is not None and kept.exists():
         shutil.rmtree(scene.store.root)

@@ -64,6 +64,11 @@ class LengthPlan:
         return self.expected_tokens / self.expected_s if self.expected_s else 0.0
 
 
+def _first(head_gains: Sequence[float]) -> float:
+    """What the one proposal is worth that the head has made without its passes."""
+    return head_gains[1] if len(head_gains) > 1 else 0.0
+
+
 class LengthPlanner:
     """Plans the rounds of one engine; used by the thread that decodes.
 
@@ -99,15 +104,25 @@ class LengthPlanner:
             (self.positions.rate(position) for position in range(1, head_lengths[-1] + 1)), operator.mul
         )
         head_gains = list(itertools.accumulate(reaches, initial=0.0))
-        without = self._without_head(batch, lengths, plain_s, head_gains, text_gains_BL)
-        if len(head_lengths) == 1:
-            return without
-        plans = [self._with_head(without, length, head_gains, lengths, text_gains_BL) for length in head_lengths[1:]]
-        best = without
-        for plan in plans:
-            if plan.rate > _BETTER * best.rate:
-                best = plan
-        return self._tried(best, plans)
+        best = without = self._without_head(batch, lengths, plain_s, head_gains, text_gains_BL)
+        if len(head_lengths) > 1:
+            columns = [list(lengths).index(length) for length in head_lengths[1:]]
+            gains_L = batch * np.array(head_gains)[head_lengths[1:]]
+            if text_gains_BL is not None:
+                gains_L = np.maximum(text_gains_BL[:, columns], np.array(head_gains)[head_lengths[1:]]).sum(0)
+            plans = [
+                self._with_head(without, length, gain)
+                for length, gain in zip(head_lengths[1:], gains_L.tolist(), strict=True)
+            ]
+            for plan in plans:
+                if plan.rate > _BETTER * best.rate:
+                    best = plan
+            best = self._tried(best, plans)
+        if text_gains_BL is None or not best.num_proposals:
+            return best
+        other = head_gains[best.num_proposals] if best.uses_head else _first(head_gains)
+        chosen_B = text_gains_BL[:, list(lengths).index(best.num_proposals)] > other
+        return replace(best, from_text=tuple(chosen_B.tolist()))
 
     def _tried(self, best: LengthPlan, plans: Sequence[LengthPlan]) -> LengthPlan:
         """The best plan, or one of its neighbours of which too little is known."""
@@ -159,40 +174,25 @@ class LengthPlanner:
         plain = LengthPlan(batch=batch, expected_tokens=float(batch), expected_s=plain_s, plain_s=plain_s)
         best = plain
         if text_gains_BL is not None and text_gains_BL.any():
-            first = head_gains[1] if len(head_gains) > 1 else 0.0
-            totals = batch + np.maximum(text_gains_BL, first).sum(0)
-            for column, length in enumerate(lengths):
+            totals = (batch + np.maximum(text_gains_BL, _first(head_gains)).sum(0)).tolist()
+            for length, tokens in zip(lengths[1:], totals[1:], strict=True):
                 seconds = self.text_times.verify_s(batch, length, 0)
-                if length and totals[column] * best.expected_s > _BETTER * best.expected_tokens * seconds:
-                    chosen = tuple((text_gains_BL[:, column] > first).tolist())
-                    tokens = float(totals[column])
-                    best = replace(
-                        best, num_proposals=length, from_text=chosen, expected_tokens=tokens, expected_s=seconds
+                if tokens * best.expected_s > _BETTER * best.expected_tokens * seconds:
+                    best = LengthPlan(
+                        batch=batch, num_proposals=length, expected_tokens=tokens, expected_s=seconds, plain_s=plain_s
                     )
         return replace(best, headless_s=best.expected_s / best.expected_tokens)
 
-    def _with_head(
-        self,
-        without: LengthPlan,
-        length: int,
-        head_gains: Sequence[float],
-        lengths: Sequence[int],
-        text_gains_BL: np.ndarray | None,
-    ) -> LengthPlan:
-        """Chains of the head, but for requests that have better text."""
-        gain, chosen = head_gains[length], tuple[bool, ...]()
-        tokens = without.batch * (1 + gain)
-        if text_gains_BL is not None:
-            text_gains_B = text_gains_BL[:, list(lengths).index(length)]
-            chosen = tuple((text_gains_B > gain).tolist())
-            tokens = without.batch + float(np.maximum(text_gains_B, gain).sum())
-        return replace(
-            without,
+    def _with_head(self, without: LengthPlan, length: int, gain: float) -> LengthPlan:
+        """Chains of the head, but for requests that have better text; `gain` proposals are expected to be accepted."""
+        return LengthPlan(
+            batch=without.batch,
             num_proposals=length,
             uses_head=True,
-            from_text=chosen,
-            expected_tokens=tokens,
+            expected_tokens=without.batch + gain,
             expected_s=self.times.verify_s(without.batch, length, 0),
+            plain_s=without.plain_s,
+            headless_s=without.headless_s,
         )
 
     def observe(self, batch: int, num_proposals: int, seconds: float, *, uses_head: bool) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from serving.sglang.device import Device, Mark
 
@@ -81,6 +83,8 @@ class StepClock:
 
 
 _MODES = ("speculative", "control")
+_MOST_PROPOSALS = 64
+"""Of a round, from earlier text or of a head."""
 
 
 class RoundTally:
@@ -89,8 +93,8 @@ class RoundTally:
     def __init__(self) -> None:
         self._rounds, self._tokens = dict.fromkeys(_MODES, 0), dict.fromkeys(_MODES, 0)
         self._seconds = dict.fromkeys(_MODES, 0.0)
-        self._proposals, self._accepted = Counter[int](), Counter[int]()
-        self._text_proposals, self._text_accepted = Counter[int](), Counter[int]()
+        self._of_head, self._of_text = np.zeros((2, 2, _MOST_PROPOSALS + 1), np.int64)
+        """[2, positions] proposals, and the accepted ones; position 0 stays empty."""
 
     def add(
         self,
@@ -108,16 +112,15 @@ class RoundTally:
         mode = "speculative" if drafted else "control"
         self._rounds[mode] += 1
         self._seconds[mode] += seconds
-        self._tokens[mode] += len(accepted) + sum(accepted)
-        by_text = [count for count, is_text in zip(accepted, from_text, strict=True) if is_text]
-        by_head = [count for count, is_text in zip(accepted, from_text, strict=True) if not is_text]
-        for depth, counts, proposals, right in (
-            (depths[0], by_head, self._proposals, self._accepted),
-            (depths[1], by_text, self._text_proposals, self._text_accepted),
+        accepted_B, is_text_B = np.array(accepted, np.int64), np.array(from_text, bool)
+        self._tokens[mode] += len(accepted_B) + int(accepted_B.sum())
+        for depth, counts, sums in (
+            (min(depths[0], _MOST_PROPOSALS), accepted_B[~is_text_B], self._of_head),
+            (depths[1], accepted_B[is_text_B], self._of_text),
         ):
-            for position in range(1, depth + 1) if counts else ():
-                proposals[position] += len(counts)
-                right[position] += sum(count >= position for count in counts)
+            ended_at = np.bincount(np.minimum(counts, depth), minlength=depth + 1)
+            sums[0, 1 : depth + 1] += len(counts)
+            sums[1, 1 : depth + 1] += ended_at[::-1].cumsum()[-2::-1] if depth else 0
 
     def report(self) -> dict[str, str]:
         """Fields of the engine's report, each `name=count,…`."""
@@ -125,12 +128,18 @@ class RoundTally:
             "rounds": _counts(self._rounds),
             "decode_ms": _counts({mode: round(1000 * seconds) for mode, seconds in self._seconds.items()}),
             "round_tokens": _counts(self._tokens),
-            # Copied in one piece: the other thread may be adding a position.
-            "proposals": _counts(self._proposals.copy()),
-            "accepted": _counts(self._accepted.copy()),
-            "text_proposals": _counts(self._text_proposals.copy()),
-            "text_accepted": _counts(self._text_accepted.copy()),
+            **_by_position("", self._of_head),
+            **_by_position("text_", self._of_text),
         }
+
+
+def _by_position(source: str, sums: np.ndarray) -> dict[str, str]:
+    proposals, accepted = sums.tolist()
+    seen = [position for position, count in enumerate(proposals) if count]
+    return {
+        f"{source}proposals": _counts({position: proposals[position] for position in seen}),
+        f"{source}accepted": _counts({position: accepted[position] for position in seen}),
+    }
 
 
 def _counts(counts: Mapping[str, int] | Mapping[int, int]) -> str:
