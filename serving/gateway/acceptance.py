@@ -106,5 +106,5 @@ def _decoded(content: bytes) -> dict[str, Any] | None:
     """An object's fields, each as it stands; None for what is none."""
     try:
         return msgspec.json.decode(content, type=dict[str, msgspec.Raw] | None)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
