@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NoReturn
@@ -22,6 +20,7 @@ from serving.sglang.outside.launcher import (
     command,
     environment,
     find_interpreter,
+    tp_size,
 )
 from slipstream.start.card import FRACTION, card_shares
 from speculator.draft.checkpoint import config_from_json, expected_shapes, model_key, target_fingerprint
@@ -75,7 +74,7 @@ def become_sglang(start: SglangStart, *, host: str, port: int, engine_id: str, s
         options = replace(options, extra=(*options.extra, FRACTION, str(_fraction(options, store, version))))
     # SGLang reads it while it starts; nobody is left to remove it.
     candidates = Path(tempfile.mkdtemp(prefix="slipstream-sglang-")) / "adaptive.json"
-    candidates.write_text(json.dumps(adaptive_config(options.depth, options.suffix_depth)))
+    candidates.write_text(json.dumps(adaptive_config(options.depth, options.text_depth)))
     words = command(options, host=host, port=port, adaptive_config=candidates)
     log.info("becoming sglang", python=str(python), draft_version=version, engine=engine_id)
     os.execve(words[0], words, environment(options, os.environ))  # noqa: S606 - what the operator's own words say
@@ -92,18 +91,10 @@ def _fraction(options: SglangOptions, store: DraftStore, version: int) -> float:
         options.model_dir,
         shapes,
         used_bytes=all_bytes - free_bytes,
-        tp_size=_tp_size(options.extra),
+        tp_size=tp_size(options.extra),
     )
     log.info(
         "sharing the card with the trainer",
         **{name: f"{size / 2**30:.1f} GiB" for name, size in asdict(shares).items()},
     )
     return shares.fraction
-
-
-def _tp_size(words: Sequence[str]) -> int:
-    """The number of GPUs that SGLang is told to part the target among."""
-    for flag, value in itertools.pairwise([part for word in words for part in word.split("=", 1)]):
-        if flag in ("--tp-size", "--tp", "--tensor-parallel-size") and value.isdecimal():
-            return max(int(value), 1)
-    return 1

@@ -191,20 +191,22 @@ class Live:
         return sorted(rows, key=lambda row: (row["position"], row["source"]))
 
     def _accept_length(self) -> float | None:
-        first, last = self._window(ACCEPT_WINDOW_S)
+        first, last = self._window(ACCEPT_WINDOW_S, lambda counts: counts.verifications)
         verifications = _difference(first.verifications, last.verifications)
         tokens = _difference(first.verified_tokens, last.verified_tokens)
         return tokens / verifications if tokens and verifications else None
 
     def _tokens_per_s(self) -> float | None:
-        first, last = self._window(RATE_WINDOW_S)
+        first, last = self._window(RATE_WINDOW_S, lambda counts: counts.tokens)
         tokens = _difference(first.tokens, last.tokens)
         seconds = last.at_s - first.at_s
         return tokens / seconds if tokens is not None and seconds > 0 else None
 
-    def _window(self, seconds: float) -> tuple[_Counts, _Counts]:
+    def _window(self, seconds: float, count: Callable[[_Counts], float | None]) -> tuple[_Counts, _Counts]:
+        """The first and the last in which something was counted at all: an engine may not have reported at first."""
         last = self._counts[-1]
-        return next(each for each in self._counts if each.at_s >= last.at_s - seconds), last
+        since = [each for each in self._counts if each.at_s >= last.at_s - seconds]
+        return next((each for each in since if count(each) is not None), last), last
 
 
 class _Reading:

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -87,6 +87,11 @@ class SglangStart:
             if (flag := argument.partition("=")[0]) in _RESERVED:
                 raise ConfigError(f"{flag} is set by slipstream: leave it out after --")
 
+    @property
+    def text_depth(self) -> int:
+        """Most proposals that SGLang is to prepare for earlier text: one rank proposes it, several do not."""
+        return self.suffix_depth if tp_size(self.extra) == 1 else 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class SglangOptions(SglangStart):
@@ -114,6 +119,14 @@ def command(options: SglangOptions, *, port: int, adaptive_config: Path, host: s
         *(_ON_CPU if options.device == "cpu" else ()),
         *options.extra,
     ]
+
+
+def tp_size(words: Sequence[str]) -> int:
+    """The number of GPUs that SGLang is told to part the target among."""
+    for flag, value in itertools.pairwise([part for word in words for part in word.split("=", 1)]):
+        if flag in ("--tp-size", "--tp", "--tensor-parallel-size") and value.isdecimal():
+            return max(int(value), 1)
+    return 1
 
 
 def adaptive_config(depth: int, suffix_depth: int) -> dict[str, dict[str, list[int]]]:
@@ -164,7 +177,7 @@ class SglangProcess:
         self._port = free_port()
         self._scratch = tempfile.TemporaryDirectory(prefix="slipstream-sglang-")
         candidates = Path(self._scratch.name) / "adaptive.json"
-        candidates.write_text(json.dumps(adaptive_config(options.depth, options.suffix_depth)))
+        candidates.write_text(json.dumps(adaptive_config(options.depth, options.text_depth)))
         self._tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
         self._refusal: str | None = None
         try:

@@ -157,6 +157,22 @@ def test_rates_are_of_the_last_seconds() -> None:
     assert versions == list(range(HISTORY_POINTS)), "the history is bounded"
 
 
+def test_an_engine_that_reports_late_has_figures_once_it_does() -> None:
+    served, registry, now_s = Served(), CollectorRegistry(), 0.0
+    live = Live(DoubleEngine(), registry, shows_tokens=True, clock=lambda: now_s)
+    live.look()
+    registry.register(served.registry)  # type: ignore[arg-type]
+    for _ in range(2):
+        now_s += 1
+        live.look()
+        served.round(drafted=True, seconds=0.01, accepted=2)
+    now_s += 1
+    live.look()
+    newest = live.document()["history"][-1]
+    assert newest.accept_length == pytest.approx(3)
+    assert newest.tokens_per_s == pytest.approx(6 / 2)
+
+
 def test_a_counter_that_begins_anew_is_no_rate() -> None:
     first, second, now_s = Served(), Served(), 0.0
     first.round(drafted=True, seconds=0.01, accepted=2)
