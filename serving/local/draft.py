@@ -27,7 +27,7 @@ from serving.local.kernels.library import Block, Draft, Heads, Kernels, KernelWi
 from serving.local.request import DraftSource, shared_draws
 from serving.local.target.layers import KVSlots, can_pack, linear, pack
 from speculator.draft.checkpoint import check_state, draft_state
-from speculator.draft.eagle3 import DraftConfig, Eagle3Draft
+from speculator.draft.eagle3 import NUM_AUX_LAYERS, DraftConfig, Eagle3Draft
 from speculator.draft.verification import gumbel
 
 _LAYER, _ATTENTION, _MLP = "midlayer", "midlayer.self_attn", "midlayer.mlp"
@@ -166,8 +166,7 @@ class FusedDraft:
         rotation = torch.stack([model.rotary.cos, torch.cat([-left, right], -1)], 1)
         self._rotation = rotation.to(self.dtype)  # [positions, 2, h]: cosine and signed sine
         self._wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        root = math.sqrt(config.hidden_size)
-        self._floor = torch.tensor(root * math.sqrt(config.rms_norm_eps), dtype=self._wide, device=self.device)
+        self._floors = norm_floors(config, self._wide, self.device)
         self.weights = self.fused(dict(model.named_parameters()))
         """By name; only ever changed in place."""
 
@@ -182,7 +181,8 @@ class FusedDraft:
 
     def features(self, aux_Nw: Tensor) -> Tensor:
         """Reduce the three target features [N, 3d] to one [N, d]."""
-        return linear(read_features(aux_Nw.to(self.dtype), self._config, self.weights), self.weights["fc"])
+        read_Nw = read_features(aux_Nw.to(self.dtype), self._config, self.weights, self._floors)
+        return linear(read_Nw, self.weights["fc"])
 
     def layer(
         self, tokens_N: Sequence[int], feature_Nd: Tensor, spans: Sequence[PairSpan], *, first_slot: int
@@ -241,9 +241,7 @@ class FusedDraft:
         return linear(normed_Bd, self.weights["head"])
 
     def _norm(self, x: Tensor, scaled_weight: Tensor) -> Tensor:
-        # x / √(|x|²/d + ε) · w = x · w√d / √(|x|² + dε): the fewest operations on a CPU, in float32 at least.
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=self._wide)
-        return (x * scaled_weight).div_(length.hypot_(self._floor)).to(self.dtype)
+        return normed(x, scaled_weight, self._floors.feature)
 
     def _matrix(self, weight: Tensor) -> Tensor:
         if self.device.type == "cpu" and self.dtype == torch.bfloat16 and can_pack():
@@ -272,7 +270,7 @@ def fused_matrices(state: Mapping[str, Tensor], config: DraftConfig) -> dict[str
 
 
 def fused_norms(state: Mapping[str, Tensor], config: DraftConfig, wide: torch.dtype) -> dict[str, Tensor]:
-    """w√d, computed in `wide`: x / √(|x|²/d + ε) · w = x · w√d / √(|x|² + dε)."""
+    """w√d of every norm, computed in `wide`, as `normed` wants it."""
     norms = {
         **({"input_norm": state["input_norm.weight"]} if config.norm_before_fc else {}),
         **(
@@ -287,20 +285,34 @@ def fused_norms(state: Mapping[str, Tensor], config: DraftConfig, wide: torch.dt
     return {name: weight.to(wide) * math.sqrt(weight.shape[-1]) for name, weight in norms.items()}
 
 
-def read_features(aux_Nw: Tensor, config: DraftConfig, weights: Mapping[str, Tensor]) -> Tensor:
+class NormFloors(NamedTuple):
+    """√(width · ε) of the norms of one feature, and of the three side by side."""
+
+    feature: Tensor
+    three: Tensor
+
+
+def norm_floors(config: DraftConfig, wide: torch.dtype, device: torch.device) -> NormFloors:
+    """What `normed` wants beside the weights of `fused_norms`."""
+    widths = torch.tensor([1, NUM_AUX_LAYERS], dtype=torch.float64) * config.hidden_size
+    return NormFloors(*(widths * config.rms_norm_eps).sqrt().to(device, wide))
+
+
+def read_features(aux_Nw: Tensor, config: DraftConfig, weights: Mapping[str, Tensor], floors: NormFloors) -> Tensor:
     """The three target features [N, 3d] as `fc` reads them."""
     if config.norm_before_fc:
-        aux_Nw = normed(aux_Nw, weights["input_norm"], config.rms_norm_eps)
+        aux_Nw = normed(aux_Nw, weights["input_norm"], floors.three)
     if config.fc_norm:
-        aux_Nw = normed(aux_Nw.view(len(aux_Nw), 3, -1), weights["fc_norm"], config.rms_norm_eps).flatten(1)
+        features = aux_Nw.view(len(aux_Nw), NUM_AUX_LAYERS, -1)
+        aux_Nw = normed(features, weights["fc_norm"], floors.feature).flatten(1)
     return aux_Nw
 
 
-def normed(x: Tensor, scaled_weight: Tensor, eps: float) -> Tensor:
-    """x [..., d] / √(|x|²/d + ε) · w, in the precision of w√d, which `fused_norms` made."""
-    wide = x.to(scaled_weight.dtype)
-    squares = wide.square().sum(-1, keepdim=True) + wide.shape[-1] * eps
-    return (wide * scaled_weight / squares.sqrt()).to(x.dtype)
+def normed(x: Tensor, scaled_weight: Tensor, floor: Tensor) -> Tensor:
+    """x [..., d] / √(|x|²/d + ε) · w, in the precision of w√d; `floor` is √(dε)."""
+    # = x · w√d / √(|x|² + dε): the fewest operations on a CPU.
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=scaled_weight.dtype)
+    return (x * scaled_weight).div_(length.hypot_(floor)).to(x.dtype)
 
 
 class KernelDraft:
@@ -311,6 +323,7 @@ class KernelDraft:
         self._config, self._kernels, self._embed = config, kernels, model.embed.to(torch.bfloat16)
         self._rotation = model.rotary.cos.float().contiguous(), model.rotary.sin.float().contiguous()
         self._floor = torch.tensor(config.hidden_size * config.rms_norm_eps, dtype=torch.float32)
+        self._floors = norm_floors(config, torch.float32, torch.device("cpu"))
         self.cache = PanelSlots(1, num_slots, config.num_key_value_heads, length, config.head_dim)
         state = dict(model.named_parameters())
         weights = self.fused(state)
@@ -331,8 +344,9 @@ class KernelDraft:
         )
         embedding_norm, *norms = map(self._norm_of, (*self.weights["pair_norm"], self.weights["mlp_norm"]))
         layers = (self._layers[name] for name in ("qkv", "out", "gate_up", "down"))
-        self._draft = Draft(embedding_norm, Block(*norms, heads, *layers))
         self._norm = self._norm_of(self.weights["norm"])
+        output_norm = self._norm if config.norm_output else Norm()
+        self._draft = Draft(embedding_norm, Block(*norms, heads, *layers), output_norm)
 
     @torch.no_grad()
     def fused(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -345,7 +359,7 @@ class KernelDraft:
 
     def features(self, aux_Nw: Tensor) -> Tensor:
         """Reduce the three target features [N, 3d] to one [N, d]."""
-        read_Nw = read_features(aux_Nw.to(torch.bfloat16), self._config, self.weights)
+        read_Nw = read_features(aux_Nw.to(torch.bfloat16), self._config, self.weights, self._floors)
         return self._kernels.linear(self._layers["fc"], read_Nw)
 
     def layer(
@@ -354,12 +368,9 @@ class KernelDraft:
         """What `FusedDraft.layer` says."""
         windows = [KernelWindow(slot, span.start, span.num_pairs) for slot, span in enumerate(spans, first_slot)]
         embedding_Nd = F.embedding(torch.tensor(tokens_N), self._embed)
-        output_Bd = self._kernels.draft(
+        return self._kernels.draft(
             self._draft, windows, self._rotation, embedding_Nd, feature_Nd, self.cache.storage[0]
         )
-        if self._config.norm_output:
-            return normed(output_Bd, self.weights["norm"], self._config.rms_norm_eps)
-        return output_Bd
 
     def logits(self, output_Bd: Tensor) -> Tensor:
         """Logits over the draft vocabulary [B, D]."""

@@ -13,6 +13,7 @@ import pytest
 
 from serving.sglang.plugin.checks import VERSIONS, sglang_version
 from serving.sglang.plugin.contract import CPU_FUNCTIONS, GPU_FUNCTIONS, SGLANG_FUNCTIONS, SGLANG_RECORDS
+from speculator.draft.checkpoint import SWITCHES
 
 _UNPACKED = Path(sys.prefix) / "versions"
 
@@ -91,6 +92,12 @@ def test_records_have_the_fields_that_are_read(sources: Sources) -> None:
 def test_what_is_called_is_there(sources: Sources) -> None:
     for either in _CALLED:
         assert any(sources.find(path) is not None for path in either), either
+
+
+def test_the_draft_computes_the_norms_that_its_config_switches_on(sources: Sources) -> None:
+    model = sources.find("sglang.srt.models.llama_eagle3.LlamaModel")
+    assert model is not None
+    assert {*SWITCHES} <= {one.value for one in ast.walk(model) if isinstance(one, ast.Constant)}
 
 
 def test_the_walk_hands_back_the_accepted_path_last(sources: Sources) -> None:

@@ -29,7 +29,8 @@ struct Model {
 // A draft has one. Its input is a pair: a token's embedding and the feature of the position before it.
 struct Draft {
   Norm embedding_norm;
-  Block block;  // whose input norm is the feature's
+  Block block;       // whose input norm is the feature's
+  Norm output_norm;  // of what is fed back, or none
 };
 
 int64_t products(const Layer& layer) { return layer.K * layer.N; }
@@ -151,6 +152,7 @@ EXPORTED void slipstream_draft(const Draft* draft, int64_t N, int64_t num_window
     std::copy_n(features + (end - 1) * d, d, output + w * d);
   }
   finish(block, B, nullptr, narrow.data(), pairs.data(), wide.data(), output, threads);
+  if (draft->output_norm.weight) apply_all(draft->output_norm, B, output, output);
 }
 
 // x [M, K] normed → [M, N].
