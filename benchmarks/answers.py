@@ -8,8 +8,8 @@ import contextlib
 import hashlib
 import os
 import random
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.common.engines import engine_with
@@ -44,13 +44,39 @@ def add_recording_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of the engine that records")
 
 
-def recording(arguments: argparse.Namespace, model_dir: Path) -> Path:
+Choice = Callable[[Sequence[Prompt], int], list[Prompt]]
+
+
+def from_both_halves(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """Half of `count` prompts from each half of the domains, so that no large domain outnumbers all others."""
+    names = sorted({prompt.domain for prompt in prompts})
+    if len(names) < 2:
+        raise ConfigError("all prompts have one domain: use prompts of several")
+    middle, chosen = (len(names) + 1) // 2, list[Prompt]()
+    for half in (names[:middle], names[middle:]):
+        of_half = [prompt for prompt in prompts if prompt.domain in half]
+        chosen += random.Random(0).sample(of_half, min(count // 2, len(of_half)))
+    return chosen
+
+
+def in_turn(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """`count` prompts, one of each domain after the other, as far as the smallest domain reaches."""
+    by_domain: dict[str, list[Prompt]] = defaultdict(list)
+    for prompt in prompts:
+        by_domain[prompt.domain].append(prompt)
+    share = min(count // len(by_domain), *map(len, by_domain.values()))
+    rng = random.Random(0)
+    samples = [rng.sample(of_domain, share) for of_domain in by_domain.values()]
+    return [prompt for turn in zip(*samples, strict=True) for prompt in turn]
+
+
+def recording(arguments: argparse.Namespace, model_dir: Path, choose: Choice = from_both_halves) -> Path:
     """The path of a recording of greedy answers, decoded plainly; made now where the cache has none.
 
-    Raises ConfigError where the prompts have one domain only.
+    Raises what `choose` does, by default ConfigError where the prompts have one domain only.
     """
     prompts = read_prompts(arguments.prompts) if arguments.prompts else built_in_prompts()
-    chosen, fingerprint = _from_both_halves(prompts, arguments.answers), target_fingerprint(model_dir)
+    chosen, fingerprint = choose(prompts, arguments.answers), target_fingerprint(model_dir)
     # Nobody waits for a stream here, so prompts are read in long chunks.
     settings = {
         "depth": 0,
@@ -79,18 +105,6 @@ def recording(arguments: argparse.Namespace, model_dir: Path) -> Path:
             asyncio.run(_ask_all(engine, chosen, arguments.max_tokens))
     temporary.rename(path)
     return path
-
-
-def _from_both_halves(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """Half of `count` prompts from each half of the domains, so that no large domain outnumbers all others."""
-    names = sorted({prompt.domain for prompt in prompts})
-    if len(names) < 2:
-        raise ConfigError("all prompts have one domain: use prompts of several")
-    middle, chosen = (len(names) + 1) // 2, list[Prompt]()
-    for half in (names[:middle], names[middle:]):
-        of_half = [prompt for prompt in prompts if prompt.domain in half]
-        chosen += random.Random(0).sample(of_half, min(count // 2, len(of_half)))
-    return chosen
 
 
 async def _ask_all(engine: LocalEngine, prompts: Sequence[Prompt], max_tokens: int) -> None:

@@ -266,6 +266,11 @@ def init(
     vocab_from: VocabFrom = None,
     draft_vocab_size: DraftVocab = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the random layer; default: 0.")] = None,
+    fc_norm: Annotated[bool, typer.Option("--fc-norm", help="Norm each target feature before `fc`.")] = False,
+    norm_before_fc: Annotated[
+        bool, typer.Option("--norm-before-fc", help="Norm the three of them as one vector.")
+    ] = False,
+    norm_output: Annotated[bool, typer.Option("--norm-output", help="Feed back what the final norm made.")] = False,
     if_missing: Annotated[
         bool, typer.Option("--if-missing", help="With --store: leave a store that holds versions as it is.")
     ] = False,
@@ -281,7 +286,13 @@ def init(
     check_options(context, DRAFT_INIT)
     model_dir = resolve_model(model)
     texts = [prompt.text for prompt in read_prompts(vocab_from)] if vocab_from else []
-    asked = {"draft_vocab_size": draft_vocab_size, "seed": seed, "texts": texts}
+    switches = {"fc_norm": fc_norm, "norm_before_fc": norm_before_fc, "norm_output": norm_output}
+    asked = {
+        "draft_vocab_size": draft_vocab_size,
+        "seed": seed,
+        "texts": texts,
+        "switches": [name for name, is_on in switches.items() if is_on],
+    }
     with working(f"reading {model_name(model_dir)}, writing a draft for it"):
         if out is not None:
             written = _write_folder(model_dir, out, **asked)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def check_vocabulary(model_dir: Path, tokenizer: Any, vocab_size: int) -> None:
 
 DEFAULT_DRAFT_VOCAB_SIZE = 8192
 # Target features have a root mean square far above 1 (22 in SmolLM2's high layer) and the layer's output is added to
-# them: at full scale they drown what it learns at first.
+# them: at full scale they drown what it learns at first. Features that were normed have one of 1.
 _FEATURE_SCALE = 0.1
 _OUTPUT_SCALE = 0.5
 # At first a head's score of its own position, where it reads the newest token; those of others are about 0. Among
@@ -77,24 +78,31 @@ _OWN_SCORE = 8.0
 
 
 def fresh_draft(
-    model_dir: Path, *, draft_vocab_size: int | None = None, seed: int | None = None, texts: Iterable[str] = ()
+    model_dir: Path,
+    *,
+    draft_vocab_size: int | None = None,
+    seed: int | None = None,
+    texts: Iterable[str] = (),
+    switches: Iterable[str] = (),
 ) -> Eagle3Draft:
     """A draft in float32 for the Hugging Face target in `model_dir`; the same arguments give the same draft.
 
     The layer is random, and its heads look at their own positions. The final norm and the output rows start as the
     target's, which fixes the space that the layer has to write into. `texts` tell which tokens the service will need
-    (see speculator/draft/initialization.py).
+    (see speculator/draft/initialization.py). Of EAGLE-3.1's norms these `switches` are on.
     Raises ConfigError for a folder that is no complete model, DraftMismatchError for an unsuitable target.
     """
     size = draft_vocab_size or DEFAULT_DRAFT_VOCAB_SIZE
     config = DraftConfig.for_target(check_folder(model_dir), draft_vocab_size=size)
+    config = replace(config, **dict.fromkeys(switches, True))
     _check_size(config, model_dir)
     d2t_D = draft_vocab_of(model_dir, config, texts)
     embed_Vd = read_target_tensor(model_dir, EMBEDDING)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed or 0)
         draft = Eagle3Draft(config, embed_Vd, d2t_D)
-        draft.fc.weight.mul_(_FEATURE_SCALE)
+        if not (config.fc_norm or config.norm_before_fc):
+            draft.fc.weight.mul_(_FEATURE_SCALE)
         _look_at_own_position(draft)
         draft.midlayer.mlp.down_proj.weight.mul_(_OUTPUT_SCALE)
         draft.norm.weight.copy_(read_target_tensor(model_dir, NORM))

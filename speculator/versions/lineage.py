@@ -45,25 +45,28 @@ def ensure_lineage(
     draft_vocab_size: int | None = None,
     seed: int | None = None,
     texts: Iterable[str] = (),
+    switches: Iterable[str] = (),
 ) -> int:
     """The newest version that may be served; writes a fresh draft as the first one where the store is empty.
 
-    `texts` like those to be served choose the fresh draft's vocabulary. None is the default of a fresh draft.
+    `texts` like those to be served choose the fresh draft's vocabulary, `switches` its norms of EAGLE-3.1. None
+    is the default of a fresh draft.
 
     Raises ConfigError where the store has drafts that are not what is asked of a fresh one, StoreError when it cannot
     be read or written or every version is barred, DraftFileError or DraftMismatchError for a version that nothing is
     known of and that does not fit, and what `fresh_draft` raises.
     """
+    asked: dict[str, Any] = {"draft_vocab_size": draft_vocab_size, "seed": seed, "texts": texts, "switches": switches}
     latest = store.latest()
     if latest is not None:
-        check_lineage(store, latest, model_dir, draft_vocab_size=draft_vocab_size, seed=seed, texts=texts)
+        check_lineage(store, latest, model_dir, **asked)
     servable = store.lifecycle.newest_servable()
     if servable is not None and (store.lifecycle.last_good() is not None or store.versions() != [servable]):
         return servable
     newest = latest
     if newest is None:
         newest = FIRST
-        draft = fresh_draft(model_dir, draft_vocab_size=draft_vocab_size, seed=seed, texts=texts)
+        draft = fresh_draft(model_dir, **asked)
         # Engine and trainer may start on an empty store together, with another vocabulary each: one of them is first.
         with contextlib.suppress(VersionTakenError):
             store.write(
@@ -111,6 +114,7 @@ def check_lineage(
     draft_vocab_size: int | None = None,
     seed: int | None = None,
     texts: Iterable[str] = (),
+    switches: Iterable[str] = (),
 ) -> None:
     """Whether the drafts of a store fit the target, and are what was asked of a fresh one: another is not written.
 
@@ -125,6 +129,11 @@ def check_lineage(
             f"a draft vocabulary of {draft_vocab_size} is asked for, and {there}, of {config.draft_vocab_size} tokens: "
             "leave it out, or choose another --store"
         )
+    for name in switches:
+        if not getattr(config, name):
+            raise ConfigError(
+                f"a draft with {name} is asked for, and {there}, without it: leave it out, or choose another --store"
+            )
     if (texts := list(texts)) and d2t_sha256(draft_vocab_of(model_dir, config, texts)) != manifest.d2t_sha256:
         # Such files grow while a service runs, and it has to come back with the same options.
         log.warning(

@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from speculator.draft.checkpoint import read_target_tensor
+from speculator.draft.checkpoint import SWITCHES, read_target_tensor, target_fingerprint
 from speculator.draft.eagle3 import Eagle3Draft, aux_layer_ids
 from speculator.host import now_ms
 from speculator.trace import Trace
-from speculator.versions.lineage import load_draft
+from speculator.versions.lineage import ensure_lineage, load_draft
 from speculator.versions.store import DraftStore
 from tests.sglang.plugged import Plugged, plugged_server
 from trainer.learning.labels import draft_ids_by_target_id
@@ -44,6 +44,14 @@ QUESTIONS = (
     "Describe a sunset in the mountains to someone who has never seen one, in as much detail as you can give.",
     "What are the primary colours?",
 )
+
+
+@pytest.fixture(scope="module")
+def draft_store(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> DraftStore:
+    """A fresh draft with every norm that SGLang computes; other files' drafts have none."""
+    store = DraftStore(tmp_path_factory.mktemp("normed"))
+    ensure_lineage(store, model_dir, target_fingerprint(model_dir), switches=SWITCHES)
+    return store
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ def test_a_folder_of_its_own_loads(run_cli: RunCli, toy_model: Path, tmp_path: P
     prompts.write_text(json.dumps({"domain": "a", "prompt": "zz zz zz zz qq qq"}) + "\n")
     out = tmp_path / "new" / "draft"
     words = ("--model", toy_model, "--out", out, "--draft-vocab-size", 8, "--seed", 3, "--vocab-from", prompts)
-    done = run_cli("drafts", "init", *words)
+    done = run_cli("drafts", "init", *words, "--norm-before-fc")
     assert (done.returncode, done.stdout.strip()) == (0, str(out)), done.stderr
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
     assert [path.name for path in out.parent.iterdir()] == ["draft"]
@@ -41,6 +41,8 @@ def test_a_folder_of_its_own_loads(run_cli: RunCli, toy_model: Path, tmp_path: P
     target = json.loads((toy_model / "config.json").read_text())
     assert values["architectures"] == ["LlamaForCausalLMEagle3"]
     assert values["max_position_embeddings"] == target["max_position_embeddings"]
+    assert "fc_norm" not in values
+    assert values["norm_before_fc"] is True
     weights = load_file(out / "model.safetensors")
     check_tensors(weights, expected_shapes(config_from_json(values)))
     chosen = set((weights["d2t"] + torch.arange(8)).tolist())

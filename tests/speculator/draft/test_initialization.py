@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculator.draft.checkpoint import read_target_tensor
+from speculator.draft.checkpoint import SWITCHES, read_target_tensor
 from speculator.draft.initialization import choose_draft_vocab, count_tokens, fresh_draft
 from speculator.errors import ConfigError
 from tests.fixtures.toy import make_toy_model
@@ -51,6 +51,23 @@ def test_a_fresh_draft_is_reproducible_and_starts_from_the_targets_output_layer(
     assert not torch.equal(draft.fc.weight, other.fc.weight)
     assert torch.equal(draft.lm_head.weight, read_target_tensor(model_dir, "lm_head.weight")[draft.target_ids].float())
     assert torch.equal(draft.norm.weight, read_target_tensor(model_dir, "model.norm.weight").float())
+
+
+def test_norms_are_switched_by_name_and_leave_the_random_weights_as_they_are(model_dir: Path) -> None:
+    bare, normed = (fresh_draft(model_dir, draft_vocab_size=24, seed=1, switches=on) for on in ((), SWITCHES))
+    assert not any(getattr(bare.config, name) for name in SWITCHES)
+    assert all(getattr(normed.config, name) for name in SWITCHES)
+    weights, of_bare = dict(normed.named_parameters()), dict(bare.named_parameters())
+    norms = weights.keys() - of_bare.keys()
+    assert norms == {"fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight", "input_norm.weight"}
+    assert all(bool((weights[name] == 1).all()) for name in norms)
+    assert all(torch.equal(weights[name], weight) for name, weight in of_bare.items() if name != "fc.weight")
+
+
+@pytest.mark.parametrize("switch", ["fc_norm", "norm_before_fc"])
+def test_fc_starts_small_only_where_it_reads_large_features(model_dir: Path, switch: str) -> None:
+    bare, normed = (fresh_draft(model_dir, draft_vocab_size=24, seed=1, switches=on) for on in ((), (switch,)))
+    assert torch.allclose(bare.fc.weight, 0.1 * normed.fc.weight)
 
 
 def test_every_head_of_a_fresh_draft_looks_at_its_own_position(model_dir: Path) -> None:

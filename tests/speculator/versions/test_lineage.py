@@ -121,13 +121,16 @@ def test_a_draft_with_another_rotary_base_is_refused_with_both_numbers(toy_model
 
 def test_what_is_asked_of_a_fresh_draft_is_not_ignored_where_there_is_one(toy_model: Path, tmp_path: Path) -> None:
     store, fingerprint = DraftStore(tmp_path), target_fingerprint(toy_model)
-    ensure_lineage(store, toy_model, fingerprint, draft_vocab_size=4, seed=5, texts=["zzz"])
+    switches = ["fc_norm"]
+    ensure_lineage(store, toy_model, fingerprint, draft_vocab_size=4, seed=5, texts=["zzz"], switches=switches)
     # Texts may have grown since.
-    for alike in ({}, {"draft_vocab_size": 4}, {"seed": 5}, {"texts": ["zzz"]}, {"texts": ["aaa"]}):
+    texts: list[dict[str, object]] = [{"texts": ["zzz"]}, {"texts": ["aaa"]}]
+    for alike in ({}, {"draft_vocab_size": 4}, {"seed": 5}, *texts, {"switches": switches}):
         assert ensure_lineage(store, toy_model, fingerprint, **alike) == 1  # type: ignore[arg-type]
     for other, says in (
         ({"draft_vocab_size": 8}, "of 8 is asked for, .* of 4 tokens"),
         ({"seed": 6}, "from seed 5: leave --seed 6 out"),
+        ({"switches": ["norm_output"]}, "with norm_output is asked for, .* without it"),
     ):
         with pytest.raises(ConfigError, match=says):
             ensure_lineage(store, toy_model, fingerprint, **other)  # type: ignore[arg-type]

@@ -1,0 +1,234 @@
+"""Which norms of EAGLE-3.1 a fresh draft should have: acceptance after equal trained tokens, and what they cost.
+
+    python -m benchmarks.eagle31 [--quick] [--json FILE] [--prompts FILE.jsonl] [--traces FILE.rec] [--runs FILE.jsonl]
+                                 [--arms none fc_norm fc_norm+norm_output …] [--steps 150] [--seeds 3] …
+
+The local engine answers real prompts, one domain after the other, greedily and without a draft. A fresh draft of every
+arm then learns from that recording in the same steps (slipstream/replay.py). With the same seed all arms begin with the
+same random weights, see the same traces in the same steps, and are scored on the same held-out answers, so they are
+compared seed by seed: by the accept length after the last step, and by its mean over the later half of the steps, which
+varies less.
+
+What an arm costs is the time of one round of the draft in service: two pairs read, and a chain of four proposals behind
+them. The arms take turns, round by round, and each round is compared with that of `none` in the same turn.
+
+Targets: after the last step no arm is better than a fresh draft of `slipstream drafts init` by more than the seeds
+differ (the lower end of the mean gain's 90% interval, by Student's t), and no arm's round takes more than 10% longer
+than that of `none`.
+
+With `--runs` each finished run is a line of that file at once, and what the file holds already is not run again: remove
+it where the code, the recording or the trainer's settings have changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.answers import RECORDING_DEFAULTS, add_recording_options, in_turn, recording
+from benchmarks.common.report import Median, Target, fill_in, finish, parser
+from serving.local.draft import ServingDraft
+from serving.local.request import DraftSource
+from slipstream.models import resolve_model
+from slipstream.replay import ReplayOptions, replay
+from speculator.draft.checkpoint import SWITCHES, target_fingerprint
+from speculator.draft.initialization import fresh_draft
+from speculator.draft.sampling_params import SamplingParams
+from speculator.host import read_json_lines
+from speculator.versions.lineage import ensure_lineage
+from speculator.versions.store import DraftStore
+
+NONE = "none"
+ARMS = tuple(
+    "+".join(chosen) or NONE for count in range(len(SWITCHES) + 1) for chosen in itertools.combinations(SWITCHES, count)
+)
+DEPTH = 4
+_CONTEXT = 300
+"""Pairs that a timed round has before it."""
+_T90 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833}
+"""Student's t, 95% one-sided, by degrees of freedom."""
+
+Runs = dict[tuple[str, int], dict[str, Any]]
+
+
+def main() -> None:
+    arguments = _arguments()
+    torch.set_num_threads(1)
+    model_dir = resolve_model(arguments.model)
+    path = arguments.traces or recording(arguments, model_dir, in_turn)
+    runs = _all_runs(path, model_dir, arguments)
+    costs = round_costs(arguments.arms, model_dir, num_rounds=arguments.rounds)
+    rows: list[tuple[str, object]] = [
+        ("arm", f"last length by seed, its gain over {NONE}, that of the later half, a round's cost")
+    ]
+    rows += [(arm, _row(arm, runs, costs, arguments.seeds)) for arm in arguments.arms]
+    finish(rows, _targets(runs, costs, model_dir, arguments), _document(runs, costs, arguments), arguments.json)
+
+
+def _all_runs(path: Path, model_dir: Path, arguments: argparse.Namespace) -> Runs:
+    """Every run that `--runs` does not hold yet, one after the other; the seeds go outside, so that whole tables of
+    fewer seeds are there first.
+    """
+    log: Path | None = arguments.runs
+    known: dict[str, dict[str, Any]] = {}
+    if log is not None and log.exists():
+        lines = read_json_lines(log, dict[str, Any], example='{"key": "…", "run": {}}')
+        known = {line["key"]: line["run"] for _, line in lines}
+    runs: Runs = {}
+    for seed in range(arguments.seeds):
+        for arm in arguments.arms:
+            key = f"{arm} seed {seed}, {arguments.steps} steps, {path.name}"
+            if key not in known:
+                known[key] = learnt(arm, seed, path, model_dir, arguments.steps)
+                print(f"{key}: {known[key]['accept_length']} in {known[key]['seconds']} s", flush=True)
+                if log is not None:
+                    with log.open("a") as file:
+                        file.write(json.dumps({"key": key, "run": known[key]}) + "\n")
+            runs[arm, seed] = known[key]
+    return runs
+
+
+def learnt(arm: str, seed: int, path: Path, model_dir: Path, num_steps: int) -> dict[str, Any]:
+    """The document of one replay that begins with a fresh draft of this arm."""
+    with tempfile.TemporaryDirectory() as root:
+        ensure_lineage(
+            DraftStore(Path(root)), model_dir, target_fingerprint(model_dir), seed=seed, switches=switches_of(arm)
+        )
+        options = ReplayOptions(
+            recordings=[path],
+            model_dir=model_dir,
+            depths=range(1, DEPTH + 1),
+            num_steps=num_steps,
+            seed=seed,
+            store=Path(root),
+        )
+        return replay(options)
+
+
+def switches_of(arm: str) -> list[str]:
+    return [] if arm == NONE else arm.split("+")
+
+
+@torch.inference_mode()
+def round_costs(arms: Sequence[str], model_dir: Path, *, num_rounds: int) -> dict[str, Median]:
+    """By arm, a round's time over that of `none` in the same turn."""
+    drafts = {}
+    for arm in arms:
+        draft = fresh_draft(model_dir, seed=0, switches=switches_of(arm)).to(torch.bfloat16)
+        drafts[arm] = ServingDraft(draft, 1, num_slots=1, length=_CONTEXT + 2 + DEPTH)
+    generator = torch.Generator().manual_seed(0)
+    aux_Nw = torch.randn(_CONTEXT + 2, draft.fc.in_features, generator=generator).bfloat16()
+    tokens = torch.randint(draft.config.vocab_size, (_CONTEXT + 2,), generator=generator).tolist()
+    source = DraftSource(SamplingParams(temperature=0), 0)
+    for serving in drafts.values():
+        serving.read([tokens[:_CONTEXT]], aux_Nw[:_CONTEXT], first_slot=0, starts=[0])
+    times: dict[str, list[float]] = {arm: [] for arm in arms}
+    for number in range(num_rounds):
+        # Whoever comes first in a turn finds the caches as another process has left them.
+        first = number % len(arms)
+        for arm in (*arms[first:], *arms[:first]):
+            started_s = time.perf_counter()
+            output = drafts[arm].read([tokens[_CONTEXT:]], aux_Nw[_CONTEXT:], first_slot=0, starts=[_CONTEXT])
+            chain = drafts[arm].chain(output, lengths=[_CONTEXT + 2], sources=[source])
+            for _ in range(DEPTH):
+                next(chain)
+            times[arm].append(time.perf_counter() - started_s)
+    return {
+        arm: Median.of([own / base for own, base in zip(times[arm], times[NONE], strict=True)], resamples=400)
+        for arm in arms
+    }
+
+
+Length = Callable[[Mapping[str, Any]], float]
+
+
+def last_length(run: Mapping[str, Any]) -> float:
+    length: float = run["accept_length"]
+    return length
+
+
+def later_length(run: Mapping[str, Any]) -> float:
+    """Mean over the curve's points in the later half."""
+    return statistics.fmean(
+        point["accept_length"] for point in run["curve"] if 2 * point["step"] > run["curve"][-1]["step"]
+    )
+
+
+def gains(arm: str, over: str, runs: Runs, num_seeds: int, length: Length) -> list[float]:
+    """Relative gain in accept length, by seed."""
+    return [length(runs[arm, seed]) / length(runs[over, seed]) - 1 for seed in range(num_seeds)]
+
+
+def lower_end(values: Sequence[float]) -> float:
+    """Of the 90% interval of their mean; minus infinity of a single one."""
+    if len(values) < 2:
+        return -math.inf
+    t = _T90[min(len(values) - 1, max(_T90))]
+    return statistics.fmean(values) - t * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def _row(arm: str, runs: Runs, costs: Mapping[str, Median], num_seeds: int) -> str:
+    lengths = "  ".join(f"{last_length(runs[arm, seed]):.4f}" for seed in range(num_seeds))
+    gained = (gains(arm, NONE, runs, num_seeds, length) for length in (last_length, later_length))
+    return "  ".join([lengths, *map(_interval, gained), str(costs[arm])])
+
+
+def _interval(values: Sequence[float]) -> str:
+    surely = f" (at least {lower_end(values):+.2%})" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):+.2%}{surely}"
+
+
+def _targets(runs: Runs, costs: Mapping[str, Median], model_dir: Path, arguments: argparse.Namespace) -> list[Target]:
+    config = fresh_draft(model_dir).config
+    default = "+".join(name for name in SWITCHES if getattr(config, name)) or NONE
+    slowest = max(cost.value for cost in costs.values())
+    targets = [Target("slowest round over that of none", slowest, 1.1, at_least=False)]
+    others = [arm for arm in arguments.arms if arm != default]
+    if default in arguments.arms and others and arguments.seeds > 1:
+        ahead = max(lower_end(gains(arm, default, runs, arguments.seeds, last_length)) for arm in others)
+        targets.append(Target(f"surest gain over {default}, the default", ahead, 0.0, at_least=False))
+    return targets
+
+
+def _document(runs: Runs, costs: Mapping[str, Median], arguments: argparse.Namespace) -> dict[str, Any]:
+    lengths: dict[str, Length] = {"gain_last": last_length, "gain_later": later_length}
+    return {
+        "steps": arguments.steps,
+        **{
+            name: {
+                arm: [round(gain, 4) for gain in gains(arm, NONE, runs, arguments.seeds, length)]
+                for arm in arguments.arms
+            }
+            for name, length in lengths.items()
+        },
+        "round_cost": {arm: cost.to_dict() for arm, cost in costs.items()},
+        "runs": [{"arm": arm, **run} for (arm, _), run in runs.items()],
+    }
+
+
+def _arguments() -> argparse.Namespace:
+    options = parser("The norms of EAGLE-3.1 on the same recorded traces")
+    add_recording_options(options)
+    options.add_argument("--runs", type=Path, metavar="FILE.jsonl", help="keep every run here, and go on from it")
+    options.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help=f"{NONE} is always among them")
+    options.add_argument("--steps", type=int, help="optimiser steps of a run; default 150, quick 12")
+    options.add_argument("--seeds", type=int, help="seeds 0, 1, …; default 3, quick 1")
+    options.add_argument("--rounds", type=int, help="timed rounds of each arm; default 2000, quick 200")
+    arguments = options.parse_args()
+    fill_in(arguments, {**RECORDING_DEFAULTS, "steps": (12, 150), "seeds": (1, 3), "rounds": (200, 2000)})
+    arguments.arms = list(dict.fromkeys([NONE, *arguments.arms]))
+    return arguments
+
+
+if __name__ == "__main__":
+    main()
