@@ -84,7 +84,7 @@ class StepClock:
 
 _MODES = ("speculative", "control")
 _MOST_PROPOSALS = 64
-"""Of a round, from earlier text or of a head."""
+"""That are counted by position."""
 
 
 class RoundTally:
@@ -114,10 +114,11 @@ class RoundTally:
         self._seconds[mode] += seconds
         accepted_B, is_text_B = np.array(accepted, np.int64), np.array(from_text, bool)
         self._tokens[mode] += len(accepted_B) + int(accepted_B.sum())
-        for depth, counts, sums in (
-            (min(depths[0], _MOST_PROPOSALS), accepted_B[~is_text_B], self._of_head),
+        for most, counts, sums in (
+            (depths[0], accepted_B[~is_text_B], self._of_head),
             (depths[1], accepted_B[is_text_B], self._of_text),
         ):
+            depth = min(most, _MOST_PROPOSALS)
             ended_at = np.bincount(np.minimum(counts, depth), minlength=depth + 1)
             sums[0, 1 : depth + 1] += len(counts)
             sums[1, 1 : depth + 1] += ended_at[::-1].cumsum()[-2::-1] if depth else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from serving.sglang.device import Device, HostDevice
 from serving.sglang.proposals.depth import DepthControl, TimedStep
 from serving.sglang.proposals.draft_sleep import LOOK_EVERY_STEPS, SLEEP_AFTER_STEPS, Dormancy
 from serving.sglang.proposals.remembered_text import Continuations
-from serving.sglang.proposals.step_clock import StepClock
+from serving.sglang.proposals.step_clock import RoundTally, StepClock
 from serving.sglang.report import EngineReport
 from serving.speedup import ControlShare, SpeedupMeter
 from tests.serving.sglang.harness import Finish, Request
@@ -457,3 +458,24 @@ def test_end_to_end_counts_prompts_and_takes_no_reading_from_who_is_served_plain
     assert measured.ratio == pytest.approx((1 + prompt_s) / (1 / per_round + prompt_s), rel=0.02)
     assert measured.lower is not None
     assert float(EngineReport.parse({"end_to_end": "1.5"}).end_to_end or 0) == 1.5
+
+
+def test_proposals_are_counted_by_position_as_one_by_one() -> None:
+    tally, dice = RoundTally(), random.Random(0)
+    proposals, right = [Counter[int](), Counter[int]()], [Counter[int](), Counter[int]()]
+    for _ in range(50):
+        depths = dice.randrange(4), dice.choice((0, 3, 16, 100))
+        from_text = [dice.random() < 0.5 for _ in range(dice.randrange(1, 6))]
+        accepted = [dice.randint(0, depths[is_text]) for is_text in from_text]
+        tally.add(drafted=True, depths=depths, seconds=0.1, accepted=accepted, from_text=from_text)
+        for count, is_text in zip(accepted, from_text, strict=True):
+            for position in range(1, min(depths[is_text], 64) + 1):
+                proposals[is_text][position] += 1
+                right[is_text][position] += count >= position
+    report = EngineReport.parse(tally.report())
+    for source, of_source, accepted_of in (
+        (0, report.proposals, report.accepted),
+        (1, report.text_proposals, report.text_accepted),
+    ):
+        assert of_source == {str(position): count for position, count in proposals[source].items()}
+        assert accepted_of == {str(position): right[source][position] for position in proposals[source]}
