@@ -224,16 +224,18 @@ def test_control_rounds_give_the_baseline(model_dir: Path) -> None:
     assert measured.ratio is not None
 
 
-def test_in_plain_stretches_nobody_drafts_and_no_text_changes(model_dir: Path) -> None:
-    def asked(harness: Harness) -> list[str]:
-        questions = [harness.request(f"question {number}", max_tokens=100) for number in range(6)]
-        return [harness.ask(question)[0].text for question in questions]
+def answers(harness: Harness, count: int) -> list[str]:
+    """One after the other."""
+    questions = [harness.request(f"question {number}", max_tokens=100) for number in range(count)]
+    return [harness.ask(question)[0].text for question in questions]
 
+
+def test_in_plain_stretches_nobody_drafts_and_no_text_changes(model_dir: Path) -> None:
     with fixed_engine(model_dir) as harness:
-        texts = asked(harness)
+        texts = answers(harness, 6)
         assert harness.engine.end_to_end.measure().ratio is None
     with fixed_engine(model_dir, plain_share=0.5) as harness:
-        assert asked(harness) == texts
+        assert answers(harness, 6) == texts
         measured = harness.engine.end_to_end.measure()
         plain = harness.metric("slipstream_rounds_total", mode="control", batch="1")
     assert measured.ratio is not None
@@ -241,15 +243,11 @@ def test_in_plain_stretches_nobody_drafts_and_no_text_changes(model_dir: Path) -
 
 
 def test_the_ab_of_the_head_takes_it_away_for_stretches_and_changes_no_text(model_dir: Path) -> None:
-    def asked(harness: Harness) -> list[str]:
-        questions = [harness.request(f"question {number}", max_tokens=100) for number in range(3)]
-        return [harness.ask(question)[0].text for question in questions]
-
     with fixed_engine(model_dir) as harness:
-        texts = asked(harness)
+        texts = answers(harness, 3)
         assert harness.metric("slipstream_head_ab_rounds_total", arm="both", batch="1") == 0
     with fixed_engine(model_dir, head_off_share=0.5) as harness:
-        assert asked(harness) == texts
+        assert answers(harness, 3) == texts
         wait_until(lambda: len(harness.traces) == 3)
         both, without = (
             harness.metric("slipstream_head_ab_rounds_total", arm=arm, batch="1") for arm in ("both", "suffix_only")
