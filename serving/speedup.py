@@ -3,9 +3,8 @@
 Measured: a small share of rounds runs at depth 0 and gives the baseline at the same batch size. End to end: in some
 stretches of rounds all requests are served plainly, and all time counts. Whoever compares two arms, drafting with plain
 rounds, a client's answers with those of a plain server, or rounds with the draft head and without it, adds seconds and
-tokens to one `Sums` for each stretch of time and asks `measure`. The interval is a
-jackknife over the stretches, so that a machine that is slow for some seconds counts as one disturbance and not as
-hundreds of slow rounds.
+tokens to one `Sums` for each stretch of time and asks `measure`. The interval is a jackknife over the stretches, so
+that a machine that is slow for some seconds counts as one disturbance and not as hundreds of slow rounds.
 
 Estimated: committed tokens over what rounds cost. It needs no control round at the moment and follows every change at
 once, and knows nothing of what the costs leave out: queues, prefills, interruptions. The two are never mixed.
@@ -330,7 +329,8 @@ class EndToEndSpeedup:
 
     def measure(self) -> Speedup:
         with self._lock:
-            return measure(list(self._cycles))
+            cycles = [Sums().merge(cycle) for cycle in self._cycles]
+        return measure(cycles)
 
 
 class EstimatedSpeedup:

@@ -210,7 +210,7 @@ class DepthControl:
         """
         self._clock.commit()
 
-    def interrupted(self, requests: Sequence[Any] = ()) -> None:
+    def interrupted(self, requests: Sequence[Any]) -> None:
         """A prefill of these requests runs instead of a decode step."""
         self._clock.interrupt(is_idle=all(request.finished() for request in self._present))
         self._present = requests

@@ -208,7 +208,7 @@ def test_the_baseline_is_the_time_of_a_server_that_has_no_draft_to_keep_up_to_da
     device = SlowDevice()
     control = make_control(control_share=0.5, seen=seen, seconds=SECONDS, device=device)
     for _ in range(40):
-        control.interrupted()
+        control.interrupted(requests(1))
         depth = control.steps_for(1)
         control.started()
         device.now_s += 1.0
