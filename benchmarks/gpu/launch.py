@@ -23,7 +23,7 @@ from serving.sglang.capture.capture import StepCapture
 from serving.sglang.capture.device_reads import DraftProbe
 from serving.sglang.capture.verification_rows import TopTokens
 from serving.sglang.device import HostDevice, device_layer
-from serving.sglang.proposals.remembered_text import RememberedText
+from serving.sglang.proposals.remembered_text import RememberedText, ring_size
 from serving.sglang.proposals.splice import CommittedTokens, TextSplice
 from speculator.proposals.length_planner import LengthPlanner
 from tests.serving.sglang.harness import Request, make_capture, prefill, settle, verify
@@ -197,7 +197,8 @@ def remembering_ms(device: torch.device, batch: int, steps: int) -> float:
     device = torch.device("cpu") if device.type == "meta" else device
     layer = device_layer(device) if device.type == "cuda" else Elsewhere(device)
     text = RememberedText(depth=_SUFFIX_DEPTH, overlaps=True, captures_unmarked=True)
-    splice = TextSplice(layer, width=text.window, committed=CommittedTokens(batch, 2 * (text.window + 1), device))
+    committed = CommittedTokens(batch, ring_size(text.window), device)
+    splice = TextSplice(layer, width=text.window, committed=committed)
     planner, slots = LengthPlanner(max_depth=_HEAD_LENGTHS[-1]), torch.arange(batch, device=device)
     for length in _LENGTHS:
         for uses_head in (True, False):

@@ -23,7 +23,7 @@ import itertools
 import operator
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,8 +38,7 @@ _BETTER = 1.02
 """What more proposals must at least promise where all requests get them: times are noisy, and switching has a price."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LengthPlan:
+class LengthPlan(NamedTuple):
     """A round of `batch` requests with `num_proposals` each."""
 
     batch: int
@@ -122,7 +121,7 @@ class LengthPlanner:
             return best
         other = head_gains[best.num_proposals] if best.uses_head else _first(head_gains)
         chosen_B = text_gains_BL[:, list(lengths).index(best.num_proposals)] > other
-        return replace(best, from_text=tuple(chosen_B.tolist()))
+        return best._replace(from_text=tuple(chosen_B.tolist()))
 
     def _tried(self, best: LengthPlan, plans: Sequence[LengthPlan]) -> LengthPlan:
         """The best plan, or one of its neighbours of which too little is known."""
@@ -141,7 +140,7 @@ class LengthPlanner:
             if self._random.random() < self._look_share:
                 shorter = [plan for plan in plans if plan.num_proposals < best.num_proposals]
                 nearest = [*(shorter[-1:] or [self._plain(best)]), *longer[:1]]
-                return replace(self._random.choice(nearest), is_look=True)
+                return self._random.choice(nearest)._replace(is_look=True)
             return best
         if self._granted:
             self._looks_left_s, self._granted = self._granted * best.plain_s, 0.0
@@ -149,7 +148,7 @@ class LengthPlanner:
             self._looks_left_s += self._look_share * best.plain_s
             return best
         self._looks_left_s -= max(longer[0].expected_s - best.plain_s, _LEAST_LOOK * best.plain_s)
-        return replace(longer[0], is_look=True)
+        return longer[0]._replace(is_look=True)
 
     @staticmethod
     def _plain(plan: LengthPlan) -> LengthPlan:
@@ -181,7 +180,7 @@ class LengthPlanner:
                     best = LengthPlan(
                         batch=batch, num_proposals=length, expected_tokens=tokens, expected_s=seconds, plain_s=plain_s
                     )
-        return replace(best, headless_s=best.expected_s / best.expected_tokens)
+        return best._replace(headless_s=best.expected_s / best.expected_tokens)
 
     def _with_head(self, without: LengthPlan, length: int, gain: float) -> LengthPlan:
         """Chains of the head, but for requests that have better text; `gain` proposals are expected to be accepted."""

@@ -280,7 +280,7 @@ class StepCapture:
             }
             if text is not None:
                 by_tree["draft_logprobs"] = torch.where(text.is_text_at, text.logprobs, by_tree["draft_logprobs"])
-                by_tree |= {"is_text": text.is_text, "num_proposals": text.num_proposals}
+                by_tree |= {"is_text": text.is_text, "num_proposals": text.num_proposals()}
         if before["input"].topk > 1:
             # SGLang numbers nodes over the whole batch.
             by_tree["path"] = accept_index - num_nodes * torch.arange(num_requests, device=accept_index.device)[:, None]

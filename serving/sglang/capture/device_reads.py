@@ -33,14 +33,21 @@ LEAST_PROBABILITY = 1e-30
 class TextRows:
     """Which proposals of a verification are earlier text."""
 
-    is_text: Tensor
-    """[B] bool"""
     is_text_at: Tensor
     """[B, P] bool; a row's text may be shorter than its chain."""
     logprobs: Tensor
     """[B, P] float32, of those that are."""
-    num_proposals: Tensor
-    """[B] of each row; what stands behind them is nobody's."""
+    num_of_head: int
+    """Proposals of a row without text; what stands behind them is nobody's."""
+
+    @property
+    def is_text(self) -> Tensor:
+        """[B] bool"""
+        return self.is_text_at[:, 0]
+
+    def num_proposals(self) -> Tensor:
+        """[B] of each row, computed now."""
+        return torch.where(self.is_text, self.is_text_at.sum(1), self.num_of_head)
 
 
 class HostCopy:

@@ -36,7 +36,7 @@ from serving.sglang.plugin.checks import resolved, verification_of, version_of
 from serving.sglang.pointer import LazyPointer, RankPointer, RankTarget
 from serving.sglang.proposals.depth import DepthControl, QuietSwitches
 from serving.sglang.proposals.draft_sleep import Dormancy
-from serving.sglang.proposals.remembered_text import RememberedText
+from serving.sglang.proposals.remembered_text import RememberedText, ring_size
 from serving.sglang.proposals.splice import CommittedTokens, TextSplice
 from serving.sglang.proposals.step_clock import StepClock
 from serving.sglang.rank_agreement import Agreement
@@ -453,17 +453,16 @@ def _new_text(
         log.warning("slipstream: nothing is proposed from earlier text: SLIPSTREAM_SUFFIX_DEPTH %s", why)
         return None, None
     overlaps = not resolved(worker.server_args).disable_overlap_schedule
-    depth = min(settings.suffix_depth, max(depths))
     text = RememberedText(
-        depth=depth,
+        depth=min(settings.suffix_depth, max(depths)),
+        longest=max(depths),
         overlaps=overlaps,
         captures_unmarked=settings.capture_unmarked,
         ttl_s=3600 * settings.trace_ttl_hours,
         sharing=_new_sharing(worker, settings, key) if settings.share_groups else None,
     )
     num_slots = worker.req_to_token_pool.req_to_token.shape[0]
-    # As far back as text begins, and as far ahead as a verification writes what it then does not commit.
-    committed = CommittedTokens(num_slots, 2 * (text.window + 1), device_of(worker)) if overlaps else None
+    committed = CommittedTokens(num_slots, ring_size(text.window), device_of(worker)) if overlaps else None
     return text, TextSplice(device, width=text.window, committed=committed)
 
 

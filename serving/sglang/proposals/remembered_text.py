@@ -29,6 +29,7 @@ import numpy as np
 
 from serving.group_cache.sync import GroupSharing, Publish
 from serving.group_cache.texts import GroupKey
+from serving.sglang.capture.device_reads import LEAST_PROBABILITY
 from serving.sglang.capture.request import is_marked, policy_of
 from serving.sglang.proposals.chain_drafter import ChainDrafter
 from speculator.proposals.suffix_drafter import MAX_MATCH
@@ -39,6 +40,13 @@ _COUNT_EVERY = 64
 _MOST_JOBS = 4
 _CLOSING_S = 5.0
 _NO_TEXT = -1
+
+
+def ring_size(width: int) -> int:
+    """Tokens of each request that have to be kept, of texts of at most this width: as far back as one begins, and as
+    far ahead as a verification writes what it then does not commit.
+    """
+    return 2 * (width + 1)
 
 
 class _Followed:
@@ -66,11 +74,22 @@ class Continuations:
     """Tokens of each request's answer behind which it goes on like this."""
     expected: np.ndarray = field(init=False)
     """[B, W + 1] how many of the first ones are expected to be accepted."""
+    table: np.ndarray = field(init=False)
+    """[B, 2 + 3W] int64, all of it for the device: how many there are, 1 − the first position, then W each of tokens,
+    their log-probabilities (float32 in the lower halves), and the places of their positions in a ring of that size.
+    """
 
     def __post_init__(self) -> None:
+        num_rows, width = self.tokens.shape
         reaches = np.multiply.accumulate(self.probabilities, 1)
-        self.expected = np.zeros((len(reaches), reaches.shape[1] + 1))
+        self.expected = np.zeros((num_rows, width + 1))
         np.add.accumulate(reaches, 1, out=self.expected[:, 1:])
+        self.table = np.empty((num_rows, 2 + 3 * width), np.int64)
+        self.table[:, 0], self.table[:, 1] = self.counts, 1 - self.first
+        tokens, logprobs, places = np.split(self.table[:, 2:], 3, axis=1)
+        tokens[:] = self.tokens
+        logprobs[:] = np.log(np.maximum(self.probabilities, LEAST_PROBABILITY), dtype=np.float32).view(np.uint32)
+        places[:] = (self.first[:, None] + np.arange(width)) % ring_size(width)
 
     def of(self, rows: np.ndarray) -> Continuations:
         """Of these rows, −1 for a request of which nothing is known."""
@@ -86,8 +105,7 @@ class Continuations:
     def gains(self, lengths: Sequence[int]) -> np.ndarray:
         """[B, L] how many are expected to be accepted, of so many proposals."""
         most = self.expected.shape[1] - 1
-        expected: np.ndarray = self.expected[:, [min(length, most) for length in lengths]]
-        return expected
+        return self.expected.take([min(length, most) for length in lengths], 1)
 
     def agree(self, requests: Sequence[Any], chosen: Sequence[bool]) -> list[bool]:
         """Which of the chosen ones have come true so far, now that the host knows what the device knew at the time."""
@@ -114,16 +132,19 @@ class RememberedText:
         self,
         *,
         depth: int,
+        longest: int = 0,
         overlaps: bool,
         captures_unmarked: bool,
         ttl_s: float = 0.0,
         sharing: GroupSharing | None = None,
     ) -> None:
-        """At most `depth` proposals a round. Text that may be older than `ttl_s` is dropped; 0 sets no limit.
-        `sharing` brings the text of prompt groups to other engines, and theirs here.
+        """At most `depth` proposals a round, where the head proposes up to `longest`. Text that may be older than
+        `ttl_s` is dropped; 0 sets no limit. `sharing` brings the text of prompt groups to other engines, and theirs
+        here.
         """
         # With overlap the device is a step ahead, which may have committed as many as it proposed, and one more.
-        self.window = 2 * depth + 1 if overlaps else depth
+        self._most = 2 * depth + 1 if overlaps else depth
+        self.window = max(self._most, longest)
         self._drafter = ChainDrafter(width=self.window)
         self.sharing = sharing
         self._captures_unmarked, self._ttl_s = captures_unmarked, ttl_s
@@ -194,7 +215,7 @@ class RememberedText:
             slots.append(followed.slot)
             starts.append(len(committed))
             # The last token of an answer is the target's own in any case.
-            limits.append(request.sampling_params.max_new_tokens - length - 1)
+            limits.append(min(request.sampling_params.max_new_tokens - length - 1, self._most))
             first.append(len(request.origin_input_ids) + length)
         tokens, probabilities, counts = self._drafter.advance(slots, np.array(committed), starts, limits)
         continuations = Continuations(tokens, probabilities, counts, np.array(first), lengths)

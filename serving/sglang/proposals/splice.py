@@ -18,46 +18,15 @@ Shape letters: B requests, N tokens that are verified of each, P = N − 1 propo
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from serving.sglang.capture.device_reads import LEAST_PROBABILITY, TextRows
+from serving.sglang.capture.device_reads import TextRows
 from serving.sglang.device import Device
 from serving.sglang.proposals.remembered_text import Continuations
 from speculator.proposals.length_planner import LengthPlan
-
-
-@dataclass(frozen=True)
-class _Staged:
-    """What the host has found, on the device: rows of one int32 matrix, uploaded in one piece."""
-
-    tokens: Tensor
-    """[B, W]"""
-    probabilities: Tensor
-    """[B, W] float32"""
-    first: Tensor
-    """[B, 1] The position of the first of them."""
-    count: Tensor
-    """[B, 1] How many there are; 0 where the row proposes no text."""
-
-    @classmethod
-    def of(cls, text: Continuations, chosen: tuple[bool, ...], width: int, device: Device) -> _Staged:
-        table = np.zeros((len(chosen), 2 + 2 * width), np.int32)
-        found = min(width, text.tokens.shape[1])
-        table[:, 0], table[:, 1] = text.first, np.where(chosen, np.minimum(text.counts, width), 0)
-        table[:, 2 : 2 + found] = text.tokens[:, :found]
-        table[:, 2 + width :].view(np.float32)[:, :found] = text.probabilities[:, :found]
-        on_device = device.upload_table(table)
-        return cls(
-            on_device[:, 2 : 2 + width],
-            on_device[:, 2 + width :].view(torch.float32),
-            on_device[:, :1],
-            on_device[:, 1:2],
-        )
 
 
 class CommittedTokens:
@@ -65,16 +34,17 @@ class CommittedTokens:
 
     def __init__(self, num_slots: int, num_kept: int, device: torch.device) -> None:
         self._kept = num_kept
-        self._tokens = torch.full((num_slots, num_kept), -1, dtype=torch.int32, device=device)
+        self._tokens = torch.full((num_slots, num_kept), -1, dtype=torch.int64, device=device)
+        self._ahead = torch.arange(num_kept, device=device)
 
-    def add(self, slots_B: Tensor, first_B: Tensor, tokens_BN: Tensor) -> None:
-        """From position `first_B` on. What was not committed is overwritten by what is, before anybody reads it."""
-        places_BN = (first_B[:, None] + torch.arange(tokens_BN.shape[1], device=first_B.device)) % self._kept
-        self._tokens[slots_B.long()[:, None], places_BN.long()] = tokens_BN.int()
+    def add(self, slots_B: Tensor, seq_lens_B: Tensor, tokens_BN: Tensor, *, ahead: int) -> None:
+        """From `ahead` of these lengths on. What was not committed is overwritten by what is, before it is read."""
+        places_BN = (seq_lens_B[:, None] + self._ahead[ahead : ahead + tokens_BN.shape[1]]) % self._kept
+        self._tokens[slots_B.long()[:, None], places_BN] = tokens_BN.long()
 
-    def at(self, slots_B: Tensor, positions_BW: Tensor) -> Tensor:
-        """int32, of any of the newest `num_kept` positions."""
-        return self._tokens[slots_B.long()[:, None], (positions_BW % self._kept).long()]
+    def at(self, slots_B: Tensor, places_BW: Tensor) -> Tensor:
+        """int64 [B, W]"""
+        return self._tokens.index_select(0, slots_B).gather(1, places_BW)
 
 
 class _NoPasses:
@@ -88,9 +58,13 @@ class TextSplice:
     """Used by the scheduler's thread, around one worker's drafting."""
 
     def __init__(self, device: Device, *, width: int, committed: CommittedTokens | None) -> None:
-        """`width` is the most tokens of text that are found; `committed` is needed where the host is a step behind."""
+        """`width` is that of the text, at least the most proposals of a step. `committed` is needed where the host is a
+        step behind.
+        """
         self._device, self._width, self._committed = device, width, committed
-        self._staged: _Staged | None = None
+        self._staged: Tensor | None = None
+        """`Continuations.table` on the device."""
+        self._places = device.index(tuple(range(width)))
         self.leaves_out_passes = False
         """Of the head, in the step that comes now."""
         self.rows: TextRows | None = None
@@ -100,8 +74,9 @@ class TextSplice:
         """What the step that comes now proposes."""
         self.drop()
         if text is not None and plan.num_proposals and any(plan.from_text):
-            width = self._width if self._committed is not None else plan.num_proposals
-            self._staged = _Staged.of(text, plan.from_text, width, self._device)
+            table = text.table.copy()
+            table[:, 0] *= plan.from_text
+            self._staged = self._device.upload_table(table)
 
     def drop(self) -> None:
         self.rows = self._staged = None
@@ -139,7 +114,7 @@ class TextSplice:
     def committed(self, slots_B: Tensor, seq_lens_B: Tensor, tokens: Tensor, *, ahead: int = 0) -> None:
         """What a step of requests in these slots has sampled, from `ahead` of their length on: as many of each."""
         if self._committed is not None:
-            self._committed.add(slots_B, seq_lens_B + ahead, tokens.view(len(slots_B), -1))
+            self._committed.add(slots_B, seq_lens_B, tokens.view(len(slots_B), -1), ahead=ahead)
 
     def splice(self, verify_input: Any, batch: Any) -> None:
         """Put text into the rows of SGLang's input of a verification."""
@@ -152,26 +127,27 @@ class TextSplice:
         verify_input.draft_token = torch.cat([tokens_BN[:, :1], tokens_BP], 1).flatten()
         if verify_input.draft_probs is not None:
             verify_input.draft_probs = _made_certain(verify_input.draft_probs, tokens_BP, is_text_BP)
-        is_text_B = is_text_BP[:, 0]
         of_head = 1 if self.leaves_out_passes else num_tokens - 1
-        num_proposals_B = torch.where(is_text_B, is_text_BP.sum(1), of_head)
-        self.rows = TextRows(is_text_B, is_text_BP, logprobs_BP, num_proposals_B)
+        self.rows = TextRows(is_text_BP, logprobs_BP, of_head)
 
-    def _aligned(self, batch: Any, staged: _Staged, num_proposals: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _aligned(self, batch: Any, staged: Tensor, num_proposals: int) -> tuple[Tensor, Tensor, Tensor]:
         """[B, P] tokens, their log-probabilities, and where there are any, from behind the newest token of each."""
-        places_P = torch.arange(num_proposals, device=staged.tokens.device)
-        logprobs_BW = staged.probabilities.clamp_min(LEAST_PROBABILITY).log()
+        places_P = self._places[:num_proposals]
+        counts_B1, found_B3W = staged[:, :1], staged[:, 2:].view(len(staged), 3, self._width)
         if self._committed is None:
-            return staged.tokens.long(), logprobs_BW, places_P < staged.count
-        # The newest token is at the position that `seq_lens` says.
-        passed_B1 = batch.seq_lens[:, None] + 1 - staged.first
-        places_W = torch.arange(self._width, device=places_P.device)
-        came_BW = self._committed.at(batch.req_pool_indices, staged.first + places_W)
-        agree_B1 = ((came_BW == staged.tokens) | (places_W >= passed_B1)).all(1, keepdim=True)
-        at_BP = passed_B1 + places_P
-        is_text_BP = (at_BP < staged.count) & agree_B1 & (passed_B1 >= 0)
-        at_BP = at_BP.clamp(0, self._width - 1).long()
-        return staged.tokens.gather(1, at_BP).long(), logprobs_BW.gather(1, at_BP), is_text_BP
+            is_text_BP = places_P < counts_B1
+            found_B2P = found_B3W[:, :2, :num_proposals]
+        else:
+            # The newest token is at the position that `seq_lens` says.
+            passed_B1 = batch.seq_lens[:, None] + staged[:, 1:2]
+            came_BW = self._committed.at(batch.req_pool_indices, found_B3W[:, 2])
+            differ_BW = (came_BW != found_B3W[:, 0]) & (self._places < passed_B1)
+            at_BP = passed_B1 + places_P
+            is_text_BP = at_BP < counts_B1.masked_fill(differ_BW.any(1, keepdim=True), 0)
+            at_B2P = at_BP.clamp(0, self._width - 1)[:, None].expand(-1, 2, -1)
+            found_B2P = found_B3W[:, :2].gather(2, at_B2P)
+        logprobs_BP = found_B2P[:, 1].view(torch.float32)[:, ::2]
+        return found_B2P[:, 0], logprobs_BP, is_text_BP
 
 
 def _made_certain(probs_BPV: Tensor, tokens_BP: Tensor, is_text_BP: Tensor) -> Tensor:

@@ -62,10 +62,9 @@ def test_rounds_of_earlier_text_are_no_drafts() -> None:
     for request in batch:
         request.output_ids = [10]
     text = TextRows(
-        is_text=torch.tensor([True, False, True]),
         is_text_at=torch.tensor([[True, True, False], [False] * 3, [True, False, False]]),
         logprobs=torch.full((3, 3), -0.25),
-        num_proposals=torch.tensor([2, 1, 1]),
+        num_of_head=1,
     )
     verify(capture, batch, [3] * 3, [[21, 22, 23], [24, 25, 26], [27, 28, 29]], [1, 0, 2], text=text)
     verify(capture, batch, [5, 4, 6], [[31, 32, 33]] * 3, [0, 0, 0])

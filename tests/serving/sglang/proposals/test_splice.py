@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from serving.sglang.device import Device, HostDevice
-from serving.sglang.proposals.remembered_text import Continuations
+from serving.sglang.proposals.remembered_text import Continuations, RememberedText, ring_size
 from serving.sglang.proposals.splice import CommittedTokens, TextSplice
 from speculator.proposals.length_planner import LengthPlan
-from tests.serving.sglang.harness import VOCAB
+from tests.serving.sglang.harness import VOCAB, Request
 from tests.serving.sglang.slow_device import NoWaiting, SlowDevice
 
 DEPTH, WINDOW = 3, 7
@@ -35,7 +35,7 @@ def text_of(*rows: list[int], first: list[int]) -> Continuations:
 
 
 def make_splice(*, overlaps: bool = False, device: Device | None = None) -> TextSplice:
-    committed = CommittedTokens(4, 2 * (WINDOW + 1), torch.device("cpu")) if overlaps else None
+    committed = CommittedTokens(4, ring_size(WINDOW), torch.device("cpu")) if overlaps else None
     return TextSplice(device or HostDevice(), width=WINDOW, committed=committed)
 
 
@@ -71,11 +71,27 @@ def test_rows_that_were_chosen_get_their_text_and_the_others_keep_the_heads_chai
     assert spliced(splice, [10, 11, 12]) == [[1, 2, 3], HEADS, [7, *HEADS[1:]]]
     assert splice.rows is not None
     assert splice.rows.is_text.tolist() == [True, False, True]
-    assert splice.rows.num_proposals.tolist() == [3, 3, 1]
+    assert splice.rows.num_proposals().tolist() == [3, 3, 1]
     assert splice.rows.logprobs[0].exp().tolist() == pytest.approx([0.5] * 3)
     splice.stage(plan_of(False, False), None)
     assert spliced(splice, [13, 14]) == [HEADS, HEADS]
     assert splice.rows is None
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_the_heads_chains_may_be_longer_than_text(overlaps: bool) -> None:
+    heads, prompt = list(range(30, 39)), list(range(100, 140))
+    text = RememberedText(depth=2, longest=len(heads), overlaps=False, captures_unmarked=True)
+    committed = CommittedTokens(1, ring_size(text.window), torch.device("cpu")) if overlaps else None
+    splice = TextSplice(HostDevice(), width=text.window, committed=committed)
+    request = Request([*prompt, 5], max_new_tokens=64)
+    request.output_ids += prompt[:16]
+    splice.committed(torch.tensor([0]), torch.tensor([41]), torch.tensor(prompt[:16]))
+    splice.stage(plan_of(True, num_proposals=len(heads)), text.find([request]))
+    asked = verification(1, len(heads), draft_token=torch.tensor([115, *heads]))
+    splice.splice(asked, batch_of([41 + 15]))
+    assert asked.draft_token.tolist() == [115, 116, 117, *heads[2:]]
+    splice.committed(torch.tensor([0]), torch.tensor([56]), asked.draft_token, ahead=1)
 
 
 def follow_an_answer(splice: TextSplice, answer: list[int], found: list[int], prompt: int, counts: list[int]) -> None:
@@ -187,4 +203,4 @@ def test_what_fills_a_row_without_passes_is_nobodys() -> None:
     splice.stage(plan_of(True, False, uses_head=False), text_of([1, 2], [], first=[11, 12]))
     spliced(splice, [10, 11])
     assert splice.rows is not None
-    assert splice.rows.num_proposals.tolist() == [2, 1]
+    assert splice.rows.num_proposals().tolist() == [2, 1]
