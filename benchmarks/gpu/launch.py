@@ -197,8 +197,8 @@ def remembering_ms(device: torch.device, batch: int, steps: int) -> float:
     device = torch.device("cpu") if device.type == "meta" else device
     layer = device_layer(device) if device.type == "cuda" else Elsewhere(device)
     text = RememberedText(depth=_SUFFIX_DEPTH, overlaps=True, captures_unmarked=True)
-    committed = CommittedTokens(batch, ring_size(text.window), device)
-    splice = TextSplice(layer, width=text.window, committed=committed)
+    committed = CommittedTokens(batch, ring_size(text.width), device)
+    splice = TextSplice(layer, width=text.width, committed=committed)
     planner, slots = LengthPlanner(max_depth=_HEAD_LENGTHS[-1]), torch.arange(batch, device=device)
     for length in _LENGTHS:
         for uses_head in (True, False):

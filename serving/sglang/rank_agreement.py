@@ -1,17 +1,26 @@
-"""What the ranks of a tensor-parallel group must do in the same step, agreed over its CPU group every few steps.
+"""What the ranks of a tensor-parallel group must do in the same step, agreed over its CPU group.
 
 All ranks run the same steps in the same order, so a step number is a meeting point. A draft is exchanged in the first
 meeting at which every rank has staged the same version. Depth follows from times, which differ between ranks, and from
 what the operator asks for, which they would hear of at different steps: all plan by the times that rank 0 has measured
-and by what it was told. It alone watches a new draft and says which version the others stage.
+and by what it was told. It alone watches a new draft and says which version the others stage. For this they meet every
+few steps.
+
+Earlier text is found by rank 0 alone, on a thread of its own. It passes on what it has at each decode step, as SGLang
+does with the requests that have come.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from serving.sglang.proposals.depth import TimedStep
+from serving.sglang.proposals.remembered_text import Continuations
 
 MEETING_STEPS = 32
 """A meeting costs a few hundred microseconds; a swap waits for one at most a second or two."""
@@ -76,3 +85,12 @@ class Agreement:
             TimedStep(int(batch), int(depth), seconds, bool(uses_head), reading_s)
             for batch, depth, seconds, uses_head, reading_s in known
         ]
+
+    def text(self, found: Continuations | None, requests: Sequence[Any], width: int) -> Continuations | None:
+        """How these texts may go on as rank 0 has found, at most `width` tokens of each; call at each decode step."""
+        if self._group is None:
+            return found
+        packed = np.zeros((len(requests), 2 + 2 * width), np.int32) if found is None else found.packed()
+        dist.broadcast(torch.from_numpy(packed), dist.get_global_rank(self._group, 0), group=self._group)
+        # Rank 0 plans by what went over the wire, too: it is rounded.
+        return Continuations.unpacked(packed, requests) if packed[:, 0].any() else None

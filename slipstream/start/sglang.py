@@ -74,7 +74,7 @@ def become_sglang(start: SglangStart, *, host: str, port: int, engine_id: str, s
         options = replace(options, extra=(*options.extra, FRACTION, str(_fraction(options, store, version))))
     # SGLang reads it while it starts; nobody is left to remove it.
     candidates = Path(tempfile.mkdtemp(prefix="slipstream-sglang-")) / "adaptive.json"
-    candidates.write_text(json.dumps(adaptive_config(options.depth, options.text_depth)))
+    candidates.write_text(json.dumps(adaptive_config(options.depth, options.suffix_depth)))
     words = command(options, host=host, port=port, adaptive_config=candidates)
     log.info("becoming sglang", python=str(python), draft_version=version, engine=engine_id)
     os.execve(words[0], words, environment(options, os.environ))  # noqa: S606 - what the operator's own words say

@@ -87,11 +87,6 @@ class SglangStart:
             if (flag := argument.partition("=")[0]) in _RESERVED:
                 raise ConfigError(f"{flag} is set by slipstream: leave it out after --")
 
-    @property
-    def text_depth(self) -> int:
-        """Most proposals that SGLang is to prepare for earlier text: one rank proposes it, several do not."""
-        return self.suffix_depth if tp_size(self.extra) == 1 else 0
-
 
 @dataclass(frozen=True, kw_only=True)
 class SglangOptions(SglangStart):
@@ -177,7 +172,7 @@ class SglangProcess:
         self._port = free_port()
         self._scratch = tempfile.TemporaryDirectory(prefix="slipstream-sglang-")
         candidates = Path(self._scratch.name) / "adaptive.json"
-        candidates.write_text(json.dumps(adaptive_config(options.depth, options.text_depth)))
+        candidates.write_text(json.dumps(adaptive_config(options.depth, options.suffix_depth)))
         self._tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
         self._refusal: str | None = None
         try:

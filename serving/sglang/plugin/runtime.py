@@ -36,7 +36,7 @@ from serving.sglang.plugin.checks import resolved, verification_of, version_of
 from serving.sglang.pointer import LazyPointer, RankPointer, RankTarget
 from serving.sglang.proposals.depth import DepthControl, QuietSwitches
 from serving.sglang.proposals.draft_sleep import Dormancy
-from serving.sglang.proposals.remembered_text import RememberedText, ring_size
+from serving.sglang.proposals.remembered_text import RememberedText, ring_size, text_width
 from serving.sglang.proposals.splice import CommittedTokens, TextSplice
 from serving.sglang.proposals.step_clock import StepClock
 from serving.sglang.rank_agreement import Agreement
@@ -86,7 +86,9 @@ class EngineRuntime:
         self._choosing = Fence("depth", holds=alone)
         device = device_layer(device_of(worker))
         self.draft = _new_draft(worker, store, manifest, device, alone=alone)
-        self._remembering = Fence("text", off=self._stop_text)
+        self._remembering = Fence("text")
+        # What it proposes all ranks have to verify.
+        self._splicing = Fence("splice", off=self._stop_text, holds=alone)
         # Without meetings nobody would tell the depth of a swap.
         self._meeting = Fence("swap", off=self.draft.close, holds=alone)
         # What it reads is recorded into every graph of the draft: only where somebody wants it.
@@ -95,7 +97,7 @@ class EngineRuntime:
         # One rank watches; the others stage what it stages.
         watch = LiveWatch(manifest.version) if settings.watch and self._is_writer else None
         self.depth = self._new_depth(settings, depths, manifest, device, watch)
-        self.text, self._splice = _new_text(worker, settings, key, depths, device, alone=alone)
+        self.text, self._splice = _new_text(worker, settings, key, depths, device, is_writer=self._is_writer)
         self._depth_version = manifest.version
         self._asked_limit: int | None = None
         """Of the depth, by the operator; in force from the next meeting on."""
@@ -152,8 +154,10 @@ class EngineRuntime:
             result = run()
             self._prefilling = None
             return result
-        if self.text is not None and not batch.forward_mode.is_idle():
-            self._choosing(self.depth.found, self._remembering(self.text.find, batch.reqs))
+        if self._splice is not None and not self._splicing.is_off and not batch.forward_mode.is_idle():
+            found = None if self.text is None else self._remembering(self.text.find, batch.reqs)
+            found = self._choosing(self._agreement.text, found, batch.reqs, self._splice.width)
+            self._choosing(self.depth.found, found)
         self._choosing(self.depth.started)
         result = run()
         self._choosing(self._launched, batch)
@@ -169,7 +173,7 @@ class EngineRuntime:
         before, seq_lens = self._capturing(self._before_verify, batch), batch.seq_lens
         result = run()
         if self._splice is not None and not batch.forward_mode.is_idle():
-            self._remembering(self._splice.committed, batch.req_pool_indices, seq_lens, result.next_token_ids, ahead=1)
+            self._splicing(self._splice.committed, batch.req_pool_indices, seq_lens, result.next_token_ids, ahead=1)
         accept_index, self._accept_index = self._accept_index, None
         if before is not None:
             self._capturing(self._after_verify, batch, before, result, accept_index)
@@ -208,7 +212,7 @@ class EngineRuntime:
             if plan is None:
                 self._splice.drop()
             else:
-                self._remembering(self._splice.stage, plan, self.depth.text)
+                self._splicing(self._splice.stage, plan, self.depth.text)
         return depth
 
     def propose(self, run: Callable[[], Any], batch: Any) -> Any:
@@ -216,7 +220,7 @@ class EngineRuntime:
         if self._splice is None or batch.forward_mode.is_idle():
             return run()
         verify_input = self._splice.around_draft(run, self._worker.draft_worker)
-        self._remembering(self._splice.splice, verify_input, batch)
+        self._splicing(self._splice.splice, verify_input, batch)
         return verify_input
 
     def preparing(self, run: Callable[[], Any]) -> Any:
@@ -244,7 +248,7 @@ class EngineRuntime:
     def read_prompt(self, run: Callable[[], Any], batch: Any, next_tokens: torch.Tensor) -> Any:
         """The draft reads what a prefill has computed, unless there is nothing to gain from it."""
         if self._splice is not None and not batch.forward_mode.is_idle():
-            self._remembering(self._splice.committed, batch.req_pool_indices, batch.seq_lens, next_tokens)
+            self._splicing(self._splice.committed, batch.req_pool_indices, batch.seq_lens, next_tokens)
         unread = self._choosing(self._skip_prompt, batch, next_tokens)
         if unread is not None:
             return unread
@@ -332,6 +336,7 @@ class EngineRuntime:
         return of_text or self._worker.speculative_num_steps == 0
 
     def _stop_text(self) -> None:
+        self.depth.found(None)
         if self._splice is not None:
             self._splice.drop()
 
@@ -430,7 +435,7 @@ class EngineRuntime:
             **self._served,
             **self._target.status(),
             **self._erasures.look(),
-            **of_fences((self._capturing, self._choosing, self._remembering, self._meeting)),
+            **of_fences((self._capturing, self._choosing, self._remembering, self._splicing, self._meeting)),
             **({} if self.text is None else self.text.report()),
             **({} if self.text is None or self.text.sharing is None else of_group_text(self.text.sharing.metrics)),
             **of_swaps(self._follower.log),
@@ -441,29 +446,31 @@ class EngineRuntime:
 
 
 def _new_text(
-    worker: Any, settings: PluginSettings, key: str, depths: list[int], device: Device, *, alone: bool
+    worker: Any, settings: PluginSettings, key: str, depths: list[int], device: Device, *, is_writer: bool
 ) -> tuple[RememberedText | None, TextSplice | None]:
-    """What proposes earlier text, where the server can choose to verify it."""
+    """What proposes earlier text, where the server can choose to verify it. One rank finds it for all."""
     if not settings.suffix_depth:
         if settings.share_groups:
             log.warning("slipstream: no text of prompt groups is shared: SLIPSTREAM_SUFFIX_DEPTH is 0")
         return None, None
-    if worker.adaptive_controller is None or not alone:
-        why = "needs one rank" if worker.adaptive_controller is not None else "needs --speculative-adaptive"
-        log.warning("slipstream: nothing is proposed from earlier text: SLIPSTREAM_SUFFIX_DEPTH %s", why)
+    if worker.adaptive_controller is None:
+        log.warning("slipstream: nothing is proposed from earlier text: it needs --speculative-adaptive")
         return None, None
-    overlaps = not resolved(worker.server_args).disable_overlap_schedule
-    text = RememberedText(
-        depth=min(settings.suffix_depth, max(depths)),
-        longest=max(depths),
-        overlaps=overlaps,
-        captures_unmarked=settings.capture_unmarked,
-        ttl_s=3600 * settings.trace_ttl_hours,
-        sharing=_new_sharing(worker, settings, key) if settings.share_groups else None,
-    )
+    depth, overlaps = min(settings.suffix_depth, max(depths)), not resolved(worker.server_args).disable_overlap_schedule
+    width = max(text_width(depth, overlaps=overlaps), *depths)
+    text = None
+    if is_writer:
+        text = RememberedText(
+            depth=depth,
+            width=width,
+            overlaps=overlaps,
+            captures_unmarked=settings.capture_unmarked,
+            ttl_s=3600 * settings.trace_ttl_hours,
+            sharing=_new_sharing(worker, settings, key) if settings.share_groups else None,
+        )
     num_slots = worker.req_to_token_pool.req_to_token.shape[0]
-    committed = CommittedTokens(num_slots, ring_size(text.window), device_of(worker)) if overlaps else None
-    return text, TextSplice(device, width=text.window, committed=committed)
+    committed = CommittedTokens(num_slots, ring_size(width), device_of(worker)) if overlaps else None
+    return text, TextSplice(device, width=width, committed=committed)
 
 
 def _new_sharing(worker: Any, settings: PluginSettings, key: str) -> GroupSharing:

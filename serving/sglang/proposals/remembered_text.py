@@ -42,6 +42,14 @@ _CLOSING_S = 5.0
 _NO_TEXT = -1
 
 
+def text_width(depth: int, *, overlaps: bool) -> int:
+    """Tokens of text that are looked for where a step proposes at most `depth`.
+
+    With overlap the device is a step ahead, which may have committed as many as it proposed, and one more.
+    """
+    return 2 * depth + 1 if overlaps else depth
+
+
 def ring_size(width: int) -> int:
     """Tokens of each request that have to be kept, of texts of at most this width: as far back as one begins, and as
     far ahead as a verification writes what it then does not commit.
@@ -91,6 +99,18 @@ class Continuations:
         logprobs[:] = np.log(np.maximum(self.probabilities, LEAST_PROBABILITY), dtype=np.float32).view(np.uint32)
         places[:] = (self.first[:, None] + np.arange(width)) % ring_size(width)
 
+    def packed(self) -> np.ndarray:
+        """[B, 2 + 2W] int32, from which `unpacked` makes them again."""
+        bits = self.probabilities.astype(np.float32).view(np.int32)
+        return np.concatenate([self.counts[:, None], self.first[:, None], self.tokens, bits], 1, dtype=np.int32)
+
+    @classmethod
+    def unpacked(cls, packed: np.ndarray, requests: Sequence[Any]) -> Continuations:
+        """Of the texts of these requests."""
+        (counts, first), (tokens, bits) = packed[:, :2].T.astype(np.int64), np.split(packed[:, 2:], 2, axis=1)
+        answered = [int(at) - len(request.origin_input_ids) for at, request in zip(first, requests, strict=True)]
+        return cls(tokens, bits.view(np.float32).astype(float), counts, first, answered)
+
     def of(self, rows: np.ndarray) -> Continuations:
         """Of these rows, −1 for a request of which nothing is known."""
         is_known = rows >= 0
@@ -132,20 +152,18 @@ class RememberedText:
         self,
         *,
         depth: int,
-        longest: int = 0,
+        width: int = 0,
         overlaps: bool,
         captures_unmarked: bool,
         ttl_s: float = 0.0,
         sharing: GroupSharing | None = None,
     ) -> None:
-        """At most `depth` proposals a round, where the head proposes up to `longest`. Text that may be older than
-        `ttl_s` is dropped; 0 sets no limit. `sharing` brings the text of prompt groups to other engines, and theirs
-        here.
+        """At most `depth` proposals a round, in arrays of at least `width`. Text that may be older than `ttl_s` is
+        dropped; 0 sets no limit. `sharing` brings the text of prompt groups to other engines, and theirs here.
         """
-        # With overlap the device is a step ahead, which may have committed as many as it proposed, and one more.
-        self._most = 2 * depth + 1 if overlaps else depth
-        self.window = max(self._most, longest)
-        self._drafter = ChainDrafter(width=self.window)
+        self._most = text_width(depth, overlaps=overlaps)
+        self.width = max(self._most, width)
+        self._drafter = ChainDrafter(width=self.width)
         self.sharing = sharing
         self._captures_unmarked, self._ttl_s = captures_unmarked, ttl_s
         self._tasks: deque[Callable[[ChainDrafter], object]] = deque()

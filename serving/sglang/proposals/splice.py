@@ -61,7 +61,7 @@ class TextSplice:
         """`width` is that of the text, at least the most proposals of a step. `committed` is needed where the host is a
         step behind.
         """
-        self._device, self._width, self._committed = device, width, committed
+        self._device, self.width, self._committed = device, width, committed
         self._staged: Tensor | None = None
         """`Continuations.table` on the device."""
         self._places = device.index(tuple(range(width)))
@@ -133,7 +133,7 @@ class TextSplice:
     def _aligned(self, batch: Any, staged: Tensor, num_proposals: int) -> tuple[Tensor, Tensor, Tensor]:
         """[B, P] tokens, their log-probabilities, and where there are any, from behind the newest token of each."""
         places_P = self._places[:num_proposals]
-        counts_B1, found_B3W = staged[:, :1], staged[:, 2:].view(len(staged), 3, self._width)
+        counts_B1, found_B3W = staged[:, :1], staged[:, 2:].view(len(staged), 3, self.width)
         if self._committed is None:
             is_text_BP = places_P < counts_B1
             found_B2P = found_B3W[:, :2, :num_proposals]
@@ -144,7 +144,7 @@ class TextSplice:
             differ_BW = (came_BW != found_B3W[:, 0]) & (self._places < passed_B1)
             at_BP = passed_B1 + places_P
             is_text_BP = at_BP < counts_B1.masked_fill(differ_BW.any(1, keepdim=True), 0)
-            at_B2P = at_BP.clamp(0, self._width - 1)[:, None].expand(-1, 2, -1)
+            at_B2P = at_BP.clamp(0, self.width - 1)[:, None].expand(-1, 2, -1)
             found_B2P = found_B3W[:, :2].gather(2, at_B2P)
         logprobs_BP = found_B2P[:, 1].view(torch.float32)[:, ::2]
         return found_B2P[:, 0], logprobs_BP, is_text_BP

@@ -4,13 +4,33 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp  # noqa: TID251 - two ranks on one machine
 
 from serving.sglang.proposals.depth import TimedStep
+from serving.sglang.proposals.remembered_text import Continuations
 from serving.sglang.rank_agreement import MEETING_STEPS, Agreement
+
+REQUESTS, WIDTH = [SimpleNamespace(origin_input_ids=[1] * size) for size in (6, 9)], 3
+
+
+def _found(rank: int) -> Continuations:
+    """Each rank has found something; that of the first is what counts."""
+    tokens = np.array([[0, 1, 2], [3, 0, 0]]) if rank == 0 else np.full((2, 3), 7)
+    probabilities = np.array([[0.5, 0.25, 0.0], [0.5, 0.0, 0.0]])
+    return Continuations(tokens, probabilities, np.array([3 - rank, 1]), np.array([10, 10 + rank]), [4, 1])
+
+
+def _described(text: Continuations | None) -> dict[str, Any]:
+    assert text is not None
+    assert text.first.tolist() == [10, 10]
+    named = {"tokens": text.tokens, "counts": text.counts, "gains": text.gains([WIDTH])[:, 0]}
+    return {"answered": text.num_answered, **{name: values.tolist() for name, values in named.items()}}
 
 
 def _rank(rank: int, folder: str) -> None:
@@ -33,6 +53,8 @@ def _rank(rank: int, folder: str) -> None:
             [TimedStep(4, 2, 0.1 + step) for step in range(100)] if rank == 0 else [TimedStep(1, 1, 9.0)]
         ),
         "no times": agreement.times([]),
+        "text": _described(agreement.text(_found(rank), REQUESTS, WIDTH)),
+        "no text": agreement.text(None, REQUESTS, WIDTH),
     }
     (Path(folder) / f"rank{rank}").write_text(json.dumps(outcome))
     dist.destroy_process_group()
@@ -55,6 +77,8 @@ def test_two_ranks(tmp_path: Path) -> None:
             "one does not": False,
             "times": [[4, 2, 0.1 + step, True, 0.0] for step in range(100 - 2 * MEETING_STEPS, 100)],
             "no times": [],
+            "text": {"tokens": [[0, 1, 2], [3, 0, 0]], "counts": [3, 1], "answered": [4, 1], "gains": [0.625, 0.5]},
+            "no text": None,
         }
 
 
@@ -67,3 +91,5 @@ def test_alone_every_step_will_do() -> None:
     assert not agreement.all_staged(0)
     assert agreement.times([TimedStep(1, 0, 0.5, False, 0.1)]) == [TimedStep(1, 0, 0.5, False, 0.1)]
     assert [agreement.all(holds) for holds in (True, False)] == [True, False]
+    assert agreement.text(None, REQUESTS, WIDTH) is None
+    assert agreement.text(found := _found(0), REQUESTS, WIDTH) is found

@@ -261,11 +261,3 @@ def test_the_interpreter_beside_the_project_is_found(tmp_path: Path, monkeypatch
 )
 def test_the_depths_to_choose_from_are_few(depth: int, suffix_depth: int, steps: list[int]) -> None:
     assert adaptive_config(depth, suffix_depth) == {"1": {"candidate_steps": steps}}
-
-
-@pytest.mark.parametrize("words", [("--tp-size", "2"), ("--tp=4",), ("--tensor-parallel-size", "8")])
-def test_nothing_is_prepared_for_text_that_several_ranks_do_not_propose(
-    make_options: MakeOptions, words: tuple[str, ...]
-) -> None:
-    assert make_options(extra=words).text_depth == 0
-    assert make_options(extra=("--tp-size", "1")).text_depth == make_options().text_depth == 16

@@ -81,9 +81,9 @@ def test_rows_that_were_chosen_get_their_text_and_the_others_keep_the_heads_chai
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_the_heads_chains_may_be_longer_than_text(overlaps: bool) -> None:
     heads, prompt = list(range(30, 39)), list(range(100, 140))
-    text = RememberedText(depth=2, longest=len(heads), overlaps=False, captures_unmarked=True)
-    committed = CommittedTokens(1, ring_size(text.window), torch.device("cpu")) if overlaps else None
-    splice = TextSplice(HostDevice(), width=text.window, committed=committed)
+    text = RememberedText(depth=2, width=len(heads), overlaps=False, captures_unmarked=True)
+    committed = CommittedTokens(1, ring_size(text.width), torch.device("cpu")) if overlaps else None
+    splice = TextSplice(HostDevice(), width=text.width, committed=committed)
     request = Request([*prompt, 5], max_new_tokens=64)
     request.output_ids += prompt[:16]
     splice.committed(torch.tensor([0]), torch.tensor([41]), torch.tensor(prompt[:16]))
