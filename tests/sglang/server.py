@@ -67,6 +67,13 @@ def environment(num_threads: int = 1) -> dict[str, str]:
     }
 
 
+def ranks_environment(count: int) -> dict[str, str]:
+    """The variables of real SGLang in so many ranks on a CPU: a core each, as far as they go, and no NCCL."""
+    cores = sorted(os.sched_getaffinity(0))
+    bound = "|".join(str(cores[rank % len(cores)]) for rank in range(count))
+    return {"SGLANG_CPU_OMP_THREADS_BIND": bound, "SGLANG_NCCL_SO_PATH": "none"}
+
+
 def speculative_flags(draft_dir: Path, *, num_steps: int = 3, topk: int = 1) -> list[str]:
     """EAGLE-3 with `num_steps` draft steps; verifies a chain, or for `topk` > 1 a tree as large as `topk` chains."""
     return [
