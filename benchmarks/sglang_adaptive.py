@@ -1,18 +1,22 @@
-"""Slipstream's choice of the depth against SGLang's own, by SGLang's own benchmark of it.
+"""Slipstream's choice of the depth against SGLang's own, by SGLang's own benchmarks.
 
-.venv-sglang/bin/python -m benchmarks.sglang_adaptive --script bench_adaptive_speculative.py [--quick] [--json FILE]
+.venv-sglang/bin/python -m benchmarks.sglang_adaptive [--script bench_adaptive_speculative.py] [--quick] [--json FILE]
                                                       [--prompts FILE.jsonl] [--drafts FOLDER] [--turns 5]
 
-The script is of SGLang's repository (benchmark/bench_adaptive_speculative.py) and runs as it is: poems that no draft
-foresees in turn with one line written again and again. Its few prompts come several times, so no server may remember
-text of other requests: ours goes on from a request's own text alone. In a turn it asks each of these servers: ours,
-SGLang's adaptive speculation, and SGLang with one and with three steps. All have the same draft, which learns from live
-traffic first, or comes from `--drafts` (see benchmarks/sglang_hybrid.py).
+In a turn each of these servers is asked: ours, SGLang's adaptive speculation, and SGLang with one and with three steps.
+All have the same draft, which learns from live traffic first, or comes from `--drafts` (see
+benchmarks/sglang_hybrid.py).
+
+SGLang's `bench_serving` asks for answers to prompts that differ from turn to turn. With `--script` it is instead a
+script of SGLang's repository (benchmark/bench_adaptive_speculative.py): poems that no draft foresees in turn with one
+line written again and again. Its few prompts come several times, so no server may remember text of other requests, and
+ours goes on from a request's own text alone. Both run as they are.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import subprocess
 import sys
@@ -20,34 +24,41 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from benchmarks.common.report import Median, Spread, Target, fill_in, finish, parser
-from benchmarks.sglang_cpu_scene import Scene, prepared
+from benchmarks.sglang_cpu_scene import LEARNT_FROM, Scene, prepared
 from benchmarks.sglang_hybrid import SUFFIX_DEPTH, learnt_version
 from tests.sglang.server import SglangServer, speculative_flags
 
 _STATIC = (1, 3)
+_LONGEST_PROMPT = 3500
+"""Characters, from its end."""
 _OVERALL = re.compile(r"^OVERALL\s+([\d.]+)/s\s+[\d.]+s\s+([\d.]+|nan)$", re.MULTILINE)
 
 
 def main() -> None:
     options = parser("Slipstream's choice of the depth against SGLang's adaptive speculation")
-    options.add_argument("--script", type=Path, required=True, help="bench_adaptive_speculative.py of SGLang")
+    options.add_argument("--script", type=Path, help="bench_adaptive_speculative.py of SGLang; default: bench_serving")
     options.add_argument("--drafts", type=Path, metavar="FOLDER", help="take the head from here, or keep it here")
     options.add_argument("--minutes", type=float, help="that the head learns")
     options.add_argument("--turns", type=int)
-    options.add_argument("--requests", type=int, help="of each phase")
+    options.add_argument("--requests", type=int, help="of each phase of the script, or of a turn of bench_serving")
     options.add_argument("--max-tokens", type=int, help="of an answer")
     arguments = options.parse_args()
-    fill_in(arguments, {"minutes": (1.0, 5.0), "turns": (2, 5), "requests": (2, 4), "max_tokens": (64, 128)})
+    requests = (2, 4) if arguments.script else (4, 12)
+    fill_in(arguments, {"minutes": (1.0, 5.0), "turns": (2, 5), "requests": requests, "max_tokens": (64, 128)})
     rates: dict[str, list[float]] = {}
     lengths: dict[str, list[float]] = {}
     with prepared(arguments.model, arguments.prompts) as scene:
-        version = learnt_version(scene, scene.prompts, arguments.drafts, arguments.minutes)
-        with _servers(scene, version) as servers:
+        version = learnt_version(scene, scene.prompts[LEARNT_FROM], arguments.drafts, arguments.minutes)
+        with _servers(scene, version, remembers=arguments.script is None) as servers:
             names = list(servers)
             for turn in range(arguments.turns):
                 shift = turn % len(names)
                 for name in [*names[shift:], *names[:shift]]:
-                    rate, length = _run(arguments.script, servers[name], arguments.requests, arguments.max_tokens)
+                    if arguments.script is None:
+                        found = _bench_serving(scene, servers[name], turn, arguments.requests, arguments.max_tokens)
+                    else:
+                        found = _run(arguments.script, servers[name], arguments.requests, arguments.max_tokens)
+                    rate, length = found
                     rates.setdefault(name, []).append(rate)
                     lengths.setdefault(name, []).append(length)
                 print({name: rates[name][-1] for name in names}, flush=True)
@@ -79,9 +90,9 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def _servers(scene: Scene, version: int) -> Iterator[Mapping[str, SglangServer]]:
-    # Requests come without a policy: what is not captured leaves no text for others.
-    alone = {"SLIPSTREAM_CAPTURE": "0", "SLIPSTREAM_CAPTURE_UNMARKED": "0"}
+def _servers(scene: Scene, version: int, *, remembers: bool) -> Iterator[Mapping[str, SglangServer]]:
+    # Requests come without a policy: what may not be captured leaves no text for others.
+    alone = {"SLIPSTREAM_CAPTURE": "0", "SLIPSTREAM_CAPTURE_UNMARKED": str(int(remembers))}
     draft_dir = scene.store.root / "versions" / f"{version:06d}"
     flags = {
         "adaptive": [*speculative_flags(draft_dir, num_steps=_STATIC[-1]), "--speculative-adaptive"],
@@ -104,6 +115,27 @@ def _run(script: Path, server: SglangServer, num_requests: int, max_tokens: int)
     if found is None:
         raise RuntimeError(f"{script} ended without its last line:\n{said[-2000:]}")
     return float(found[1]), float(found[2])
+
+
+def _bench_serving(
+    scene: Scene, server: SglangServer, turn: int, num_requests: int, max_tokens: int
+) -> tuple[float, float]:
+    """Tokens a second and accept length of the prompts of a turn, four at a time."""
+    prompts = scene.prompts[turn * num_requests : (turn + 1) * num_requests]
+    asked, found = scene.folder / "asked.jsonl", scene.folder / "found.jsonl"
+    # What follows the prompt is not sent.
+    turns = ([{"content": prompt.text[-_LONGEST_PROMPT:]}, {"content": "An answer."}] for prompt in prompts)
+    asked.write_text("".join(json.dumps({"conversations": turn}) + "\n" for turn in turns))
+    found.unlink(missing_ok=True)
+    command = [
+        *(sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", server.url),
+        *("--model", str(scene.model_dir), "--dataset-name", "custom", "--dataset-path", str(asked)),
+        *("--apply-chat-template", "--num-prompts", str(len(prompts)), "--sharegpt-output-len", str(max_tokens)),
+        *("--max-concurrency", "4", "--warmup-requests", "0", "--disable-ignore-eos", "--output-file", str(found)),
+    ]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=1200)
+    result = json.loads(found.read_text())
+    return result["output_throughput"], result["accept_length"] or 1.0
 
 
 if __name__ == "__main__":
