@@ -201,6 +201,8 @@ class FusedDraft:
             ends = itertools.accumulate(span.num_pairs for span in spans)
             newest_B = torch.tensor([end - 1 for end in ends], device=self.device)
             feature_Nd, qkv_NHh = feature_Nd[newest_B], qkv_NHh[newest_B]
+        if self._config.norm_before_residual:
+            feature_Nd = self._norm(feature_Nd, self.weights["pair_norm"][1])
         longest = max(lengths)
         ((keys, values),) = self.cache.read(slice(first_slot, first_slot + len(lengths)), longest)
         mask_B11L = None
@@ -227,9 +229,9 @@ class FusedDraft:
         out_BGPh = F.scaled_dot_product_attention(q_BGPh, keys_BGLh, values_BGLh, attn_mask=mask)
         return out_BGPh.transpose(1, 2).reshape(len(q_BHh), -1)
 
-    def _finish(self, feature_Bd: Tensor, attended_Bw: Tensor) -> Tensor:
+    def _finish(self, residual_Bd: Tensor, attended_Bw: Tensor) -> Tensor:
         """The layer's output [B, d], as it is fed back."""
-        hidden_Bd = feature_Bd + linear(attended_Bw, self.weights["out"])
+        hidden_Bd = residual_Bd + linear(attended_Bw, self.weights["out"])
         normed_Bd = self._norm(hidden_Bd, self.weights["mlp_norm"])
         gate, up = linear(normed_Bd, self.weights["gate_up"]).chunk(2, -1)
         output_Bd = hidden_Bd + linear(F.silu(gate).mul_(up), self.weights["down"])
@@ -346,7 +348,7 @@ class KernelDraft:
         layers = (self._layers[name] for name in ("qkv", "out", "gate_up", "down"))
         self._norm = self._norm_of(self.weights["norm"])
         output_norm = self._norm if config.norm_output else Norm()
-        self._draft = Draft(embedding_norm, Block(*norms, heads, *layers), output_norm)
+        self._draft = Draft(embedding_norm, Block(*norms, heads, *layers), output_norm, config.norm_before_residual)
 
     @torch.no_grad()
     def fused(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

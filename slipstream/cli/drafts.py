@@ -271,6 +271,9 @@ def init(
         bool, typer.Option("--norm-before-fc", help="Norm the three of them as one vector.")
     ] = False,
     norm_output: Annotated[bool, typer.Option("--norm-output", help="Feed back what the final norm made.")] = False,
+    norm_before_residual: Annotated[
+        bool, typer.Option("--norm-before-residual", help="Add the layer's output to the normed feature.")
+    ] = False,
     if_missing: Annotated[
         bool, typer.Option("--if-missing", help="With --store: leave a store that holds versions as it is.")
     ] = False,
@@ -286,7 +289,12 @@ def init(
     check_options(context, DRAFT_INIT)
     model_dir = resolve_model(model)
     texts = [prompt.text for prompt in read_prompts(vocab_from)] if vocab_from else []
-    switches = {"fc_norm": fc_norm, "norm_before_fc": norm_before_fc, "norm_output": norm_output}
+    switches = {
+        "fc_norm": fc_norm,
+        "norm_before_fc": norm_before_fc,
+        "norm_output": norm_output,
+        "norm_before_residual": norm_before_residual,
+    }
     asked = {
         "draft_vocab_size": draft_vocab_size,
         "seed": seed,
@@ -309,10 +317,12 @@ def _write_folder(model_dir: Path, out: Path, **asked: Any) -> Path:
     """A draft as a Hugging Face folder; it is there completely or not at all. Raises ConfigError."""
     from speculator.draft.checkpoint import check_can_write, draft_config_json, draft_state, write_folder
     from speculator.draft.initialization import fresh_draft
+    from speculator.draft.public_heads import check_sglang_layout
 
     check_can_write(out)
     check_target(model_dir)
     draft = fresh_draft(model_dir, **asked)
+    check_sglang_layout(draft.config)
     return write_folder(out, draft_state(draft), draft_config_json(draft.config))
 
 

@@ -154,8 +154,8 @@ def config_from_json(values: dict[str, Any]) -> DraftConfig:
     return config
 
 
-SWITCHES = ("fc_norm", "norm_before_fc", "norm_output")
-"""Of EAGLE-3.1, in config.json as SGLang reads them."""
+SWITCHES = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
+"""In config.json. SGLang reads the norms of EAGLE-3.1; the last one is of `speculators`, and our plugin reads it."""
 
 
 def _switch(values: Mapping[str, Any], name: str) -> bool:

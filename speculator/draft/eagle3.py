@@ -2,7 +2,7 @@
 
 The same layer serves training, drafting and replay; only the attention differs, so callers pass it in as `attend`.
 Structure and parameter names follow SGLang's `LlamaForCausalLMEagle3` (EAGLE-3, arXiv 2503.01840, section 3), with the
-norms that EAGLE-3.1 adds there.
+norms that EAGLE-3.1 adds there, and the residual of `speculators` (vLLM) heads.
 
 Shape letters: B batch, T tokens, d hidden size, V target vocabulary, D draft vocabulary, H query heads, G key heads,
 h head size.
@@ -55,6 +55,8 @@ class DraftConfig:
     """They have one of all of them there."""
     norm_output: bool = False
     """What is fed back is the layer's output behind the final norm, and not before it."""
+    norm_before_residual: bool = False
+    """The layer adds its output to the feature behind `hidden_norm`, and not to the feature itself."""
 
     @classmethod
     def for_target(cls, target: dict[str, Any], *, draft_vocab_size: int) -> DraftConfig:
@@ -143,12 +145,15 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = DraftAttention(config)
         self.mlp = DraftMLP(config)
+        self._adds_to_normed = config.norm_before_residual
 
     def forward(
         self, embed_BTd: Tensor, feature_BTd: Tensor, positions_BT: Tensor, rotary: RotaryEmbedding, attend: Attend
     ) -> Tensor:
-        x = torch.cat([self.input_layernorm(embed_BTd), self.hidden_norm(feature_BTd)], -1)
-        hidden = feature_BTd + self.self_attn(x, positions_BT, rotary, attend)
+        normed_BTd = self.hidden_norm(feature_BTd)
+        x = torch.cat([self.input_layernorm(embed_BTd), normed_BTd], -1)
+        residual_BTd = normed_BTd if self._adds_to_normed else feature_BTd
+        hidden = residual_BTd + self.self_attn(x, positions_BT, rotary, attend)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
 
 

@@ -89,7 +89,7 @@ def fresh_draft(
 
     The layer is random, and its heads look at their own positions. The final norm and the output rows start as the
     target's, which fixes the space that the layer has to write into. `texts` tell which tokens the service will need
-    (see speculator/draft/initialization.py). Of EAGLE-3.1's norms these `switches` are on.
+    (see speculator/draft/initialization.py). Of `SWITCHES` in speculator/draft/checkpoint.py these are on.
     Raises ConfigError for a folder that is no complete model, DraftMismatchError for an unsuitable target.
     """
     size = draft_vocab_size or DEFAULT_DRAFT_VOCAB_SIZE

@@ -31,7 +31,7 @@ from speculator.draft.checkpoint import (
     read_target_tensor,
 )
 from speculator.draft.eagle3 import NUM_AUX_LAYERS, DraftConfig, aux_layer_ids
-from speculator.errors import DraftFileError, DraftMismatchError
+from speculator.errors import ConfigError, DraftFileError, DraftMismatchError
 from speculator.target_folder import EMBEDDING, LM_HEAD, open_weights, read_config, reading, weight_files
 
 SPECFORGE, SPECULATORS = "specforge", "speculators"
@@ -104,8 +104,6 @@ def _check_said(folder: Path, said: Mapping[str, Any], layout: str, target: Mapp
     rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
     if (kind := rope.get("rope_type") or rope.get("type") or "default") != "default":
         raise DraftFileError(f"{folder} has a rotary embedding of type {kind}: only the plain one is supported")
-    if said.get("norm_before_residual"):
-        raise DraftFileError(f"{folder} was trained with norm_before_residual, which SGLang does not compute")
     width = said.get("target_hidden_size") or said.get("hidden_size")
     for name, value in (("hidden_size", said.get("hidden_size")), ("target_hidden_size", width)):
         if value != target["hidden_size"]:
@@ -215,6 +213,15 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + rest
 
 
+def check_sglang_layout(config: DraftConfig) -> None:
+    """Raise ConfigError for a draft that others who read SGLang's layout would compute otherwise."""
+    if config.norm_before_residual:
+        raise ConfigError(
+            "SpecForge, and SGLang without Slipstream, read this layout and ignore norm_before_residual: pass --layout "
+            "speculators to `drafts export`, or --store to `drafts init`"
+        )
+
+
 def as_speculators(
     config: DraftConfig, state: Mapping[str, Tensor], model_dir: Path, model: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -229,8 +236,7 @@ def as_speculators(
         "speculators_model_type": "eagle3",
         "draft_vocab_size": config.draft_vocab_size,
         "eagle_aux_hidden_state_layer_ids": list(aux_layer_ids(target["num_hidden_layers"])),
-        "norm_before_residual": False,
-        **{name: True for name in SWITCHES if getattr(config, name)},
+        **{name: getattr(config, name) for name in SWITCHES},
         "transformer_layer_config": layer,
         "speculators_config": {
             "algorithm": "eagle3",

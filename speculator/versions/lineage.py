@@ -49,7 +49,7 @@ def ensure_lineage(
 ) -> int:
     """The newest version that may be served; writes a fresh draft as the first one where the store is empty.
 
-    `texts` like those to be served choose the fresh draft's vocabulary, `switches` its norms of EAGLE-3.1. None
+    `texts` like those to be served choose the fresh draft's vocabulary, `switches` what it computes with. None
     is the default of a fresh draft.
 
     Raises ConfigError where the store has drafts that are not what is asked of a fresh one, StoreError when it cannot

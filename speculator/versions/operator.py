@@ -18,6 +18,7 @@ from torch import Tensor
 
 from speculator.draft.checkpoint import check_can_write, config_from_json, expected_shapes, write_folder
 from speculator.draft.eagle3 import DraftConfig
+from speculator.draft.public_heads import check_sglang_layout
 from speculator.errors import ConfigError, DraftFileError, LifecycleError, StoreError, StreamError, UnknownDraftError
 from speculator.redis.control_plane import DraftPointer
 from speculator.versions.lifecycle import BARRED, SERVABLE, Event, Transition, VersionState
@@ -348,8 +349,11 @@ class DraftDesk:
         """
         check_can_write(folder)
         weights, values = self._verified(version), self._store.config(version)
-        if layout is not None:
-            values, weights = layout(config_from_json(values), weights)
+        config = config_from_json(values)
+        if layout is None:
+            check_sglang_layout(config)
+        else:
+            values, weights = layout(config, weights)
         written = write_folder(folder, weights, values)
         self._states.events.append("export", actor=actor, version=version)
         return written

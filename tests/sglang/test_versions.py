@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 
 from serving.sglang.plugin.checks import VERSIONS, sglang_version
-from serving.sglang.plugin.contract import CPU_FUNCTIONS, GPU_FUNCTIONS, SGLANG_FUNCTIONS, SGLANG_RECORDS
+from serving.sglang.plugin.contract import (
+    CPU_FUNCTIONS,
+    DRAFT_LAYER,
+    GPU_FUNCTIONS,
+    NORMED_RESIDUAL,
+    SGLANG_FUNCTIONS,
+    SGLANG_RECORDS,
+)
 from speculator.draft.checkpoint import SWITCHES
 
 _UNPACKED = Path(sys.prefix) / "versions"
@@ -72,7 +79,7 @@ def sources(request: pytest.FixtureRequest) -> Sources:
 
 
 def test_functions_take_what_hooks_give_them(sources: Sources) -> None:
-    for used in (*SGLANG_FUNCTIONS, *CPU_FUNCTIONS, *GPU_FUNCTIONS):
+    for used in (*SGLANG_FUNCTIONS, *CPU_FUNCTIONS, *GPU_FUNCTIONS, *NORMED_RESIDUAL):
         function = sources.find(used.path)
         assert isinstance(function, ast.FunctionDef), used.path
         given = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
@@ -97,7 +104,20 @@ def test_what_is_called_is_there(sources: Sources) -> None:
 def test_the_draft_computes_the_norms_that_its_config_switches_on(sources: Sources) -> None:
     model = sources.find("sglang.srt.models.llama_eagle3.LlamaModel")
     assert model is not None
-    assert {*SWITCHES} <= {one.value for one in ast.walk(model) if isinstance(one, ast.Constant)}
+    read = {one.value for one in ast.walk(model) if isinstance(one, ast.Constant)}
+    assert {*SWITCHES} - read == {"norm_before_residual"}, "SGLang computes it itself, or a norm no longer"
+
+
+def test_the_drafts_layer_calls_the_two_norms_between_which_its_residual_is_exchanged(sources: Sources) -> None:
+    forward = sources.find(DRAFT_LAYER.path)
+    assert forward is not None
+    calls = [
+        (one.func.attr, [getattr(given, "id", None) for given in one.args])
+        for one in ast.walk(forward)
+        if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute)
+    ]
+    assert ("hidden_norm", ["hidden_states"]) in calls
+    assert ("post_attention_layernorm", ["hidden_states", "residual"]) in calls
 
 
 def test_the_walk_hands_back_the_accepted_path_last(sources: Sources) -> None:

@@ -50,6 +50,19 @@ def test_a_folder_of_its_own_loads(run_cli: RunCli, toy_model: Path, tmp_path: P
     assert {vocab["z"], vocab["q"]} <= chosen
 
 
+def test_a_residual_that_plain_sglang_ignores_begins_a_store_and_no_folder(
+    run_cli: RunCli, toy_model: Path, tmp_path: Path
+) -> None:
+    words = ("drafts", "init", "--model", toy_model, "--norm-before-residual")
+    refused = run_cli(*words, "--out", tmp_path / "draft")
+    assert refused.returncode == 2
+    assert "ignore norm_before_residual" in refused.stderr
+    assert not (tmp_path / "draft").exists()
+    done = run_cli(*words, "--store", tmp_path / "drafts")
+    assert done.returncode == 0, done.stderr
+    assert DraftStore(tmp_path / "drafts").config(1)["norm_before_residual"] is True
+
+
 def test_a_store_gets_its_first_version(run_cli: RunCli, toy_model: Path, tmp_path: Path) -> None:
     root = tmp_path / "drafts"
     done = run_cli("drafts", "init", "--model", toy_model, "--store", root)

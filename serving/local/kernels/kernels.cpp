@@ -31,6 +31,7 @@ struct Draft {
   Norm embedding_norm;
   Block block;       // whose input norm is the feature's
   Norm output_norm;  // of what is fed back, or none
+  int64_t adds_to_normed;  // 1 where the residual is the feature behind its norm, 0 where it is the feature itself
 };
 
 int64_t products(const Layer& layer) { return layer.K * layer.N; }
@@ -149,7 +150,8 @@ EXPORTED void slipstream_draft(const Draft* draft, int64_t N, int64_t num_window
   attend(block.heads, B, windows, cos, sin, wide.data(), cache, L, Asked::kNewest, narrow.data(), threads);
   for (int64_t w = 0, end = 0; w < B; ++w) {
     end += windows[w].num_tokens;
-    std::copy_n(features + (end - 1) * d, d, output + w * d);
+    const int64_t n = end - 1;
+    std::copy_n(draft->adds_to_normed ? pairs.data() + (2 * n + 1) * d : features + n * d, d, output + w * d);
   }
   finish(block, B, nullptr, narrow.data(), pairs.data(), wide.data(), output, threads);
   if (draft->output_norm.weight) apply_all(draft->output_norm, B, output, output);

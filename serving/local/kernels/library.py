@@ -96,7 +96,7 @@ class Model(ctypes.Structure):
 class Draft(ctypes.Structure):
     """A draft's layer; its input norm is the feature's."""
 
-    _fields_ = (("embedding_norm", Norm), ("block", Block), ("output_norm", Norm))
+    _fields_ = (("embedding_norm", Norm), ("block", Block), ("output_norm", Norm), ("adds_to_normed", _number))
 
 
 class KernelWindow(ctypes.Structure):

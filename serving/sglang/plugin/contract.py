@@ -132,6 +132,12 @@ SGLANG_FUNCTIONS = (
 CPU_FUNCTIONS = (CPU_PLAN, CPU_EXTEND, CPU_DECODE)
 """A server on a GPU has no need of them, and one on a CPU none of the next."""
 GPU_FUNCTIONS = (TRITON_PLAN, TRITON_GRAPH, TRITON_EXTEND, TRITON_DECODE)
+DRAFT_LAYER = SglangFunction(
+    "sglang.srt.models.llama_eagle3.LlamaDecoderLayer.forward",
+    ("self", "positions", "embeds", "hidden_states", "forward_batch", "residual"),
+)
+NORMED_RESIDUAL = (DRAFT_LAYER,)
+"""Only a server has need of it whose draft was trained with `norm_before_residual`."""
 
 
 def functions_of(environment: Mapping[str, str] = os.environ) -> tuple[SglangFunction, ...]:

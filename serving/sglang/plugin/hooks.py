@@ -58,6 +58,7 @@ from serving.sglang.plugin.contract import (
     check_sglang,
     functions_of,
 )
+from serving.sglang.plugin.normed_residual import check_layer
 from serving.sglang.sampled_verify import SampledVerify
 from serving.sglang.settings import PluginSettings, is_enabled, load_settings
 
@@ -153,6 +154,7 @@ def _check(args: Any, settings: PluginSettings) -> None:
     decided = refusing(resolved, args)
     _target_fingerprint = refusing(check_server, decided, settings)
     refusing(check_draft_options, decided, settings)
+    refusing(check_layer, decided, settings)
 
 
 def _around_speculative_args(run: Any, args: Any) -> None:

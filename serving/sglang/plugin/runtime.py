@@ -33,6 +33,7 @@ from serving.sglang.capture.device_reads import DraftProbe
 from serving.sglang.capture.request import Origin
 from serving.sglang.device import Device, device_layer
 from serving.sglang.plugin.checks import resolved, verification_of, version_of
+from serving.sglang.plugin.normed_residual import add_to_normed_features
 from serving.sglang.pointer import LazyPointer, RankPointer, RankTarget
 from serving.sglang.proposals.depth import DepthControl, QuietSwitches
 from serving.sglang.proposals.draft_sleep import Dormancy
@@ -482,13 +483,16 @@ def _new_sharing(worker: Any, settings: PluginSettings, key: str) -> GroupSharin
 
 
 def _new_draft(worker: Any, store: DraftStore, manifest: Manifest, device: Device, *, alone: bool) -> SglangDraft:
+    config = config_from_json(store.config(manifest.version))
     load = partial(
         store.load,
         expected_fingerprint=manifest.target_fingerprint,
         expected_d2t=store.load(manifest.version)["d2t"],
-        expected_shapes=expected_shapes(config_from_json(store.config(manifest.version))),
+        expected_shapes=expected_shapes(config),
     )
     model = worker.draft_worker.draft_runner.model
+    if config.norm_before_residual:
+        add_to_normed_features(model)
     return SglangDraft(model, manifest.version, load, device=device, alone=alone)
 
 

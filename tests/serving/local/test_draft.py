@@ -40,7 +40,10 @@ SAMPLINGS = [SamplingParams(temperature=0), SamplingParams(temperature=0.7), Sam
 
 @pytest.fixture(
     scope="module",
-    params=[(32, ()), (256, ()), (32, ("norm_before_fc", "norm_output")), (256, SWITCHES)],
+    params=[
+        *((32, ()), (256, ()), (32, ("norm_before_fc", "norm_output")), (256, SWITCHES)),
+        *((32, ("norm_before_residual",)), (256, ("norm_before_residual",))),
+    ],
     ids=lambda param: "-".join([str(param[0]), *param[1]]),
 )
 def draft(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Eagle3Draft:

@@ -17,6 +17,7 @@ import structlog
 
 from serving.sglang.plugin import contract, hooks
 from serving.sglang.plugin.checks import check_draft_options, check_server, verification_of
+from serving.sglang.plugin.normed_residual import check_layer
 from serving.sglang.pointer import LazyPointer
 from serving.sglang.settings import PluginSettings, buffer_bytes, is_enabled, load_settings
 from speculator.draft.checkpoint import target_fingerprint
@@ -98,6 +99,17 @@ def test_a_draft_of_the_whole_vocabulary_may_be_drawn_from(model_dir: Path, tmp_
 def test_unsafe_or_unsupported_starts(model_dir: Path, store: DraftStore, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         check_server(arguments(model_dir, store, **changes), PluginSettings(store=store.root))
+
+
+def test_a_layer_that_sglang_lacks_is_missed_only_by_a_draft_that_needs_it(
+    model_dir: Path, store: DraftStore, tmp_path: Path
+) -> None:
+    """No SGLang is installed beside these tests."""
+    check_layer(arguments(model_dir, store), PluginSettings(store=store.root))
+    needy = DraftStore(tmp_path)
+    ensure_lineage(needy, model_dir, target_fingerprint(model_dir), switches=["norm_before_residual"])
+    with pytest.raises(ConfigError, match=r"no usable sglang\.srt\.models\.llama_eagle3\.LlamaDecoderLayer\.forward"):
+        check_layer(arguments(model_dir, needy), PluginSettings(store=needy.root))
 
 
 def test_answers_do_not_leave_before_the_capture_filter_has_seen_them(model_dir: Path, store: DraftStore) -> None:

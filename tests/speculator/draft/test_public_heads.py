@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 from speculator.draft.checkpoint import SWITCHES, draft_state, read_target_tensor, target_fingerprint, write_folder
 from speculator.draft.eagle3 import Eagle3Draft, aux_layer_ids
-from speculator.draft.public_heads import as_speculators, read_public_head
+from speculator.draft.public_heads import as_speculators, check_sglang_layout, read_public_head
 from speculator.errors import ConfigError, DraftFileError, DraftMismatchError, SlipstreamError
 from speculator.versions.lineage import import_head, load_draft
 from speculator.versions.store import DraftStore
@@ -68,8 +68,10 @@ def speculators(folder: Path, draft: Eagle3Draft, model_dir: Path, **changes: An
         "draft_vocab_size": len(draft.d2t),
         "eagle_aux_hidden_state_layer_ids": list(aux_layer_ids(num_layers)),
         "embed_requires_grad": False,
+        "fc_norm": draft.config.fc_norm,
         "norm_before_fc": draft.config.norm_before_fc,
-        "norm_before_residual": False,
+        "norm_before_residual": draft.config.norm_before_residual,
+        "norm_output": draft.config.norm_output,
         "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "toy"}},
         "speculators_model_type": "eagle3",
         "speculators_version": "0.3.0",
@@ -101,15 +103,15 @@ def assert_same(ours: State, theirs: State) -> None:
     )
 
 
-@pytest.mark.parametrize("switches", [(), ("fc_norm", "norm_output"), ("norm_before_fc",)])
+@pytest.mark.parametrize(
+    "switches", [(), ("fc_norm", "norm_output"), ("norm_before_fc",), ("norm_before_residual",), SWITCHES]
+)
 def test_both_layouts_give_the_draft_that_was_trained(
     model_dir: Path, tmp_path: Path, switches: tuple[str, ...]
 ) -> None:
     draft = random_draft(model_dir, seed=2, switches=switches)
-    folders = [specforge(tmp_path / "a", draft)]
-    if "fc_norm" not in switches:
-        folders.append(speculators(tmp_path / "b", draft, model_dir))
-    for folder, layout in zip(folders, ("specforge", "speculators"), strict=False):
+    folders = [specforge(tmp_path / "a", draft), speculators(tmp_path / "b", draft, model_dir)]
+    for folder, layout in zip(folders, ("specforge", "speculators"), strict=True):
         head = read_public_head(folder, model_dir)
         assert head.config == draft.config
         assert head.layout == layout
@@ -134,6 +136,12 @@ def test_an_imported_head_is_served_trained_on_and_written_back_bit_by_bit(
     assert_same(again.state, draft_state(draft))
     with pytest.raises(ConfigError, match="already holds draft versions"):
         import_head(store, head, target_fingerprint=fingerprint, source="someone/head")
+
+
+def test_a_draft_that_readers_of_sglangs_layout_would_compute_otherwise_is_not_written_in_it(model_dir: Path) -> None:
+    check_sglang_layout(random_draft(model_dir, seed=1, switches=("fc_norm", "norm_output")).config)
+    with pytest.raises(ConfigError, match="ignore norm_before_residual: pass --layout speculators to"):
+        check_sglang_layout(random_draft(model_dir, seed=1, switches=("norm_before_residual",)).config)
 
 
 def test_a_pickle_is_not_read(model_dir: Path, draft: Eagle3Draft, tmp_path: Path) -> None:
@@ -190,7 +198,6 @@ def test_numbers_that_bfloat16_cannot_hold_are_rounded_and_said(
         ({"hidden_size": 16}, "hidden_size is 16"),
         ({"target_hidden_size": 64}, "target_hidden_size is 64"),
         ({"draft_vocab_size": 7}, "draft_vocab_size is 7, its tensors are of 24 tokens"),
-        ({"norm_before_residual": True}, "norm_before_residual"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 6]}}, "inputs of layers [1, 4, 7]"),
         ({"fc_norm": True}, "lacks fc_norm.0.weight, fc_norm.1.weight, fc_norm.2.weight"),
         ({"speculators_model_type": "dflash"}, "a dflash of `speculators`"),

@@ -90,7 +90,10 @@ def assert_same(actual: Steps, expected: Steps) -> None:
 
 @pytest.mark.parametrize(
     ("first_position", "switches"),
-    [(0, ()), (3, ()), (9, ()), (3, ("norm_before_fc", "norm_output")), (3, ("fc_norm",))],
+    [
+        *((0, ()), (3, ()), (9, ()), (3, ("norm_before_fc", "norm_output")), (3, ("fc_norm",))),
+        (3, ("norm_before_residual",)),
+    ],
 )
 def test_chains_are_those_of_service(first_position: int, switches: tuple[str, ...]) -> None:
     draft = make_draft(1, **dict.fromkeys(switches, True))
