@@ -6,7 +6,8 @@ configuration is a part of `config.json`, tensors `layers.0.*`. Both may have th
 target's embedding, and the norms of EAGLE-3.1.
 
 A head is taken only where every engine computes with it what its trainer computed: what would be left out, or read
-otherwise, is refused by name. Its window becomes the target's, since nothing in it depends on the window.
+otherwise, is refused by name. Its window becomes the target's, since nothing in it depends on the window. A sliding
+window, which `speculators` gives its heads by default, is left out and noted: up to its length nothing differs.
 """
 
 from __future__ import annotations
@@ -68,15 +69,13 @@ def read_public_head(folder: Path, model_dir: Path) -> PublicHead:
     try:
         _check_said(folder, said, layout, target)
         config = _config(folder, said, found, target)
+        notes += _windows(said, config)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # A key may hold anything.
         raise DraftFileError(f"{folder}: config.json is no head's ({error!r})") from error
     _drop_embedding(folder, found, model_dir)
     state = _state(folder, found, config, model_dir, notes)
     check_fits(config, model_dir)
-    window = said.get("max_position_embeddings")
-    if window != config.max_position_embeddings:
-        notes.append(f"it says a window of {window}, and gets the target's of {config.max_position_embeddings}")
     return PublicHead(layout, config, state, tuple(notes))
 
 
@@ -104,6 +103,9 @@ def _check_said(folder: Path, said: Mapping[str, Any], layout: str, target: Mapp
     rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
     if (kind := rope.get("rope_type") or rope.get("type") or "default") != "default":
         raise DraftFileError(f"{folder} has a rotary embedding of type {kind}: only the plain one is supported")
+    share = rope.get("partial_rotary_factor") or said.get("partial_rotary_factor") or 1.0
+    if share != 1.0:
+        raise DraftFileError(f"{folder} rotates {share} of each attention head: only whole ones are supported")
     width = said.get("target_hidden_size") or said.get("hidden_size")
     for name, value in (("hidden_size", said.get("hidden_size")), ("target_hidden_size", width)):
         if value != target["hidden_size"]:
@@ -120,6 +122,15 @@ def _check_said(folder: Path, said: Mapping[str, Any], layout: str, target: Mapp
         ours = list(aux_layer_ids(target["num_hidden_layers"]))
         if read[:NUM_AUX_LAYERS] != ours:
             raise DraftMismatchError(f"{folder} reads the inputs of layers {read}: features here are those of {ours}")
+
+
+def _windows(said: Mapping[str, Any], config: DraftConfig) -> Iterator[str]:
+    """What a reader should know of the head's windows, which are not kept."""
+    window, target_window = said.get("max_position_embeddings"), config.max_position_embeddings
+    if window != target_window:
+        yield f"it says a window of {window}, and gets the target's of {target_window}"
+    if "sliding_attention" in (said.get("layer_types") or ()):
+        yield f"it was trained to see the last {said.get('sliding_window')} tokens, and sees all of them here"
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -225,7 +236,12 @@ def check_sglang_layout(config: DraftConfig) -> None:
 def as_speculators(
     config: DraftConfig, state: Mapping[str, Tensor], model_dir: Path, model: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """`config.json` and tensors of a draft file in the layout of `speculators`, for the target of this name."""
+    """`config.json` and tensors of a draft file in the layout of `speculators`, for the target of this name.
+
+    Raises ConfigError for a draft that `speculators` cannot load.
+    """
+    if config.fc_norm and config.norm_before_fc:
+        raise ConfigError("speculators has fc_norm and norm_before_fc one at a time: use --layout specforge")
     target = read_config(model_dir)
     layer = {
         name: value for name, value in draft_config_json(config).items() if name not in ("architectures", *SWITCHES)
@@ -245,4 +261,6 @@ def as_speculators(
             "verifier": {"name_or_path": model, "architectures": target.get("architectures", [])},
         },
     }
-    return values, {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in state.items()}
+    tensors = {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in state.items()}
+    # Where a file lacks it, the loader of `speculators` 0.9.0 leaves the embedding unset, and says nothing.
+    return values, {**tensors, _OWN_EMBEDDING: read_target_tensor(model_dir, EMBEDDING).bfloat16()}

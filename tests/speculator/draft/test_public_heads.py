@@ -131,6 +131,7 @@ def test_an_imported_head_is_served_trained_on_and_written_back_bit_by_bit(
                         target_fingerprint=fingerprint)  # fmt: skip
     assert_same(draft_state(loaded), draft_state(draft))
     values, tensors = as_speculators(head.config, head.state, model_dir, "toy")
+    assert torch.equal(tensors["embed_tokens.weight"], draft.embed.bfloat16()), "speculators loads no other"
     again = read_public_head(write_folder(tmp_path / "out", tensors, values), model_dir)
     assert again.config == draft.config
     assert_same(again.state, draft_state(draft))
@@ -142,6 +143,12 @@ def test_a_draft_that_readers_of_sglangs_layout_would_compute_otherwise_is_not_w
     check_sglang_layout(random_draft(model_dir, seed=1, switches=("fc_norm", "norm_output")).config)
     with pytest.raises(ConfigError, match="ignore norm_before_residual: pass --layout speculators to"):
         check_sglang_layout(random_draft(model_dir, seed=1, switches=("norm_before_residual",)).config)
+
+
+def test_two_norms_that_speculators_has_one_at_a_time_are_not_written_in_its_layout(model_dir: Path) -> None:
+    draft = random_draft(model_dir, seed=1, switches=("fc_norm", "norm_before_fc"))
+    with pytest.raises(ConfigError, match="fc_norm and norm_before_fc one at a time"):
+        as_speculators(draft.config, draft_state(draft), model_dir, "toy")
 
 
 def test_a_pickle_is_not_read(model_dir: Path, draft: Eagle3Draft, tmp_path: Path) -> None:
@@ -165,6 +172,20 @@ def test_a_whole_vocabulary_needs_no_map_and_no_output_layer(model_dir: Path, tm
     assert head.state["t2d"].all()
     assert torch.equal(head.state["lm_head.weight"], read_target_tensor(model_dir, "lm_head.weight").bfloat16())
     assert any("output layer" in note for note in head.notes)
+
+
+def test_a_sliding_window_is_noted_where_it_is_used(model_dir: Path, draft: Eagle3Draft, tmp_path: Path) -> None:
+    """`speculators` writes a window into each head's layer, and by the type of the layer whether it uses it."""
+    layers = {"full": ["full_attention"], "sliding": ["sliding_attention"]}
+    notes = {}
+    for name, types in layers.items():
+        layer = {**layer_of(draft), "sliding_window": 2048, "layer_types": types}
+        folder = speculators(tmp_path / name, draft, model_dir, transformer_layer_config=layer)
+        notes[name] = [note for note in read_public_head(folder, model_dir).notes if "sees" in note]
+    assert notes == {
+        "full": [],
+        "sliding": ["it was trained to see the last 2048 tokens, and sees all of them here"],
+    }
 
 
 def test_what_a_head_does_not_say_is_as_transformers_has_it(
@@ -194,6 +215,8 @@ def test_numbers_that_bfloat16_cannot_hold_are_rounded_and_said(
         ({"hidden_act": "gelu"}, "gelu"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rotary embedding of type llama3"),
         ({"rope_theta": 77.0}, "rope_theta is 77.0"),
+        ({"partial_rotary_factor": 0.5}, "rotates 0.5 of each attention head"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}, "rotates 0.25 of each"),
         ({"vocab_size": 9}, "another tokenizer"),
         ({"hidden_size": 16}, "hidden_size is 16"),
         ({"target_hidden_size": 64}, "target_hidden_size is 64"),
@@ -203,6 +226,7 @@ def test_numbers_that_bfloat16_cannot_hold_are_rounded_and_said(
         ({"speculators_model_type": "dflash"}, "a dflash of `speculators`"),
         ({"speculators_model_type": "eagle3"}, "no transformer_layer_config"),
         ({"rope_scaling": "llama3"}, "config.json is no head's"),
+        ({"layer_types": 1}, "config.json is no head's"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": 3}}, "config.json is no head's"),
         ({"rms_norm_eps": "small"}, "config.json is not a draft's"),
     ],
