@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,38 +27,28 @@ COPIED = [f"Repeat this list without any change:\n{LIST}\nYour answer:\n{LIST[: 
 OTHERS = ["Why is the sky blue?", "Name three rivers.", "What is a prime number?", "How do birds fly?"]
 
 
-@pytest.fixture(scope="module", params=[1, 3])
-def num_ranks(request: pytest.FixtureRequest) -> int:
-    """Of SGLang, each with a part of the model: three is what the model's heads can be parted among."""
-    count: int = request.param
-    return count
-
-
 @pytest.fixture(scope="module")
-def store(draft_store: DraftStore, num_ranks: int, tmp_path_factory: pytest.TempPathFactory) -> DraftStore:
+def store(draft_store: DraftStore, tmp_path_factory: pytest.TempPathFactory) -> DraftStore:
     root = tmp_path_factory.mktemp("versions") / "drafts"
     shutil.copytree(draft_store.root, root)
     return DraftStore(root)
 
 
-@pytest.fixture(scope="module")
-def plugged(
-    model_dir: Path, store: DraftStore, num_ranks: int, tmp_path_factory: pytest.TempPathFactory
+@contextlib.contextmanager
+def remembering(
+    folder: Path, model_dir: Path, store: DraftStore, *flags: str, env: Mapping[str, str] | None = None
 ) -> Iterator[Plugged]:
-    folder = tmp_path_factory.mktemp("text")
     config = folder / "adaptive.json"
     config.write_text('{"1": {"candidate_steps": [0, 1, 3, 8, 16]}}')
-    flags = ("--speculative-adaptive", "--speculative-adaptive-config", str(config), "--dtype", "float32")
-    of_ranks = {} if num_ranks == 1 else ranks_environment(num_ranks)
-    with plugged_server(
-        folder,
-        model_dir,
-        store,
-        num_steps=DEPTH,
-        flags=(*flags, "--tp-size", str(num_ranks)),
-        settings={"SUFFIX_DEPTH": "16"},
-        env=of_ranks,
-    ) as server:
+    flags = ("--speculative-adaptive", "--speculative-adaptive-config", str(config), "--dtype", "float32", *flags)
+    settings = {"SUFFIX_DEPTH": "16"}
+    with plugged_server(folder, model_dir, store, num_steps=DEPTH, flags=flags, settings=settings, env=env) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def plugged(model_dir: Path, store: DraftStore, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plugged]:
+    with remembering(tmp_path_factory.mktemp("text"), model_dir, store) as server:
         yield server
 
 
@@ -77,6 +68,26 @@ def compare(plugged: Plugged, plain: SglangServer, texts: Sequence[str], length:
     assert [answer["output_ids"] for answer in answers] == [answer["output_ids"] for answer in expected]
 
 
+def random_version(store: DraftStore, seed: int) -> int:
+    """Another one."""
+    manifest, first = store.manifest(1), store.load(1)
+    draft = fresh_draft(resolve_model(BUNDLED_MODEL), seed=seed)
+    state = {**draft_state(draft), "d2t": first["d2t"], "t2d": first["t2d"]}
+    fingerprint = manifest.target_fingerprint
+    version = store.write(state, store.config(1), parent=1, target_fingerprint=fingerprint, info={}).version
+    admit(store, version, target_fingerprint=fingerprint, actor="test", reason="random")
+    return version
+
+
+def compare_until_in_service(plugged: Plugged, plain: SglangServer, version: int, texts: Sequence[str]) -> int:
+    """How many answers that took: ranks exchange a draft only while they have steps to make."""
+    for turn in range(8):
+        compare(plugged, plain, [f"{text} ({version}.{turn})" for text in texts], 64)
+        if plugged.report()["version"] == str(version):
+            return (turn + 1) * len(texts)
+    raise AssertionError(f"version {version} did not come into service: {plugged.report()}")
+
+
 def test_the_text_is_that_of_a_plain_server_and_much_of_it_was_remembered(
     plugged: Plugged, plain: SglangServer
 ) -> None:
@@ -93,24 +104,11 @@ def test_it_stays_so_beside_a_head_that_is_asked_and_swapped(
 ) -> None:
     """Of random weights: what it proposes is wrong."""
     plugged.traces(len(COPIED) + len(OTHERS) + 1)
-    manifest, first = store.manifest(1), store.load(1)
     num_asked = 0
     for seed in (1, 2):
-        draft = fresh_draft(resolve_model(BUNDLED_MODEL), seed=seed)
-        state = {**draft_state(draft), "d2t": first["d2t"], "t2d": first["t2d"]}
-        version = store.write(
-            state, store.config(1), parent=1, target_fingerprint=manifest.target_fingerprint, info={}
-        ).version
-        admit(store, version, target_fingerprint=manifest.target_fingerprint, actor="test", reason="random")
+        version = random_version(store, seed)
         plugged.pointer.publish(version)
-        for turn in range(8):
-            # Several ranks exchange a draft only while they have steps to make.
-            asked = [f"{text} ({seed}.{turn})" for text in (*COPIED[:2], *OTHERS)]
-            compare(plugged, plain, asked, 64)
-            num_asked += len(asked)
-            if plugged.report()["version"] == str(version):
-                break
-        assert plugged.report()["version"] == str(version)
+        num_asked += compare_until_in_service(plugged, plain, version, (*COPIED[:2], *OTHERS))
         assert plugged.report()["failures"] == ""
     rounds = [trace.rounds for trace in plugged.traces(num_asked).values()]
     versions = np.concatenate([of.draft_version for of in rounds])
@@ -118,3 +116,20 @@ def test_it_stays_so_beside_a_head_that_is_asked_and_swapped(
     assert accepted[versions == NO_DRAFT].mean() > 2
     assert (versions > 1).any()
     assert accepted[versions > 1].mean() < 0.2
+
+
+def test_several_ranks_propose_verify_and_swap_the_same(
+    plain: SglangServer, model_dir: Path, draft_store: DraftStore, tmp_path: Path
+) -> None:
+    """Three: the model's heads can be parted among so many."""
+    shutil.copytree(draft_store.root, tmp_path / "drafts")
+    store = DraftStore(tmp_path / "drafts")
+    with remembering(tmp_path, model_dir, store, "--tp-size", "3", env=ranks_environment(3)) as plugged:
+        compare(plugged, plain, (COPIED[0], OTHERS[0]), 48)
+        version = random_version(store, 1)
+        plugged.pointer.publish(version)
+        num_asked = 2 + compare_until_in_service(plugged, plain, version, (COPIED[1], OTHERS[1]))
+        assert plugged.report()["failures"] == ""
+        rounds = [trace.rounds for trace in plugged.traces(num_asked).values()]
+    versions = np.concatenate([of.draft_version for of in rounds])
+    assert np.concatenate([of.num_accepted for of in rounds])[versions == NO_DRAFT].mean() > 1
