@@ -9,7 +9,7 @@ import hashlib
 import os
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.common.engines import engine_with
@@ -70,8 +70,15 @@ def in_turn(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     return [prompt for turn in zip(*samples, strict=True) for prompt in turn]
 
 
-def recording(arguments: argparse.Namespace, model_dir: Path, choose: Choice = from_both_halves) -> Path:
-    """The path of a recording of greedy answers, decoded plainly; made now where the cache has none.
+def recording(
+    arguments: argparse.Namespace,
+    model_dir: Path,
+    choose: Choice = from_both_halves,
+    *,
+    engine: Mapping[str, int] | None = None,
+) -> Path:
+    """The path of a recording of greedy answers, decoded plainly; made now where the cache has none. `engine` has
+    settings of `LocalEngineConfig` that are to be others.
 
     Raises what `choose` does, by default ConfigError where the prompts have one domain only.
     """
@@ -84,6 +91,7 @@ def recording(arguments: argparse.Namespace, model_dir: Path, choose: Choice = f
         "num_slots": 16,
         "max_waiting": len(chosen),
         "prefill_chunk": 256,
+        **(engine or {}),
     }
     texts = [(prompt.domain, prompt.text) for prompt in chosen]
     key = hashlib.sha256(repr((fingerprint, arguments.max_tokens, sorted(settings.items()), texts)).encode())
@@ -101,8 +109,8 @@ def recording(arguments: argparse.Namespace, model_dir: Path, choose: Choice = f
             writer.append(encode_trace(trace), trace_id=trace.header.trace_id)
 
         draft = fresh_draft(model_dir, seed=0)
-        with engine_with(model_dir, draft, arguments.threads, settings=settings, on_trace=keep) as engine:
-            asyncio.run(_ask_all(engine, chosen, arguments.max_tokens))
+        with engine_with(model_dir, draft, arguments.threads, settings=settings, on_trace=keep) as running:
+            asyncio.run(_ask_all(running, chosen, arguments.max_tokens))
     temporary.rename(path)
     return path
 
