@@ -30,7 +30,7 @@ from speculator.versions.store import DraftStore
 from trainer.config import TrainerConfig, load_config
 from trainer.learning.batch import Example, Window, cut, make_example, pack
 from trainer.learning.labels import draft_ids_by_target_id
-from trainer.learning.losses import LossMix
+from trainer.learning.losses.mix import LossMix
 from trainer.learning.optimizer_step import Learner
 from trainer.release.gate import predict_acceptance, recorded_rounds
 from trainer.statistics import Acceptance

@@ -18,7 +18,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from speculator.errors import ConfigError
 from speculator.host import unusable
-from trainer.learning.losses import DEFAULT_LOSS, LossMix
+from trainer.learning.losses.mix import DEFAULT_LOSS, LossMix
 from trainer.statistics import MIN_TRACES
 
 DeviceSetting = Literal["auto", "cpu", "cuda"]
@@ -109,7 +109,7 @@ class TrainerConfig(BaseSettings):
     ttt_steps: int = Field(default=4, ge=1)
     """Proposals deep that a chain is unrolled in training (training-time test)."""
     loss: str = DEFAULT_LOSS
-    """What a step minimises, as `trainer.learning.losses.LossMix` reads it:
+    """What a step minimises, as `trainer.learning.losses.mix.LossMix` reads it:
     `forward_kl=1,discard=0.5,correction=topr`."""
     learning_rate: float = Field(default=1e-3, gt=0)
     """Of AdamW; constant after the warm-up."""

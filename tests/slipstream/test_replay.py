@@ -23,7 +23,7 @@ from tests.fixtures.traces import make_trace
 from tests.slipstream.conftest import RunCli
 from tests.trainer.answers import answer_traces
 from tests.trainer.learning.test_batch import with_trees
-from trainer.learning.losses import DEFAULT_LOSS, LossMix
+from trainer.learning.losses.mix import DEFAULT_LOSS, LossMix
 from trainer.release.gate import recorded_rounds
 from trainer.statistics import Acceptance
 

@@ -100,6 +100,11 @@ class Labels:
         likeliest_RK[:, 0] = (self.probs[:, 0] > 0).to(self.probs.dtype)
         return torch.where(self.greedy[:, None], likeliest_RK, self.probs)
 
+    @property
+    def served_tail(self) -> Tensor:
+        """[R] float32 `tail` of that distribution."""
+        return torch.where(self.greedy, 0.0, self.tail)
+
     def tempered(self, logits: Tensor) -> Tensor:
         """Draft logits [R, D] of these rows as the engine samples from them: float32, divided by the temperature."""
         logits = logits.float()
@@ -112,8 +117,9 @@ class Verdicts:
 
     `bases` [J] int64 the base whose chain proposed, `steps` [J] int64 the proposal's place in the chain, `draft_ids`
     [J] int64, `logprobs` [J] float32 under the draft that proposed, at the request's temperature
-    (`Correction` in trainer/learning/losses.py says what they mean), `accepted` [J] bool, `versions` [J] int64 of the
-    draft that proposed.
+    (`Correction` in trainer/learning/losses/correction.py says what they mean), `accepted` [J] bool, `versions` [J]
+    int64 of the draft that proposed, `committed` [J] int64 draft id of the token that the target emitted there, −1
+    outside the draft vocabulary.
     """
 
     bases: Tensor
@@ -122,6 +128,7 @@ class Verdicts:
     logprobs: Tensor
     accepted: Tensor
     versions: Tensor
+    committed: Tensor
 
     def __len__(self) -> int:
         return len(self.bases)
@@ -196,6 +203,7 @@ def make_verdicts(trace: Trace, draft_ids_V: Tensor, *, first_base: int) -> Verd
     R, P = rounds.draft_tokens.shape
     start_R = rounds.position.astype(np.int64) - trace.header.first_position
     step_RP, judged_RP, accepted_RP = np.zeros((R, P), np.int64), np.zeros((R, P), bool), np.zeros((R, P), bool)
+    committed_RP = np.zeros((R, P), np.int64)
     every = np.arange(R)
     for node in range(P):
         # Parents come before their children. The root is the last committed token.
@@ -206,8 +214,8 @@ def make_verdicts(trace: Trace, draft_ids_V: Tensor, *, first_base: int) -> Verd
         proposed_R = rounds.draft_tokens[:, node]
         inside_R = at_R < len(tokens_T)
         judged_RP[:, node] = inside_R & (proposed_R >= 0) & (is_root_R | accepted_RP[every, parent_R])
-        committed_R = tokens_T[np.minimum(at_R, len(tokens_T) - 1)]
-        accepted_RP[:, node] = judged_RP[:, node] & (proposed_R == committed_R)
+        committed_RP[:, node] = tokens_T[np.minimum(at_R, len(tokens_T) - 1)]
+        accepted_RP[:, node] = judged_RP[:, node] & (proposed_R == committed_RP[:, node])
     tokens_RP = rounds.draft_tokens
     is_drafts_R = (rounds.draft_version != NO_DRAFT) & (start_R - 1 >= first_base)
     known_RP = judged_RP & (tokens_RP < len(draft_ids_V)) & is_drafts_R[:, None]
@@ -219,5 +227,6 @@ def make_verdicts(trace: Trace, draft_ids_V: Tensor, *, first_base: int) -> Verd
         logprobs=torch.from_numpy(rounds.draft_logprobs[round_J, node_J]).float(),
         accepted=torch.from_numpy(accepted_RP[round_J, node_J]),
         versions=torch.from_numpy(rounds.draft_version[round_J]).long(),
+        committed=draft_ids_V[torch.from_numpy(committed_RP[round_J, node_J])],
     )
     return verdicts[verdicts.draft_ids >= 0]

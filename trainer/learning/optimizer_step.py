@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from speculator.draft.eagle3 import Eagle3Draft, autocast
 from trainer.config import TrainerConfig
 from trainer.learning.batch import Batch
-from trainer.learning.losses import LossMix
+from trainer.learning.losses.mix import LossMix
 from trainer.learning.ttt import BatchLoss, Counts, ttt_loss
 from trainer.ranks import Ranks
 

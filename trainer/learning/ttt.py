@@ -28,7 +28,8 @@ from torch import Tensor
 from speculator.draft.eagle3 import Eagle3Draft
 from trainer.learning.batch import Batch, Context
 from trainer.learning.labels import Verdicts
-from trainer.learning.losses import LossMix
+from trainer.learning.losses.expected_length import ExpectedLength
+from trainer.learning.losses.mix import LossMix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,7 @@ def ttt_loss(draft: Eagle3Draft, batch: Batch, mix: LossMix, *, num_steps: int, 
     """
     on_text = reinforced = dropped = draft.fc.weight.new_zeros(())
     num_labels = num_accepted = num_verdicts = num_rewarded = 0
-    verdicts = _recorded(mix, batch, num_steps)
+    verdicts, lengths = _recorded(mix, batch, num_steps), ExpectedLength(len(batch.rows), batch.rows.device)
     wanted_NK = None if verdicts is None else _states_of(verdicts, batch, num_steps)
     if mix.chains == "all":
         wanted_NK = torch.ones(len(batch.rows), num_steps, dtype=torch.bool, device=batch.rows.device)
@@ -89,10 +90,12 @@ def ttt_loss(draft: Eagle3Draft, batch: Batch, mix: LossMix, *, num_steps: int, 
         labels = batch.labels[proposals.label_rows]
         logits_SD = labels.tempered(proposals.logits)
         weight = mix.step_discount**proposals.step
-        if mix.chains == "all" or bool(proposals.own.all()):
-            on_text = on_text + weight * mix.on_states(logits_SD, labels).sum()
-        else:
-            on_text = on_text + weight * mix.on_states(logits_SD[proposals.own], labels[proposals.own]).sum()
+        chains_S, of_S, on_S = proposals.chains, logits_SD, labels
+        if mix.chains == "own" and not bool(proposals.own.all()):
+            chains_S, of_S, on_S = chains_S[proposals.own], of_S[proposals.own], on_S[proposals.own]
+        on_text = on_text + weight * mix.on_states(of_S, on_S).sum()
+        if mix.expected_length:
+            on_text = on_text - mix.expected_length * lengths.add(chains_S, mix.length_rate(of_S, on_S))
         num_accepted += int((proposals.hits & proposals.own).sum())
         if proposals.step == 0:
             num_labels = int(proposals.own.sum())
@@ -144,6 +147,7 @@ def _judged_here(verdicts: Verdicts | None, proposals: UnrolledStep, num_bases: 
             logprobs=torch.zeros(num_states, device=device),
             accepted=proposals.hits,
             versions=torch.zeros(num_states, dtype=torch.int64, device=device),
+            committed=proposals.committed,
         )
         return torch.arange(num_states, device=device), fresh
     state_N = torch.full((num_bases,), -1, device=device)
@@ -160,14 +164,15 @@ _CHAINS, _CONTEXT, _KEYS = 64, 128, 256
 @dataclass(frozen=True, kw_only=True)
 class UnrolledStep:
     """What S chains propose in one step: `chains` [S] indexes the batch's bases, `label_rows` [S] its rows; `logits`
-    [S, D]; `hits` [S] bool, the likeliest proposal is the committed token; `own` [S] bool, the draft's own proposals
-    have led here, not the text alone.
+    [S, D]; `committed` [S] draft ids of the tokens that were, −1 outside the draft vocabulary; `hits` [S] bool, the
+    likeliest proposal is that token; `own` [S] bool, the draft's own proposals have led here, not the text alone.
     """
 
     step: int
     chains: Tensor
     label_rows: Tensor
     logits: Tensor
+    committed: Tensor
     hits: Tensor
     own: Tensor
 
@@ -213,8 +218,17 @@ def _propose(
     logits_SD = draft.logits(_filled(feature_Sd))[: len(chains_S)]
     # A row's label is about the token of the next row.
     # In bfloat16 on a CPU `max` takes a sixth of `argmax`'s time.
-    hits_S = logits_SD.detach().max(-1).indices == batch.draft_ids[label_rows_S + 1]
-    return UnrolledStep(step=step, chains=chains_S, label_rows=label_rows_S, logits=logits_SD, hits=hits_S, own=own_S)
+    committed_S = batch.draft_ids[label_rows_S + 1]
+    hits_S = logits_SD.detach().max(-1).indices == committed_S
+    return UnrolledStep(
+        step=step,
+        chains=chains_S,
+        label_rows=label_rows_S,
+        logits=logits_SD,
+        committed=committed_S,
+        hits=hits_S,
+        own=own_S,
+    )
 
 
 def _keep(

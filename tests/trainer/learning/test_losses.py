@@ -11,15 +11,12 @@ from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import ConfigError
 from tests.trainer.learning.test_labels import DRAFT_IDS, TARGET_IDS, random_rows
 from trainer.learning.labels import Labels, Verdicts, make_labels
-from trainer.learning.losses import (
-    Correction,
-    LossMix,
-    acceptance_rate,
-    discard,
-    forward_kl,
-    policy_gradient,
-    reverse_kl,
-)
+from trainer.learning.losses.acceptance import acceptance_rate, coupled_rate, lk_hybrid
+from trainer.learning.losses.correction import Correction
+from trainer.learning.losses.distillation import forward_kl, reverse_kl
+from trainer.learning.losses.expected_length import ExpectedLength
+from trainer.learning.losses.mix import LOSS_NAMES, LossMix
+from trainer.learning.losses.proposals import discard, margin, policy_gradient
 
 D = len(TARGET_IDS)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95)
@@ -87,6 +84,67 @@ def test_the_acceptance_rate_is_the_overlap_of_served_probabilities(sampling: Sa
         assert rate_R[row].item() == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED, SamplingParams(temperature=0.0)])
+def test_the_hybrid_blends_kl_and_what_is_not_accepted_by_the_overlap(sampling: SamplingParams) -> None:
+    labels, logits_RD = labels_of(7, sampling=sampling), random_logits(7).requires_grad_()
+    tables = (labels.draft_ids, labels.probs)
+    rate_R = acceptance_rate(logits_RD, *tables, labels.tail)
+    loss_R = lk_hybrid(logits_RD, *tables, rate_R)
+    blends = []
+    for row in range(7):
+        q_D, p, rate = q_of(logits_RD[row]), p_of(labels, row), rate_R[row].item()
+        kl, mass = -sum(probability * math.log(q_D[token]) for token, probability in p.items()), sum(p.values())
+        blends.append(math.exp(-3 * rate / mass) if mass else 1.0)
+        assert loss_R[row].item() == pytest.approx(blends[-1] * kl + (1 - blends[-1]) * (mass - rate), rel=1e-4)
+    (found,) = torch.autograd.grad(loss_R.sum(), logits_RD, retain_graph=True)
+    blend_R = torch.tensor(blends)
+    parts_R = blend_R * forward_kl(logits_RD, *tables) - (1 - blend_R) * rate_R
+    (expected,) = torch.autograd.grad(parts_R.sum(), logits_RD)
+    assert torch.allclose(found, expected, atol=1e-5), "the blend has no gradient"
+
+
+@pytest.mark.parametrize("drafted", ["alike", "apart"])
+def test_the_coupled_rate_is_how_often_the_same_noise_draws_the_same_token(drafted: str) -> None:
+    """Five tokens, of which the draft can propose four."""
+    generator = torch.Generator().manual_seed(1)
+    served = torch.tensor([0.4, 0.25, 0.15, 0.1, 0.1], dtype=torch.float64)
+    logits = served[:4].log() + (0.3 if drafted == "alike" else 3.0) * torch.randn(4, generator=generator)
+    rate = coupled_rate(logits[None], torch.arange(4)[None], served[None, :4].float(), torch.zeros(1))
+    noise_N5 = -torch.empty(200_000, 5, dtype=torch.float64).exponential_(generator=generator).log()
+    same = (served.log() + noise_N5).argmax(-1) == (logits + noise_N5[:, :4]).argmax(-1)
+    assert rate.item() == pytest.approx(same.double().mean().item(), abs=0.004)
+
+
+def test_the_margin_bounds_the_rejection_of_a_greedy_request_and_cross_entropy_bounds_the_margin() -> None:
+    logits_RD = random_logits(50)
+    likeliest_R, committed_R = logits_RD.argmax(-1), torch.arange(50) % D
+    wrong_R = likeliest_R != committed_R
+    margin_R = margin(logits_RD, likeliest_R, committed_R)
+    for row in range(50):
+        lead = (logits_RD[row].max() - logits_RD[row, committed_R[row]]).item()
+        assert margin_R[row].item() == pytest.approx(math.log(1 + math.exp(lead)), rel=1e-5)
+    entropy_R = -logits_RD.log_softmax(-1).gather(1, committed_R[:, None])[:, 0]
+    assert (wrong_R <= margin_R / math.log(2) + 1e-6).all()
+    assert (margin_R <= entropy_R.float() + 1e-5)[wrong_R].all()
+    assert not margin(logits_RD, likeliest_R, torch.full((50,), -1)).any(), "nothing that it could propose"
+
+
+def test_the_expected_length_weighs_a_proposal_by_its_reach_and_what_hangs_on_it() -> None:
+    """Three chains, of which one ends early and one late."""
+    rates = [torch.tensor([0.9, 0.5, 0.3]), torch.tensor([0.8, 0.4]), torch.tensor([0.6])]
+    chains = [torch.tensor([0, 1, 2]), torch.tensor([0, 2]), torch.tensor([2])]
+    lengths = ExpectedLength(3, torch.device("cpu"))
+    total = sum(lengths.add(at, rate.requires_grad_()) for at, rate in zip(chains, rates, strict=True))
+    expected = 0.9 + 0.5 + 0.3 + 0.9 * 0.8 + 0.3 * 0.4 + 0.3 * 0.4 * 0.6
+    assert isinstance(total, torch.Tensor)
+    assert total.item() == pytest.approx(expected)
+    total.backward()
+    found = [rate.grad.tolist() for rate in rates if rate.grad is not None]
+    weights = [[1 + 0.8, 1, 1 + 0.4 * (1 + 0.6)], [0.9, 0.3 * (1 + 0.6)], [0.3 * 0.4]]
+    for row, wanted in zip(found, weights, strict=True):
+        assert row == pytest.approx(wanted)
+
+
 def test_cross_entropy_of_a_greedy_request_is_about_the_likeliest_token_if_the_draft_has_it() -> None:
     labels, logits_RD = labels_of(20, sampling=SamplingParams(temperature=0.0)), random_logits(20)
     loss_R = LossMix.parse("cross_entropy").on_states(logits_RD, labels)
@@ -117,7 +175,13 @@ def rejection(logits_D: torch.Tensor, sampling: SamplingParams, *, logprob: floa
     rejected = torch.tensor([False])
     logprobs = torch.tensor([logprob])
     return labels, Verdicts(
-        bases=one, steps=one, draft_ids=one + REJECTED, logprobs=logprobs, accepted=rejected, versions=one
+        bases=one,
+        steps=one,
+        draft_ids=one + REJECTED,
+        logprobs=logprobs,
+        accepted=rejected,
+        versions=one,
+        committed=one + WANTED,
     )
 
 
@@ -131,7 +195,7 @@ ONE_TOKEN = [
 
 @pytest.mark.parametrize("sampling", ONE_TOKEN)
 @pytest.mark.parametrize("correction", ["none", "tis", "cispo", "topr", "weighted_topr"])
-@pytest.mark.parametrize("term", ["discard", "policy_gradient"])
+@pytest.mark.parametrize("term", ["discard", "policy_gradient", "margin"])
 @pytest.mark.parametrize("lead", [0.01, 1.0, 6.0])
 def test_a_rejection_where_one_token_is_served_lowers_the_rejected_one(
     term: str, correction: str, sampling: SamplingParams, lead: float
@@ -175,7 +239,7 @@ def test_a_rejection_pushes_with_a_bounded_force_and_to_a_bound(
 ) -> None:
     """As the rejected token's q goes to 0 or 1, recorded when it was unlikely or nearly sure."""
     for logprob in (-60.0, -9.0, -0.001):
-        for text in ("policy_gradient", "discard"):
+        for text in ("policy_gradient", "discard", "margin"):
             mix = LossMix.parse(f"{text},correction={correction}")
             logits_1D = torch.zeros(1, D)
             logits_1D[0, REJECTED] = logit
@@ -191,7 +255,9 @@ def test_a_rejection_pushes_with_a_bounded_force_and_to_a_bound(
                 assert not logits_1D.grad.any(), "the draft has dropped it"
 
 
-@pytest.mark.parametrize("name", ["forward_kl", "acceptance", "log_acceptance", "cross_entropy"])
+@pytest.mark.parametrize(
+    "name", ["forward_kl", "acceptance", "log_acceptance", "cross_entropy", "lk_hybrid", "coupled_acceptance"]
+)
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SamplingParams(), SAMPLED])
 def test_no_term_on_text_has_a_gradient_beyond_its_bound(name: str, sampling: SamplingParams) -> None:
     for scale in (0.1, 1.0, 10.0, 1000.0):
@@ -262,10 +328,9 @@ def test_every_loss_and_its_gradient_is_finite_where_the_draft_can_propose_nothi
         logprobs=torch.tensor([-0.1, -9.0]),
         accepted=torch.tensor([True, False]),
         versions=torch.zeros(2, dtype=torch.int64),
+        committed=torch.tensor([0, -1]),
     )
-    mix = LossMix.parse(
-        "forward_kl,reverse_kl,acceptance,log_acceptance,cross_entropy,policy_gradient,discard,correction=tis"
-    )
+    mix = LossMix.parse(",".join([*LOSS_NAMES, "correction=tis"]))
     for each in (labels, empty):
         logits_RD = (random_logits(2) * 40).float().requires_grad_()
         terms = mix.on_proposals(logits_RD, each, verdicts, baseline=0.5)
@@ -292,6 +357,9 @@ def test_a_mix_weighs_its_terms() -> None:
     [
         "forward_kl",
         "forward_kl,chains=all",
+        "aurora",
+        "cross_entropy,margin=0.2,verdicts=fresh",
+        "lk_hybrid,coupled_acceptance=0.5,expected_length=0.25",
         "forward_kl=1,discard=0.5,correction=topr",
         "reverse_kl=0.3,policy_gradient=0.1,correction=cispo,clip_low=0.5,clip_high=1.5,verdicts=fresh",
         "acceptance,discard,correction=weighted_topr,positive=2,negative=0.5,discard_top_k=3,step_discount=1",
@@ -301,6 +369,12 @@ def test_a_mix_is_written_as_it_is_read(text: str) -> None:
     mix = LossMix.parse(text)
     assert LossMix.parse(str(mix)) == LossMix.parse(str(LossMix.parse(str(mix))))
     assert str(LossMix.parse(str(mix))) == str(mix)
+
+
+def test_auroras_recipe_is_forward_kl_on_all_chains_and_on_what_was_discarded() -> None:
+    mix = LossMix.parse("aurora")
+    assert (mix.forward_kl, mix.discard, mix.discard_top_k, mix.chains) == (1.0, 1.0, 10, "all")
+    assert (mix.verdicts, mix.step_discount, mix.correction.name) == ("recorded", 1.0, "none")
 
 
 def test_settings_reach_the_mix() -> None:

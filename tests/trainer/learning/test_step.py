@@ -118,7 +118,7 @@ def test_a_batch_moves_as_a_whole(model_dir: Path, tmp_path: Path, traces: list[
     moved = batch.to(torch.device("meta"))
     parts = (moved, moved.context, moved.labels, moved.verdicts)
     tensors = [value for part in parts for value in vars(part).values() if isinstance(value, torch.Tensor)]
-    assert len(tensors) == 7 + 3 + 6 + 6
+    assert len(tensors) == 7 + 3 + 6 + 7
     assert {tensor.device.type for tensor in tensors} == {"meta"}
 
 

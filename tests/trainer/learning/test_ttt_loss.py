@@ -21,7 +21,7 @@ from tests.trainer.examples import batch_of, config_for
 from tests.trainer.learning.test_batch import served_as, with_trees
 from tests.trainer.learning.test_ttt_unroll import attend_causally
 from trainer.config import load_config
-from trainer.learning.losses import LossMix
+from trainer.learning.losses.mix import LossMix
 from trainer.learning.optimizer_step import Learner
 from trainer.learning.ttt import ttt_loss
 
@@ -76,6 +76,7 @@ class Slow:
         T, total, num_bases = len(self.trace.token_ids), 0.0, 0
         for base in range(self.first_base, T - 2):
             num_bases += 1
+            reach = 1.0
             for step in range(DEPTH):
                 if base + 2 + step >= T:
                     break
@@ -84,13 +85,19 @@ class Slow:
                 overlap = sum(min((1 - tail) * p, q[x]) for x, p in kept if p)
                 here = self.mix.forward_kl * kl + self.mix.acceptance * (1 - overlap)
                 total += self.mix.step_discount**step * here
+                if not self.trace.header.sampling.temperature:
+                    overlap = q[kept[0][0]] if kept[0][1] else 0.0
+                reach *= overlap
+                total -= self.mix.expected_length * reach
                 best = max(range(len(q)), key=q.__getitem__)
                 if self.mix.chains == "own" and self.target_ids[best] != self.trace.token_ids[base + 2 + step]:
                     break
         return total / num_bases
 
     def proposal_loss(self) -> tuple[float, float, int, int]:
-        """(policy gradient and discard a base, verdicts, accepted ones), each node's path walked from its root."""
+        """(policy gradient, and weighted discard and margin, a base; verdicts, accepted ones), each node's path walked
+        from its root.
+        """
         text, rounds = self.trace.token_ids.tolist(), self.trace.rounds
         reinforced = dropped = 0.0
         num_verdicts = num_accepted = 0
@@ -117,7 +124,11 @@ class Slow:
                 num_accepted += accepted
                 if not accepted:
                     served = kept if self.trace.header.sampling.temperature else [(kept[0][0], float(kept[0][1] > 0))]
-                    dropped += discount * self.weight(ratio, -1.0) * self.divergence(q, served, x)
+                    weight = discount * self.weight(ratio, -1.0)
+                    dropped += self.mix.discard * weight * self.divergence(q, served, x)
+                    if self.mix.margin and text[at + 1 + step] in self.target_ids:
+                        y = self.target_ids.index(text[at + 1 + step])
+                        dropped += self.mix.margin * weight * math.log(1 + q[x] / q[y])
         num_bases = len(self.batch.rows)
         return reinforced / num_bases, dropped / num_bases, num_verdicts, num_accepted
 
@@ -147,6 +158,9 @@ class Slow:
         "forward_kl=1,policy_gradient=0.7,discard=0.4,discard_top_k=3",
         "forward_kl=1,policy_gradient=0.7,discard=0.4,correction=cispo,clip_low=0.5,clip_high=1.5",
         "discard=1,correction=topr",
+        "acceptance=1,expected_length=0.5",
+        "forward_kl=1,expected_length=0.5,discard=0.3,margin=0.6,correction=topr",
+        "forward_kl=1,expected_length=1,chains=all",
     ],
 )
 def test_the_loss_of_a_trace_with_trees_is_the_slow_sum(
@@ -159,7 +173,7 @@ def test_the_loss_of_a_trace_with_trees_is_the_slow_sum(
         expected = slow.text_loss()
         if mix.uses_verdicts:
             reinforced, dropped, num_verdicts, num_accepted = slow.proposal_loss()
-            expected += mix.policy_gradient * reinforced + mix.discard * dropped
+            expected += mix.policy_gradient * reinforced + dropped
             only_rejected = not mix.policy_gradient
             assert found.num_verdicts == (num_verdicts - num_accepted if only_rejected else num_verdicts)
             assert found.num_rewarded == (0 if only_rejected else num_accepted)

@@ -107,6 +107,7 @@ def test_stale_verdicts_are_left_out_in_proportion() -> None:
         logprobs=torch.zeros(num),
         accepted=torch.ones(num, dtype=torch.bool),
         versions=versions,
+        committed=torch.zeros(num, dtype=torch.int64),
     )
     example = dataclasses.replace(stored_of("0").example, verdicts=verdicts)
     fresh = without_stale(example, published=10, max_lag=2, rng=random.Random(0)).verdicts.versions

@@ -1,0 +1,213 @@
+"""`LossMix`: which losses a step minimises, how they are weighed, and the text that says so.
+
+At one state of a chain z are the draft's logits over the draft vocabulary D, divided by the request's temperature, and
+q = softmax z. p is what is taught and s what is served (`Labels.probs`, `Labels.served`): for a greedy request p is the
+target at temperature 1 and s its likeliest token alone; for a sampled one they are the same. `acceptance`,
+`log_acceptance` and `lk_hybrid` take p for greedy requests, too, on purpose: they are to teach more than the one token.
+
+Losses on states over committed text (`chains=own`: those that the draft's own chains reach; `chains=all`: every step
+from every position, as EAGLE-3 is published) have their formulas in `distillation.py`, `acceptance.py` and
+`expected_length.py`, those on proposals in `proposals.py`.
+
+No term's gradient is larger than √2 times its weights, in the norm over z, except reverse KL's, which has the logarithm
+of its least price, and `expected_length`'s, which may be as many times that as a chain has steps.
+
+Aurora's objective is E_accept[KL(p‖q)] + λ E_discard[KL(p‖q)]: `forward_kl=1,discard=λ`, times the rejections a state,
+since every term is summed over what it is about and divided by the batch's labelled positions
+(trainer/learning/ttt.py). `aurora` alone is the published recipe: λ = 1, the ten likeliest tokens, all chains, no
+discount.
+
+Shape letters: S states, J proposals, W rejected ones, K kept target tokens, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from speculator.errors import ConfigError
+from trainer.learning.labels import Labels, Verdicts
+from trainer.learning.losses.acceptance import LEAST_OVERLAP, acceptance_rate, coupled_rate, lk_hybrid
+from trainer.learning.losses.correction import Correction
+from trainer.learning.losses.distillation import forward_kl, log_z, reverse_kl
+from trainer.learning.losses.proposals import discard, margin, policy_gradient
+
+DEFAULT_LOSS = "cross_entropy=1,log_acceptance=1,step_discount=1"
+PRESETS = {"aurora": "forward_kl=1,discard=1,discard_top_k=10,chains=all,step_discount=1"}
+
+VerdictSource = Literal["recorded", "fresh"]
+Chains = Literal["own", "all"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossMix:
+    """Weights of the losses, and the settings that they share. Read from text by `parse`; `str` writes it again."""
+
+    forward_kl: float = 0.0
+    reverse_kl: float = 0.0
+    acceptance: float = 0.0
+    log_acceptance: float = 0.0
+    cross_entropy: float = 0.0
+    lk_hybrid: float = 0.0
+    coupled_acceptance: float = 0.0
+    expected_length: float = 0.0
+    policy_gradient: float = 0.0
+    discard: float = 0.0
+    margin: float = 0.0
+    correction: Correction = field(default_factory=Correction)
+    verdicts: VerdictSource = "recorded"
+    chains: Chains = "own"
+    discard_top_k: int = 10
+    step_discount: float = 0.8
+    """Weight of step k is this to the power k: late steps are rarer in service and harder to learn; EAGLE-3's reference
+    training weighs them the same way."""
+
+    @classmethod
+    def parse(cls, text: str) -> LossMix:
+        """`name`, or `name=weight`, and settings, separated by commas: `forward_kl=1,discard=0.5,correction=topr`.
+
+        A name alone weighs 1, and one of `PRESETS` stands for its text. Settings: `correction` with its `clip_low`,
+        `clip_high`, `positive` and `negative`; `verdicts`, `chains`, `discard_top_k`, `step_discount`. Raises
+        ConfigError that names the choices.
+        """
+        given: dict[str, str] = {}
+        text = PRESETS.get(text.strip(), text)
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            name, _, value = (piece.strip() for piece in part.partition("="))
+            if name not in (*LOSS_NAMES, *_SETTINGS):
+                raise ConfigError(
+                    f"unknown loss {name!r}: choose from {', '.join(LOSS_NAMES)}; settings are {', '.join(_SETTINGS)}"
+                )
+            if name in given:
+                raise ConfigError(f"the loss names {name} twice: give it once")
+            given[name] = value or ("1" if name in LOSS_NAMES else "")
+        return cls(**_values(given))
+
+    def __post_init__(self) -> None:
+        weights = [getattr(self, name) for name in LOSS_NAMES]
+        if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
+            raise ConfigError("a loss has a weight that is negative or not finite: give weights ≥ 0")
+        if not any(weights):
+            raise ConfigError(f"the loss has no term: give one of {', '.join(LOSS_NAMES)} a weight")
+        if self.verdicts not in get_args(VerdictSource):
+            raise ConfigError(f"verdicts={self.verdicts} is unknown: choose {' or '.join(get_args(VerdictSource))}")
+        if self.chains not in get_args(Chains):
+            raise ConfigError(f"chains={self.chains} is unknown: choose {' or '.join(get_args(Chains))}")
+        if self.discard_top_k < 1 or not 0 < self.step_discount <= 1:
+            raise ConfigError("discard_top_k must be at least 1, and step_discount in (0, 1]")
+
+    def __str__(self) -> str:
+        parts = [f"{name}={getattr(self, name):g}" for name in LOSS_NAMES if getattr(self, name)]
+        if self.uses_verdicts:
+            correction = self.correction
+            low, high = correction.clip
+            if correction.name != "none":
+                parts += [f"correction={correction.name}", f"clip_low={low:g}", f"clip_high={high:g}"]
+            if correction.name == "weighted_topr":
+                parts += [f"positive={correction.positive:g}", f"negative={correction.negative:g}"]
+            parts += [f"verdicts={self.verdicts}"]
+        if self.discard:
+            parts += [f"discard_top_k={self.discard_top_k}"]
+        return ",".join([*parts, f"chains={self.chains}", f"step_discount={self.step_discount:g}"])
+
+    @property
+    def uses_verdicts(self) -> bool:
+        return bool(self.policy_gradient or self.discard or self.margin)
+
+    def on_states(self, logits_SD: Tensor, labels: Labels) -> Tensor:
+        """[S] float32: the committed-text terms at S states with tempered logits, weighted."""
+        ids_SK, probs_SK, tail_S = labels.draft_ids, labels.probs, labels.tail
+        if not any(getattr(self, name) for name in _STATE_LOSSES):
+            # Nothing to learn here, yet part of the graph: a batch without verdicts is then a step without a gradient.
+            return logits_SD[:, 0].float() * 0.0
+        loss_S = logits_SD.new_zeros(len(logits_SD), dtype=torch.float32)
+        log_z_S = log_z(logits_SD)
+        if self.forward_kl:
+            loss_S = loss_S + self.forward_kl * forward_kl(logits_SD, ids_SK, probs_SK, log_z_S=log_z_S)
+        if self.reverse_kl:
+            loss_S = loss_S + self.reverse_kl * reverse_kl(logits_SD, ids_SK, probs_SK, tail_S)
+        if self.cross_entropy:
+            loss_S = loss_S + self.cross_entropy * forward_kl(logits_SD, ids_SK, labels.served, log_z_S=log_z_S)
+        if self.coupled_acceptance:
+            drawn_S = coupled_rate(logits_SD, ids_SK, labels.served, labels.served_tail, log_z_S=log_z_S)
+            loss_S = loss_S + self.coupled_acceptance * (1 - drawn_S)
+        if self.acceptance or self.log_acceptance or self.lk_hybrid:
+            rate_S = acceptance_rate(logits_SD, ids_SK, probs_SK, tail_S, log_z_S=log_z_S)
+            loss_S = loss_S + self.acceptance * (1 - rate_S)
+            if self.lk_hybrid:
+                loss_S = loss_S + self.lk_hybrid * lk_hybrid(logits_SD, ids_SK, probs_SK, rate_S, log_z_S=log_z_S)
+            if self.log_acceptance:
+                # Where most mass is outside the draft vocabulary there is little to accept.
+                log_rate_S = probs_SK.sum(-1) * rate_S.clamp_min(LEAST_OVERLAP).log()
+                loss_S = loss_S - self.log_acceptance * log_rate_S
+        return loss_S
+
+    def on_proposals(
+        self, logits_JD: Tensor, labels: Labels, verdicts: Verdicts, *, baseline: float
+    ) -> tuple[Tensor, Tensor]:
+        """(Σ policy gradient, Σ discard and margin), weighted, over J judged proposals with tempered logits."""
+        accepted_J = verdicts.accepted
+        reinforced = dropped = logits_JD.new_zeros((), dtype=torch.float32)
+        log_q_J = log_ratio_J = torch.zeros_like(accepted_J, dtype=torch.float32)
+        if self.policy_gradient or self.correction.name != "none":
+            log_q_J = (logits_JD.gather(1, verdicts.draft_ids[:, None])[:, 0] - logits_JD.logsumexp(-1)).float()
+            # The draft's own proposals are on policy.
+            log_ratio_J = log_q_J.detach() - verdicts.logprobs if self.verdicts == "recorded" else log_ratio_J
+        if self.policy_gradient:
+            advantages_J = accepted_J.float() - baseline
+            weights_J = self.correction.weights(log_ratio_J, advantages_J >= 0)
+            reinforced = self.policy_gradient * policy_gradient(log_q_J, advantages_J, weights_J).sum()
+        if self.discard:
+            wrong_J = ~accepted_J
+            here, judged = labels[wrong_J], verdicts[wrong_J]
+            divergence_W = discard(
+                logits_JD[wrong_J], here.draft_ids, here.served, judged.draft_ids, top_k=self.discard_top_k
+            )
+            weights_W = self.correction.weights(log_ratio_J[wrong_J], judged.accepted)
+            dropped = self.discard * (weights_W * divergence_W).sum()
+        if self.margin:
+            wrong_J = ~accepted_J
+            judged = verdicts[wrong_J]
+            weights_W = self.correction.weights(log_ratio_J[wrong_J], judged.accepted)
+            leads_W = margin(logits_JD[wrong_J], judged.draft_ids, judged.committed)
+            dropped = dropped + self.margin * (weights_W * leads_W).sum()
+        return reinforced, dropped
+
+    def length_rate(self, logits_SD: Tensor, labels: Labels) -> Tensor:
+        """[S] float32: how often each state's proposal is accepted, for `ExpectedLength`."""
+        return acceptance_rate(logits_SD, labels.draft_ids, labels.served, labels.served_tail)
+
+
+_STATE_LOSSES = (
+    *("forward_kl", "reverse_kl", "acceptance", "log_acceptance", "cross_entropy", "lk_hybrid", "coupled_acceptance"),
+)
+LOSS_NAMES = (*_STATE_LOSSES, "expected_length", "policy_gradient", "discard", "margin")
+_CORRECTION_SETTINGS = {"clip_low": "low", "clip_high": "high", "positive": "positive", "negative": "negative"}
+_SETTINGS = ("correction", *_CORRECTION_SETTINGS, "verdicts", "chains", "discard_top_k", "step_discount")
+
+
+def _values(given: dict[str, str]) -> dict[str, Any]:
+    """The arguments of `LossMix` from text."""
+    values: dict[str, Any] = {}
+    correction: dict[str, Any] = {}
+    for name, value in given.items():
+        if name == "correction":
+            correction["name"] = value
+        elif name in ("verdicts", "chains"):
+            values[name] = value
+        elif name in _CORRECTION_SETTINGS:
+            correction[_CORRECTION_SETTINGS[name]] = _number(name, value, float)
+        else:
+            values[name] = _number(name, value, int if name == "discard_top_k" else float)
+    return {**values, "correction": Correction(**correction)}
+
+
+def _number(name: str, value: str, kind: type[int] | type[float]) -> float:
+    try:
+        return kind(value)
+    except ValueError:
+        raise ConfigError(f"{name}={value} in the loss is not a number: give one") from None
