@@ -77,8 +77,8 @@ def recording(
     *,
     engine: Mapping[str, int] | None = None,
 ) -> Path:
-    """The path of a recording of greedy answers, decoded plainly; made now where the cache has none. `engine` has
-    settings of `LocalEngineConfig` that are to be others.
+    """The path of a recording of answers, greedy unless `arguments.temperature` says otherwise, and decoded plainly;
+    made now where the cache has none. `engine` has settings of `LocalEngineConfig` that are to be others.
 
     Raises what `choose` does, by default ConfigError where the prompts have one domain only.
     """
@@ -94,7 +94,15 @@ def recording(
         **(engine or {}),
     }
     texts = [(prompt.domain, prompt.text) for prompt in chosen]
-    key = hashlib.sha256(repr((fingerprint, arguments.max_tokens, sorted(settings.items()), texts)).encode())
+    temperature = getattr(arguments, "temperature", 0.0)
+    about = (
+        fingerprint,
+        arguments.max_tokens,
+        sorted(settings.items()),
+        texts,
+        *([temperature] if temperature else []),
+    )
+    key = hashlib.sha256(repr(about).encode())
     path: Path = arguments.cache / f"{key.hexdigest()[:16]}.rec"
     if path.exists():
         return path
@@ -110,19 +118,20 @@ def recording(
 
         draft = fresh_draft(model_dir, seed=0)
         with engine_with(model_dir, draft, arguments.threads, settings=settings, on_trace=keep) as running:
-            asyncio.run(_ask_all(running, chosen, arguments.max_tokens))
+            asyncio.run(_ask_all(running, chosen, arguments.max_tokens, temperature))
     temporary.rename(path)
     return path
 
 
-async def _ask_all(engine: LocalEngine, prompts: Sequence[Prompt], max_tokens: int) -> None:
+async def _ask_all(engine: LocalEngine, prompts: Sequence[Prompt], max_tokens: int, temperature: float) -> None:
     async def one(number: int, prompt: Prompt) -> None:
         tokens = engine.tokenizer.encode_chat([{"role": "user", "content": prompt.text}])
         request = GenerateRequest(
             request_id=str(number),
             prompt_token_ids=tuple(tokens[-(engine.info.context_length - max_tokens) :]),
             max_tokens=max_tokens,
-            sampling=SamplingParams(temperature=0),
+            sampling=SamplingParams(temperature=temperature),
+            seed=number,
             policy=CapturePolicy(domain=prompt.domain),
         )
         async for _ in engine.generate(request):

@@ -24,18 +24,16 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import math
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.answers import RECORDING_DEFAULTS, add_recording_options, in_turn, recording
+from benchmarks.common.paired import Length, Runs, all_runs, gains, interval, last_length, later_length, lower_end
 from benchmarks.common.report import Median, Target, fill_in, finish, parser
 from serving.local.draft import ServingDraft
 from serving.local.request import DraftSource
@@ -44,7 +42,6 @@ from slipstream.replay import ReplayOptions, replay
 from speculator.draft.checkpoint import SWITCHES, target_fingerprint
 from speculator.draft.initialization import fresh_draft
 from speculator.draft.sampling_params import SamplingParams
-from speculator.host import read_json_lines
 from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
 
@@ -55,10 +52,6 @@ ARMS = tuple(
 DEPTH = 4
 _CONTEXT = 300
 """Pairs that a timed round has before it."""
-_T90 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833}
-"""Student's t, 95% one-sided, by degrees of freedom."""
-
-Runs = dict[tuple[str, int], dict[str, Any]]
 
 
 def main() -> None:
@@ -66,36 +59,19 @@ def main() -> None:
     torch.set_num_threads(1)
     model_dir = resolve_model(arguments.model)
     path = arguments.traces or recording(arguments, model_dir, in_turn)
-    runs = _all_runs(path, model_dir, arguments)
+    runs = all_runs(
+        arguments.runs,
+        arguments.arms,
+        arguments.seeds,
+        about=f"{arguments.steps} steps, {path.name}",
+        run=lambda arm, seed: learnt(arm, seed, path, model_dir, arguments.steps),
+    )
     costs = round_costs(arguments.arms, model_dir, num_rounds=arguments.rounds)
     rows: list[tuple[str, object]] = [
         ("arm", f"last length by seed, its gain over {NONE}, that of the later half, a round's cost")
     ]
     rows += [(arm, _row(arm, runs, costs, arguments.seeds)) for arm in arguments.arms]
     finish(rows, _targets(runs, costs, model_dir, arguments), _document(runs, costs, arguments), arguments.json)
-
-
-def _all_runs(path: Path, model_dir: Path, arguments: argparse.Namespace) -> Runs:
-    """Every run that `--runs` does not hold yet, one after the other; the seeds go outside, so that whole tables of
-    fewer seeds are there first.
-    """
-    log: Path | None = arguments.runs
-    known: dict[str, dict[str, Any]] = {}
-    if log is not None and log.exists():
-        lines = read_json_lines(log, dict[str, Any], example='{"key": "…", "run": {}}')
-        known = {line["key"]: line["run"] for _, line in lines}
-    runs: Runs = {}
-    for seed in range(arguments.seeds):
-        for arm in arguments.arms:
-            key = f"{arm} seed {seed}, {arguments.steps} steps, {path.name}"
-            if key not in known:
-                known[key] = learnt(arm, seed, path, model_dir, arguments.steps)
-                print(f"{key}: {known[key]['accept_length']} in {known[key]['seconds']} s", flush=True)
-                if log is not None:
-                    with log.open("a") as file:
-                        file.write(json.dumps({"key": key, "run": known[key]}) + "\n")
-            runs[arm, seed] = known[key]
-    return runs
 
 
 def learnt(arm: str, seed: int, path: Path, model_dir: Path, num_steps: int) -> dict[str, Any]:
@@ -149,43 +125,10 @@ def round_costs(arms: Sequence[str], model_dir: Path, *, num_rounds: int) -> dic
     }
 
 
-Length = Callable[[Mapping[str, Any]], float]
-
-
-def last_length(run: Mapping[str, Any]) -> float:
-    length: float = run["accept_length"]
-    return length
-
-
-def later_length(run: Mapping[str, Any]) -> float:
-    """Mean over the curve's points in the later half."""
-    return statistics.fmean(
-        point["accept_length"] for point in run["curve"] if 2 * point["step"] > run["curve"][-1]["step"]
-    )
-
-
-def gains(arm: str, over: str, runs: Runs, num_seeds: int, length: Length) -> list[float]:
-    """Relative gain in accept length, by seed."""
-    return [length(runs[arm, seed]) / length(runs[over, seed]) - 1 for seed in range(num_seeds)]
-
-
-def lower_end(values: Sequence[float]) -> float:
-    """Of the 90% interval of their mean; minus infinity of a single one."""
-    if len(values) < 2:
-        return -math.inf
-    t = _T90[min(len(values) - 1, max(_T90))]
-    return statistics.fmean(values) - t * statistics.stdev(values) / math.sqrt(len(values))
-
-
 def _row(arm: str, runs: Runs, costs: Mapping[str, Median], num_seeds: int) -> str:
     lengths = "  ".join(f"{last_length(runs[arm, seed]):.4f}" for seed in range(num_seeds))
     gained = (gains(arm, NONE, runs, num_seeds, length) for length in (last_length, later_length))
-    return "  ".join([lengths, *map(_interval, gained), str(costs[arm])])
-
-
-def _interval(values: Sequence[float]) -> str:
-    surely = f" (at least {lower_end(values):+.2%})" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):+.2%}{surely}"
+    return "  ".join([lengths, *map(interval, gained), str(costs[arm])])
 
 
 def _targets(runs: Runs, costs: Mapping[str, Median], model_dir: Path, arguments: argparse.Namespace) -> list[Target]:

@@ -54,6 +54,8 @@ class ReplayOptions:
     loss: str | None = None
     num_steps: int | None = None
     seed: int = 0
+    order_seed: int | None = None
+    """Of the order of learning alone, where it is to be another than `seed`'s."""
     num_points: int = 8
     """Points of the curve, the one before the first step not counted."""
     draft_vocab_size: int | None = None
@@ -99,7 +101,8 @@ def replay(
     curve = [_point(learner, split, options, config, step=0, trained_tokens=0)]
     trained_tokens = num_skipped = 0
     losses: list[float] = []
-    feed = Feed(split.learnt, config, num_steps=num_steps, seed=options.seed)
+    order_seed = options.seed if options.order_seed is None else options.order_seed
+    feed = Feed(split.learnt, config, num_steps=num_steps, seed=order_seed)
     for step in range(num_steps):
         windows = feed.draw(step)
         report = learner.step(pack(windows, max_context=config.max_context))

@@ -83,6 +83,15 @@ def test_a_replay_depends_on_its_seed_and_on_nothing_else(toy_recording: Path, t
     assert first["held_out_traces"] == 2
 
 
+def test_the_order_of_learning_may_have_a_seed_of_its_own(toy_recording: Path, toy_model: Path) -> None:
+    """The same draft learns from the same traces, and is scored on the same ones."""
+    first, other = (run(toy_recording, toy_model, seed=1, order_seed=order) for order in (1, 2))
+    assert first == run(toy_recording, toy_model, seed=1)
+    assert first["curve"][0] == other["curve"][0]
+    assert first["curve"][-1]["loss"] != other["curve"][-1]["loss"]
+    assert first["learnt_tokens"] == other["learnt_tokens"]
+
+
 def test_learning_raises_the_predicted_acceptance(toy_recording: Path, toy_model: Path) -> None:
     document = run(toy_recording, toy_model, num_steps=60)
     assert document["curve"][0]["accept_length"] < 1.2
@@ -97,6 +106,8 @@ def test_learning_raises_the_predicted_acceptance(toy_recording: Path, toy_model
     [
         "reverse_kl",
         "log_acceptance",
+        "lk_hybrid,coupled_acceptance,expected_length",
+        "cross_entropy,margin=0.3,verdicts=fresh",
         "policy_gradient,correction=tis",
         "forward_kl,policy_gradient=0.1,correction=weighted_topr,negative=0.5",
     ],

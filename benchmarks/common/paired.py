@@ -1,0 +1,83 @@
+"""Replays that are compared pair by pair: runs kept in a file, and what one arm gains over another.
+
+A run is one replay (slipstream/replay.py). Runs of one seed begin with the same weights, learn from the same traces and
+are scored on the same held-out answers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from speculator.host import read_json_lines
+
+_T90 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833}
+"""Student's t, 95% one-sided, by degrees of freedom."""
+
+Runs = dict[tuple[str, int], dict[str, Any]]
+"""Documents by arm and seed."""
+Length = Callable[[Mapping[str, Any]], float]
+
+
+def all_runs(
+    log: Path | None,
+    arms: Sequence[str],
+    num_seeds: int,
+    *,
+    about: str,
+    run: Callable[[str, int], dict[str, Any]],
+) -> Runs:
+    """Every run, those made now that `log` does not hold yet; `about` is all that tells them from others but arm and
+    seed. Seeds go outside, so that whole tables of fewer seeds are there first.
+    """
+    known: dict[str, dict[str, Any]] = {}
+    if log is not None and log.exists():
+        lines = read_json_lines(log, dict[str, Any], example='{"key": "…", "run": {}}')
+        known = {line["key"]: line["run"] for _, line in lines}
+    runs: Runs = {}
+    for seed in range(num_seeds):
+        for arm in arms:
+            key = f"{arm} seed {seed}, {about}"
+            if key not in known:
+                known[key] = run(arm, seed)
+                print(f"{key}: {known[key]['accept_length']} in {known[key]['seconds']} s", flush=True)
+                if log is not None:
+                    with log.open("a") as file:
+                        file.write(json.dumps({"key": key, "run": known[key]}) + "\n")
+            runs[arm, seed] = known[key]
+    return runs
+
+
+def last_length(run: Mapping[str, Any]) -> float:
+    length: float = run["accept_length"]
+    return length
+
+
+def later_length(run: Mapping[str, Any]) -> float:
+    """Mean over the curve's points in the later half."""
+    return statistics.fmean(
+        point["accept_length"] for point in run["curve"] if 2 * point["step"] > run["curve"][-1]["step"]
+    )
+
+
+def gains(arm: str, over: str, runs: Runs, num_seeds: int, length: Length) -> list[float]:
+    """Relative gain in accept length, by seed."""
+    return [length(runs[arm, seed]) / length(runs[over, seed]) - 1 for seed in range(num_seeds)]
+
+
+def lower_end(values: Sequence[float]) -> float:
+    """Of the 90% interval of their mean; minus infinity of a single one."""
+    if len(values) < 2:
+        return -math.inf
+    t = _T90[min(len(values) - 1, max(_T90))]
+    return statistics.fmean(values) - t * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def interval(values: Sequence[float]) -> str:
+    """Their mean, and the lower end where there are several."""
+    surely = f" (at least {lower_end(values):+.2%})" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):+.2%}{surely}"

@@ -1,0 +1,148 @@
+"""What each loss of the trainer is worth: accept length after equal trained tokens, against the default.
+
+    python -m benchmarks.losses [--quick] [--json FILE] [--prompts FILE.jsonl] [--traces FILE.rec] [--runs FILE.jsonl]
+                                [--arms default null margin …] [--steps 150] [--seeds 3] [--temperature 0.8]
+                                [--store FOLDER]
+
+The local engine answers real prompts, one domain after the other, without a draft, or the traces are those of a
+recording (`slipstream traces record`). A draft of every arm then learns from them in as many steps
+(slipstream/replay.py): a fresh one, or with `--store` the newest of that store, which may have learnt for long. With
+the same seed all arms begin with the same weights, learn from the same traces in the same order, and are scored on the
+same held-out answers, so they are compared seed by seed: by the accept length after the last step, and by its mean over
+the later half, which varies less.
+
+The arm `null` is the default with its traces in another order: what it gains or loses is noise. Arms with `recorded` in
+their names judge proposals of the drafts that served, and are refused where a recording has none; those with `fresh`
+judge the likeliest proposals of the draft that learns.
+
+Target: the null arm's 90% interval (Student's t) contains 0. With `--runs` each finished run is a line of that file at
+once, and what the file holds already is not run again: remove it where the code or the trainer's settings have changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.answers import RECORDING_DEFAULTS, add_recording_options, in_turn, recording
+from benchmarks.common.paired import Length, Runs, all_runs, gains, interval, last_length, later_length, lower_end
+from benchmarks.common.report import Target, fill_in, finish, parser
+from slipstream.models import resolve_model
+from slipstream.replay import ReplayOptions, replay
+from speculator.errors import ConfigError
+from speculator.recording import RecordingReader
+from speculator.trace import NO_DRAFT
+from trainer.learning.losses.mix import DEFAULT_LOSS
+
+DEFAULT, NULL = "default", "null"
+_ENTROPY = "cross_entropy=1,step_discount=1"
+ARMS = {
+    DEFAULT: DEFAULT_LOSS,
+    NULL: DEFAULT_LOSS,
+    "cross_entropy": _ENTROPY,
+    "forward_kl": "forward_kl=1,step_discount=1",
+    "aurora_recorded": "aurora",
+    "margin_fresh": f"{DEFAULT_LOSS},margin=0.3,verdicts=fresh",
+    "margin_recorded": f"{DEFAULT_LOSS},margin=0.3",
+    "discard_fresh": f"{DEFAULT_LOSS},discard=0.3,verdicts=fresh",
+    "discard_recorded": f"{DEFAULT_LOSS},discard=0.3",
+    "policy_gradient_fresh": f"{DEFAULT_LOSS},policy_gradient=0.3,verdicts=fresh",
+    "policy_gradient_recorded": f"{DEFAULT_LOSS},policy_gradient=0.3",
+    "lk_hybrid": "lk_hybrid=1,step_discount=1",
+    "entropy_lk_hybrid": f"{_ENTROPY},lk_hybrid=1",
+    "expected_length": f"{_ENTROPY},expected_length=1",
+    "default_expected_length": f"{DEFAULT_LOSS},expected_length=0.5",
+    "coupled": f"{_ENTROPY},coupled_acceptance=1",
+}
+DEPTH = 4
+
+
+def main() -> None:
+    arguments = _arguments()
+    model_dir = resolve_model(arguments.model)
+    path = arguments.traces or recording(arguments, model_dir, in_turn)
+    arms = _usable(arguments.arms, path)
+    began = "" if arguments.store is None else f" from {arguments.store.name}"
+
+    def run(arm: str, seed: int) -> dict[str, Any]:
+        options = ReplayOptions(
+            recordings=[path],
+            model_dir=model_dir,
+            depths=range(1, DEPTH + 1),
+            loss=ARMS[arm],
+            num_steps=arguments.steps,
+            seed=seed,
+            order_seed=1000 + seed if arm == NULL else None,
+            store=arguments.store,
+        )
+        return replay(options)
+
+    about = f"{arguments.steps} steps{began}, {path.name}"
+    runs = all_runs(arguments.runs, arms, arguments.seeds, about=about, run=run)
+    rows: list[tuple[str, object]] = [
+        ("arm", f"last length by seed, its gain over {DEFAULT}, that of the later half"),
+        *((arm, _row(arm, runs, arguments.seeds)) for arm in arms),
+    ]
+    document = {
+        "steps": arguments.steps,
+        "trained_tokens": runs[DEFAULT, 0]["trained_tokens"],
+        "gains": {arm: _gains(arm, runs, arguments.seeds) for arm in arms if arm != DEFAULT},
+        "runs": [{"arm": arm, **each} for (arm, _), each in runs.items()],
+    }
+    finish(rows, _targets(runs, arms, arguments.seeds), document, arguments.json)
+
+
+def _usable(arms: list[str], path: Path) -> list[str]:
+    """`default` first. Raises ConfigError where an arm judges proposals that the recording has none of."""
+    judges = [arm for arm in arms if arm.endswith("_recorded")]
+    if judges:
+        with RecordingReader(path) as reader:
+            if not any((trace.rounds.draft_version != NO_DRAFT).any() for trace in reader.traces()):
+                raise ConfigError(f"{path} has no proposals of a draft: leave out {', '.join(judges)}")
+    return list(dict.fromkeys([DEFAULT, *arms]))
+
+
+def _row(arm: str, runs: Runs, num_seeds: int) -> str:
+    lengths = "  ".join(f"{last_length(runs[arm, seed]):.4f}" for seed in range(num_seeds))
+    gained = (gains(arm, DEFAULT, runs, num_seeds, length) for length in (last_length, later_length))
+    return "  ".join([lengths, *map(interval, gained)])
+
+
+def _gains(arm: str, runs: Runs, num_seeds: int) -> Mapping[str, list[float]]:
+    lengths: dict[str, Length] = {"last": last_length, "later": later_length}
+    return {
+        name: [round(gain, 4) for gain in gains(arm, DEFAULT, runs, num_seeds, length)]
+        for name, length in lengths.items()
+    }
+
+
+def _targets(runs: Runs, arms: list[str], num_seeds: int) -> list[Target]:
+    if NULL not in arms or num_seeds < 2:
+        return []
+    gained = gains(NULL, DEFAULT, runs, num_seeds, last_length)
+    lost = [-gain for gain in gained]
+    return [
+        Target("surest gain of the null arm", lower_end(gained), 0.0, at_least=False),
+        Target("surest loss of the null arm", lower_end(lost), 0.0, at_least=False),
+    ]
+
+
+def _arguments() -> argparse.Namespace:
+    options = parser("Losses of the trainer on the same recorded traces")
+    add_recording_options(options)
+    options.add_argument("--temperature", type=float, default=0.0, help="of the answers that are recorded")
+    options.add_argument("--runs", type=Path, metavar="FILE.jsonl", help="keep every run here, and go on from it")
+    without_recorded = [arm for arm in ARMS if not arm.endswith("_recorded")]
+    options.add_argument("--arms", nargs="+", choices=ARMS, default=without_recorded)
+    options.add_argument("--store", type=Path, metavar="FOLDER", help="begin with its newest draft")
+    options.add_argument("--steps", type=int, help="optimiser steps of a run; default 150, quick 12")
+    options.add_argument("--seeds", type=int, help="seeds 0, 1, …; default 3, quick 1")
+    arguments = options.parse_args()
+    fill_in(arguments, {**RECORDING_DEFAULTS, "steps": (12, 150), "seeds": (1, 3)})
+    return arguments
+
+
+if __name__ == "__main__":
+    main()
