@@ -84,6 +84,19 @@ def test_the_acceptance_rate_is_the_overlap_of_served_probabilities(sampling: Sa
         assert rate_R[row].item() == pytest.approx(expected, rel=1e-5)
 
 
+def test_the_gradient_of_acceptance_is_the_policy_gradient_over_all_proposals() -> None:
+    """With the reward that the draft proposes a token too rarely, and its exact baseline (docs/learning.md)."""
+    labels, logits_RD = labels_of(20, sampling=SAMPLED), random_logits(20).requires_grad_()
+    acceptance_rate(logits_RD, labels.draft_ids, labels.probs, labels.tail).sum().backward()
+    assert logits_RD.grad is not None
+    for row in range(20):
+        q_D, p, tail = q_of(logits_RD[row]), p_of(labels, row), labels.tail[row].item()
+        rewards = [float(q < (1 - tail) * p.get(token, 0.0)) for token, q in enumerate(q_D)]
+        baseline = sum(q * reward for q, reward in zip(q_D, rewards, strict=True))
+        expected = [q * (reward - baseline) for q, reward in zip(q_D, rewards, strict=True)]
+        assert logits_RD.grad[row].tolist() == pytest.approx(expected, abs=1e-6)
+
+
 @pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED, SamplingParams(temperature=0.0)])
 def test_the_hybrid_blends_kl_and_what_is_not_accepted_by_the_overlap(sampling: SamplingParams) -> None:
     labels, logits_RD = labels_of(7, sampling=sampling), random_logits(7).requires_grad_()
