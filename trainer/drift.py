@@ -1,6 +1,8 @@
 """When there is more to learn: drift of a domain or of all traffic, the learning curve, and training pressure.
 
-**Drift** is a fall of acceptance: a short average against a long one, for each domain and for all traffic. As in TIDE
+**Drift** is a fall of acceptance: a short average against a long one, for each domain and for all traffic. Acceptance
+is the share of a new trace's tokens that the draft in training would have proposed, counted before it learns from the
+trace. What was proposed in service depends on the planner, and may be earlier text, or nothing. As in TIDE
 (arXiv 2602.05145), training is called for when the short average falls below the long one by more than a margin. Here
 the margin is learnt from how much requests differ, so that it fits noisy and quiet domains:
 

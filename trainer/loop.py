@@ -215,6 +215,9 @@ class Trainer:
                 )
             )
         self.source.mark_used(draw.batch + draw.passed_over)
+        if report.applied:
+            for stored, counts in zip(draw.batch[: draw.num_new], report.first_steps, strict=False):
+                self.intake.met(stored, *counts)
         self._survey()
         self.metrics.admissions.labels("passed_over").inc(len(draw.passed_over))
         self.metrics.proposal_weight.set(draw.proposal_weight)

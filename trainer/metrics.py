@@ -102,8 +102,8 @@ class TrainerMetrics:
         # Drift.
         self.acceptance = gauge(
             "slipstream_trainer_acceptance_ratio",
-            "Share of answer tokens that the draft proposed, as traces arrive: short average, and long average of the "
-            "requests that have left it",
+            "Share of answer tokens that the draft in training proposes first, before it learns from the trace: short "
+            "average, and long average of the requests that have left it",
             ["domain", "window"],
         )
         self.drift_margin = gauge(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -12,17 +13,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import redis
 
 from speculator.errors import ConfigError
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace import Trace
+from speculator.trace import NO_DRAFT, Trace, VerifyRounds
 from speculator.versions.store import DraftStore
 from tests.fixtures.traces import send
 from tests.fixtures.waiting import wait_until
-from tests.trainer.answers import different, renamed
+from tests.trainer.answers import PROMPT_TOKENS, different, renamed
 from tests.trainer.examples import metric, promote
 from tests.trainer.trainers import MakeTrainer, learn, members, same_weights, waiting
 from trainer.config import TrainerConfig, load_config
@@ -258,6 +260,35 @@ def test_flat_learning_ends_the_passes_and_an_alarm_brings_them_back(
         assert metric(trainer, "drift_alarms_total", domain=name) == 1.0
     assert metric(trainer, "acceptance_ratio", domain="math", window="long") == pytest.approx(0.5)
     trainer.close()
+
+
+def test_the_alarm_hears_of_the_draft_in_training_and_not_of_what_was_proposed_in_service(
+    start: MakeTrainer, stream: TraceStream, traces: list[Trace]
+) -> None:
+    """Earlier text wrote one answer, nobody proposed anything in the others: a fresh draft would do badly in all."""
+    trainer = start()
+    send(stream, [by_text(traces[0]), *traces[1:4]])
+    learn(trainer, 4)
+    for name in ("default", "all"):
+        recent = trainer.intake.drift.series[name].recent
+        assert len(recent) == 4
+        assert max(recent) < 0.5
+    trainer.close()
+
+
+def by_text(trace: Trace) -> Trace:
+    """An answer all of whose tokens were proposed from earlier text, three at a time."""
+    starts = np.arange(PROMPT_TOKENS, len(trace.token_ids) - 4, 4)
+    shape = (len(starts), 3)
+    rounds = VerifyRounds(
+        position=starts.astype(np.int32),
+        draft_tokens=np.stack([trace.token_ids[start + 1 : start + 4] for start in starts]),
+        draft_logprobs=np.zeros(shape, np.float16),
+        draft_parents=np.broadcast_to(np.arange(-1, 2, dtype=np.int8), shape).copy(),
+        num_accepted=np.full(len(starts), 3, np.int8),
+        draft_version=np.full(len(starts), NO_DRAFT, np.int32),
+    )
+    return dataclasses.replace(trace, rounds=rounds)
 
 
 def test_a_repeated_text_takes_one_place_and_holds_nothing_up(

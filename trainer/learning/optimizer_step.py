@@ -97,6 +97,8 @@ class StepReport(Counts):
     applied: bool = False
     is_culprit: bool = False
     """The step was not finite, and this rank's own batch is a reason."""
+    first_steps: tuple[tuple[int, int], ...] = ()
+    """As in `BatchLoss`, of this rank's traces, by the draft before the step."""
 
     @property
     def accept_length(self) -> float:
@@ -151,7 +153,9 @@ class Learner:
             if total.num_verdicts:
                 share = max(BASELINE_SHARE, 1.0 / self.num_steps)
                 self.baseline += share * (total.num_rewarded / total.num_verdicts - self.baseline)
-        return StepReport(**asdict(total), loss=loss, applied=applied, is_culprit=is_culprit)
+        return StepReport(
+            **asdict(total), loss=loss, applied=applied, is_culprit=is_culprit, first_steps=found.first_steps
+        )
 
     def target_moved(self) -> None:
         """The target is another one: the average forgets the weights of before sooner, and then less soon again."""

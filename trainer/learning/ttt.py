@@ -55,6 +55,10 @@ class BatchLoss(Counts):
     on_text: Tensor
     reinforced: Tensor
     dropped: Tensor
+    first_steps: tuple[tuple[int, int], ...] = ()
+    """Of each trace: of how many bases the draft's likeliest first proposal was the committed token, and of how many
+    labelled ones.
+    """
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -82,6 +86,7 @@ def ttt_loss(draft: Eagle3Draft, batch: Batch, mix: LossMix, *, num_steps: int, 
     """
     on_text = reinforced = dropped = draft.fc.weight.new_zeros(())
     num_labels = num_accepted = num_verdicts = num_rewarded = 0
+    first_steps: tuple[tuple[int, int], ...] = ()
     verdicts, lengths = _recorded(mix, batch, num_steps), ExpectedLength(len(batch.rows), batch.rows.device)
     wanted_NK = None if verdicts is None else _states_of(verdicts, batch, num_steps)
     if mix.chains == "all":
@@ -99,6 +104,7 @@ def ttt_loss(draft: Eagle3Draft, batch: Batch, mix: LossMix, *, num_steps: int, 
         num_accepted += int((proposals.hits & proposals.own).sum())
         if proposals.step == 0:
             num_labels = int(proposals.own.sum())
+            first_steps = _by_trace(batch, proposals)
         if mix.uses_verdicts:
             states_J, judged = _judged_here(verdicts, proposals, len(batch.rows))
             terms = mix.on_proposals(logits_SD[states_J], labels[states_J], judged, baseline=baseline)
@@ -109,12 +115,21 @@ def ttt_loss(draft: Eagle3Draft, batch: Batch, mix: LossMix, *, num_steps: int, 
         on_text=on_text,
         reinforced=reinforced,
         dropped=dropped,
+        first_steps=first_steps,
         num_bases=len(batch.rows),
         num_labels=num_labels,
         num_accepted=num_accepted,
         num_verdicts=num_verdicts,
         num_rewarded=num_rewarded,
     )
+
+
+def _by_trace(batch: Batch, proposals: UnrolledStep) -> tuple[tuple[int, int], ...]:
+    """(likeliest proposals that were committed, all) of each trace's chains."""
+    ends, traces_N = batch.last_rows.unique_consecutive(return_inverse=True)  # type: ignore[no-untyped-call]
+    traces_S = traces_N[proposals.chains]
+    hits, all_ = (traces.bincount(minlength=len(ends)).tolist() for traces in (traces_S[proposals.hits], traces_S))
+    return tuple(zip(hits, all_, strict=True))
 
 
 def _recorded(mix: LossMix, batch: Batch, num_steps: int) -> Verdicts | None:

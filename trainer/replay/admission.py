@@ -198,10 +198,6 @@ class Intake:
             return admission
         self.num_traces += 1
         self.new_tokens += stored.num_bases
-        provenance = stored.provenance
-        if provenance.acceptance is not None:
-            domain = self.domains.name(provenance.domain, provenance.tenant)
-            self.watch(domain, provenance.num_accepted, provenance.num_completion_tokens)
         return admission
 
     def _place(self, stored: Stored) -> Admission:
@@ -225,10 +221,23 @@ class Intake:
         """To the replay."""
         provenance = stored.provenance
         domain = self.domains.name(provenance.domain, provenance.tenant)
-        weight = priority(provenance.acceptance, *self.drift.level(domain), bound=self._config.max_priority)
-        admission = self._replay.add(stored, domain=domain, priority=weight)
+        admission = self._replay.add(stored, domain=domain)
         self._metrics.admissions.labels(admission).inc()
         return admission
+
+    def met(self, stored: Stored, num_accepted: int, num_positions: int) -> None:
+        """The draft in training has met a new trace, before it learnt from it: its likeliest proposals were what the
+        target said at so many of these positions.
+
+        That tells how good it is for this traffic, whether it was asked in service or earlier text was, or nobody.
+        """
+        if not num_positions:
+            return
+        domain = self.domains.name(stored.provenance.domain, stored.provenance.tenant)
+        level = self.drift.level(domain)
+        weight = priority(num_accepted / num_positions, *level, bound=self._config.max_priority)
+        self._replay.prioritise(stored, weight)
+        self.watch(domain, num_accepted, num_positions)
 
     def watch(self, domain: str, num_accepted: int, num_tokens: int) -> None:
         """Count one answer of a domain, and say so where acceptance has fallen."""

@@ -76,6 +76,8 @@ class Draw:
     """
 
     batch: list[Stored]
+    """New ones first."""
+    num_new: int
     passed_over: list[Stored]
     proposal_weight: float
 
@@ -156,7 +158,7 @@ class Replay:
         text_hash = stored.provenance.text_hash
         return text_hash in self._by_text or text_hash in self._refused
 
-    def add(self, stored: Stored, *, domain: str, priority: float = 1.0) -> Admission:
+    def add(self, stored: Stored, *, domain: str) -> Admission:
         """Offer a new trace."""
         text_hash = stored.provenance.text_hash
         if text_hash in self._refused:
@@ -168,7 +170,7 @@ class Replay:
             return Admission.REPEATED
         if stored.num_bytes + self._waiting_bytes > self._max_bytes:
             return Admission.NO_ROOM
-        self._waiting.append(self._place(stored, domain, priority))
+        self._waiting.append(self._place(stored, domain))
         self._make_room()
         return Admission.NEW
 
@@ -202,6 +204,7 @@ class Replay:
                 passed_over.append(slot.stored)
             else:
                 chosen.append(slot)
+        num_new = len(chosen)
         for slot in self._sample():
             if _num_tokens(chosen) >= num_tokens:
                 break
@@ -211,11 +214,17 @@ class Replay:
             self._mix.add(slot.tenant, slot.num_tokens)
         batch = [slot.stored for slot in chosen]
         self._make_room()
-        weights = [
+        fresh = [
             proposal_weight(one.provenance.num_proposed_by_version, published=published, max_lag=self._max_draft_lag)
             for one in batch
         ]
-        return Draw(batch=batch, passed_over=passed_over, proposal_weight=sum(weights) / max(len(weights), 1))
+        mean = sum(fresh) / max(len(fresh), 1)
+        return Draw(batch=batch, num_new=num_new, passed_over=passed_over, proposal_weight=mean)
+
+    def prioritise(self, stored: Stored, priority: float) -> None:
+        """How much more often than others a trace is drawn from now on."""
+        if (slot := self._by_text.get(stored.provenance.text_hash)) is not None:
+            slot.priority = priority
 
     def discard(self, stored: Iterable[Stored]) -> None:
         """Forget drawn traces that cannot be learnt from, and refuse their texts from now on."""
@@ -243,7 +252,7 @@ class Replay:
     def _waiting_bytes(self) -> int:
         return sum(slot.num_bytes for slot in self._waiting)
 
-    def _place(self, stored: Stored, domain: str, priority: float) -> Slot:
+    def _place(self, stored: Stored, domain: str, priority: float = 1.0) -> Slot:
         provenance = stored.provenance
         key = sampling_key(provenance.text_hash, self._seed)
         slot = Slot(stored=stored, domain=domain, tenant=provenance.tenant, priority=priority, key=key)

@@ -57,18 +57,9 @@ class Provenance:
     text_hash: bytes
     prompt_hash: bytes
     num_completion_tokens: int
-    num_accepted: int
-    """Completion tokens that were proposals of the draft."""
     num_proposed_by_version: tuple[tuple[int, int], ...]
     """(draft version, proposals), by version; empty where nothing was proposed."""
     target_version: int = 0
-
-    @property
-    def acceptance(self) -> float | None:
-        """None where the draft proposed nothing, as in an answer that was served without speculation."""
-        if not self.num_proposed_by_version or self.num_completion_tokens <= 0:
-            return None
-        return min(self.num_accepted / self.num_completion_tokens, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +96,6 @@ def provenance_of(trace: Trace) -> Provenance:
         text_hash=_hash(token_ids.tobytes()),
         prompt_hash=_prompt_hash(header, token_ids),
         num_completion_tokens=trace.num_completion_tokens,
-        num_accepted=int(rounds.num_accepted.sum()),
         target_version=header.target_version,
         num_proposed_by_version=tuple(
             (version, count) for version, count in sorted(proposed.items()) if count and version != NO_DRAFT
@@ -225,13 +215,13 @@ HALF_LIFE_TOKENS = 20_000
 _FORGOTTEN_TOKENS = 1.0
 
 
-def priority(acceptance: float | None, mean: float, deviation: float, *, bound: float) -> float:
+def priority(acceptance: float, mean: float, deviation: float, *, bound: float) -> float:
     """In [1/bound, bound]: bound^z, with z how many standard deviations below the mean it was accepted, cut to ±1.
 
     The mean is that of its own domain and time: a hard domain is not a badly drafted one, and a young draft accepts
-    little of everything. 1 where nothing was proposed or nothing is known yet.
+    little of everything. 1 where nothing is known yet.
     """
-    if acceptance is None or deviation <= 0:
+    if deviation <= 0:
         return 1.0
     deviations_below = (mean - acceptance) / deviation
     return float(bound ** max(-1.0, min(1.0, deviations_below)))

@@ -183,6 +183,18 @@ def test_the_loss_of_a_trace_with_trees_is_the_slow_sum(
     assert found.loss.item() == pytest.approx(expected, rel=1e-4)
 
 
+def test_first_proposals_are_counted_by_trace(learnt: Eagle3Draft, traces: list[Trace]) -> None:
+    together = batch_of(traces[:3], learnt)
+    with torch.no_grad():
+        found = ttt_loss(learnt, together, LossMix.parse("forward_kl"), num_steps=DEPTH, baseline=0.0).first_steps
+    for trace, (num_hits, num_labels) in zip(traces[:3], found, strict=True):
+        target_ids, text = learnt.target_ids.tolist(), trace.token_ids.tolist()
+        bases = range(PROMPT_TOKENS - 2, len(text) - 2)
+        likeliest = [target_ids[int(logits_at(learnt, trace, base, 0).argmax())] for base in bases]
+        assert num_labels == len(bases)
+        assert num_hits == sum(token == text[base + 2] for base, token in zip(bases, likeliest, strict=True))
+
+
 def test_verdicts_change_nothing_where_no_term_asks_for_them(learnt: Eagle3Draft, traces: list[Trace]) -> None:
     mix = LossMix.parse("forward_kl")
     with torch.no_grad():
