@@ -1,7 +1,7 @@
 """Earlier text beside the head in SGLang, against either alone and against SGLang's own n-grams.
 
 .venv-sglang/bin/python -m benchmarks.sglang_hybrid [--quick] [--json FILE] [--prompts FILE.jsonl] [--minutes 5]
-                                                    [--drafts FOLDER] [--turns 20] [--clients 2]
+                                                    [--drafts FOLDER] [--turns 20] [--warm-up 2] [--clients 2]
 
 First a head learns from live traffic for some minutes; with `--drafts` it is kept in that folder, and taken from there
 the next time. Then four servers stand beside each other: the head alone, earlier text alone (beside a head that has
@@ -38,7 +38,6 @@ SUFFIX_DEPTH = 16
 _TOKENS = 128
 _LONGEST_PROMPT = 3500
 """Characters, from its end."""
-_WARM_UP_TURNS = 2
 _FLAGS = ("--stream-interval", "4", "--dtype", "float32")
 """In which all of them write the same: the accept length of a turn depends on what is written."""
 _BETTER = {"editing": 1.3, "rag": 1.3, "mixed": 1.1}
@@ -71,6 +70,7 @@ def main() -> None:
     options = parser("Earlier text beside the head in SGLang, against either alone")
     options.add_argument("--minutes", type=float, help="that the head learns")
     options.add_argument("--turns", type=int, help="of each workload")
+    options.add_argument("--warm-up", type=int, default=2, help="turns before those that count")
     options.add_argument("--clients", type=int, default=2)
     options.add_argument("--drafts", type=Path, metavar="FOLDER", help="take the head from here, or keep it here")
     options.add_argument("--workloads", nargs="+", choices=_BETTER, default=list(_BETTER))
@@ -84,7 +84,9 @@ def main() -> None:
             for name in arguments.workloads:
                 if prompts := _prompts(name, asked_for):
                     asked = {of: server for of, server in servers.items() if of != "ngram" or name == "mixed"}
-                    workloads[name] = _measure(scene, asked, prompts, arguments.turns, arguments.clients)
+                    workloads[name] = _measure(
+                        scene, asked, prompts, arguments.turns, arguments.clients, warm_up=arguments.warm_up
+                    )
                     print(f"{name}: {workloads[name].to_dict()}", flush=True)
             reports = {name: scene.report(name) for name in ("head", "suffix", "hybrid")}
     document = {
@@ -153,14 +155,20 @@ def _program(text: str) -> str:
 
 
 def _measure(
-    scene: Scene, servers: Mapping[str, SglangServer], prompts: Sequence[str], num_turns: int, clients: int
+    scene: Scene,
+    servers: Mapping[str, SglangServer],
+    prompts: Sequence[str],
+    num_turns: int,
+    clients: int,
+    *,
+    warm_up: int,
 ) -> Measured:
     measured, names, asked = Measured(), list(servers), itertools.cycle(prompts)
-    for turn in range(-_WARM_UP_TURNS, num_turns):
+    for turn in range(-warm_up, num_turns):
         texts = [next(asked)[-_LONGEST_PROMPT:] for _ in range(clients)]
         shift = turn % len(names)
         for name in [*names[shift:], *names[:shift]]:
-            numbered = [scene.ids(f"Question {turn + _WARM_UP_TURNS:03d}: {text}") for text in texts]
+            numbered = [scene.ids(f"Question {turn + warm_up:03d}: {text}") for text in texts]
             decoded = decode(servers[name], numbered, max_new_tokens=_TOKENS)
             if turn >= 0:
                 measured.rates[name].append(decoded.rate)
