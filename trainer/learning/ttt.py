@@ -87,7 +87,8 @@ def ttt_loss(draft: Eagle3Draft, batch: Batch, mix: LossMix, *, num_steps: int, 
     on_text = reinforced = dropped = draft.fc.weight.new_zeros(())
     num_labels = num_accepted = num_verdicts = num_rewarded = 0
     first_steps: tuple[tuple[int, int], ...] = ()
-    verdicts, lengths = _recorded(mix, batch, num_steps), ExpectedLength(len(batch.rows), batch.rows.device)
+    verdicts = _recorded(mix, batch, num_steps)
+    lengths = ExpectedLength(len(batch.rows), batch.rows.device) if mix.expected_length else None
     wanted_NK = None if verdicts is None else _states_of(verdicts, batch, num_steps)
     if mix.chains == "all":
         wanted_NK = torch.ones(len(batch.rows), num_steps, dtype=torch.bool, device=batch.rows.device)
@@ -99,7 +100,7 @@ def ttt_loss(draft: Eagle3Draft, batch: Batch, mix: LossMix, *, num_steps: int, 
         if mix.chains == "own" and not bool(proposals.own.all()):
             chains_S, of_S, on_S = chains_S[proposals.own], of_S[proposals.own], on_S[proposals.own]
         on_text = on_text + weight * mix.on_states(of_S, on_S).sum()
-        if mix.expected_length:
+        if lengths is not None:
             on_text = on_text - mix.expected_length * lengths.add(chains_S, mix.length_rate(of_S, on_S))
         num_accepted += int((proposals.hits & proposals.own).sum())
         if proposals.step == 0:

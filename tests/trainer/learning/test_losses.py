@@ -11,12 +11,11 @@ from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import ConfigError
 from tests.trainer.learning.test_labels import DRAFT_IDS, TARGET_IDS, random_rows
 from trainer.learning.labels import Labels, Verdicts, make_labels
-from trainer.learning.losses.acceptance import acceptance_rate, coupled_rate, lk_hybrid
 from trainer.learning.losses.correction import Correction
-from trainer.learning.losses.distillation import forward_kl, reverse_kl
 from trainer.learning.losses.expected_length import ExpectedLength
 from trainer.learning.losses.mix import LOSS_NAMES, LossMix
 from trainer.learning.losses.proposals import discard, margin, policy_gradient
+from trainer.learning.losses.text import acceptance_rate, coupled_rate, forward_kl, lk_hybrid, reverse_kl
 
 D = len(TARGET_IDS)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95)

@@ -6,8 +6,8 @@ target at temperature 1 and s its likeliest token alone; for a sampled one they 
 `log_acceptance` and `lk_hybrid` take p for greedy requests, too, on purpose: they are to teach more than the one token.
 
 Losses on states over committed text (`chains=own`: those that the draft's own chains reach; `chains=all`: every step
-from every position, as EAGLE-3 is published) have their formulas in `distillation.py`, `acceptance.py` and
-`expected_length.py`, those on proposals in `proposals.py`.
+from every position, as EAGLE-3 is published) have their formulas in `text.py` and `expected_length.py`, those on
+proposals in `proposals.py`.
 
 No term's gradient is larger than √2 times its weights, in the norm over z, except reverse KL's, which has the logarithm
 of its least price, and `expected_length`'s, which may be as many times that as a chain has steps.
@@ -31,10 +31,17 @@ from torch import Tensor
 
 from speculator.errors import ConfigError
 from trainer.learning.labels import Labels, Verdicts
-from trainer.learning.losses.acceptance import LEAST_OVERLAP, acceptance_rate, coupled_rate, lk_hybrid
 from trainer.learning.losses.correction import Correction
-from trainer.learning.losses.distillation import forward_kl, log_z, reverse_kl
 from trainer.learning.losses.proposals import discard, margin, policy_gradient
+from trainer.learning.losses.text import (
+    LEAST_OVERLAP,
+    acceptance_rate,
+    coupled_rate,
+    forward_kl,
+    lk_hybrid,
+    log_z,
+    reverse_kl,
+)
 
 DEFAULT_LOSS = "cross_entropy=1,log_acceptance=1,step_discount=1"
 PRESETS = {"aurora": "forward_kl=1,discard=1,discard_top_k=10,chains=all,step_discount=1"}
