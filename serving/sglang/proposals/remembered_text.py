@@ -83,8 +83,8 @@ class Continuations:
     expected: np.ndarray = field(init=False)
     """[B, W + 1] how many of the first ones are expected to be accepted."""
     table: np.ndarray = field(init=False)
-    """[B, 2 + 3W] int64, all of it for the device: how many there are, 1 − the first position, then W each of tokens,
-    their log-probabilities (float32 in the lower halves), and the places of their positions in a ring of that size.
+    """[B, 2 + 3W] int64, what the device needs: how many there are, 1 − the first position, then W each of tokens,
+    their log-probabilities (float32 in the lower halves), and their positions' places in `CommittedTokens`.
     """
 
     def __post_init__(self) -> None:

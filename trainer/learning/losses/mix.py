@@ -168,20 +168,17 @@ class LossMix:
             advantages_J = accepted_J.float() - baseline
             weights_J = self.correction.weights(log_ratio_J, advantages_J >= 0)
             reinforced = self.policy_gradient * policy_gradient(log_q_J, advantages_J, weights_J).sum()
-        if self.discard:
+        if self.discard or self.margin:
             wrong_J = ~accepted_J
-            here, judged = labels[wrong_J], verdicts[wrong_J]
-            divergence_W = discard(
-                logits_JD[wrong_J], here.draft_ids, here.served, judged.draft_ids, top_k=self.discard_top_k
-            )
+            logits_WD, here, judged = logits_JD[wrong_J], labels[wrong_J], verdicts[wrong_J]
             weights_W = self.correction.weights(log_ratio_J[wrong_J], judged.accepted)
-            dropped = self.discard * (weights_W * divergence_W).sum()
-        if self.margin:
-            wrong_J = ~accepted_J
-            judged = verdicts[wrong_J]
-            weights_W = self.correction.weights(log_ratio_J[wrong_J], judged.accepted)
-            leads_W = margin(logits_JD[wrong_J], judged.draft_ids, judged.committed)
-            dropped = dropped + self.margin * (weights_W * leads_W).sum()
+            if self.discard:
+                tables = (here.draft_ids, here.served)
+                divergence_W = discard(logits_WD, *tables, judged.draft_ids, top_k=self.discard_top_k)
+                dropped = dropped + self.discard * (weights_W * divergence_W).sum()
+            if self.margin:
+                leads_W = margin(logits_WD, judged.draft_ids, judged.committed)
+                dropped = dropped + self.margin * (weights_W * leads_W).sum()
         return reinforced, dropped
 
     def length_rate(self, logits_SD: Tensor, labels: Labels) -> Tensor:
