@@ -22,7 +22,7 @@ from torch import Tensor
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import TraceError
 from speculator.trace import Trace, Verification
-from trainer.learning.labels import Labels, Verdicts, make_labels, make_verdicts
+from trainer.learning.labels import Labels, Verdicts, make_labels, make_text_ahead, make_verdicts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,9 @@ class Example:
     """One trace, ready to learn from. Row r belongs to span index `first_base` + r, and there are R = T − first_base.
 
     `token_ids` [T] int64, `aux` [T, w] bfloat16, `labels` of R rows, `draft_ids` [R] int64: the draft id of the row's
-    own token, −1 outside the draft vocabulary. `verdicts` counts bases from `first_base`. The chain of `answer_base`
-    drafts the answer's second token; bases before it lie in the prompt.
+    own token, −1 outside the draft vocabulary. `verdicts` counts bases from `first_base`. `text_ahead` [R − 2] int64:
+    how many of the next tokens of a base earlier text proposed rightly in service. The chain of `answer_base` drafts
+    the answer's second token; bases before it lie in the prompt.
     """
 
     trace_id: str
@@ -46,6 +47,7 @@ class Example:
     labels: Labels
     draft_ids: Tensor
     verdicts: Verdicts
+    text_ahead: Tensor
 
     @property
     def num_bases(self) -> int:
@@ -55,7 +57,7 @@ class Example:
     @property
     def num_bytes(self) -> int:
         tables = (*vars(self.labels).values(), *vars(self.verdicts).values())
-        tensors = (self.token_ids, self.aux, self.draft_ids, *tables)
+        tensors = (self.token_ids, self.aux, self.draft_ids, self.text_ahead, *tables)
         return sum(tensor.nbytes for tensor in tensors)
 
 
@@ -101,6 +103,7 @@ def make_example(trace: Trace, draft_ids_V: Tensor, *, feature_width: int, windo
         labels=labels,
         draft_ids=draft_ids_V[token_ids_T[first_base:]],
         verdicts=make_verdicts(trace, draft_ids_V, first_base=first_base),
+        text_ahead=make_text_ahead(trace, first_base=first_base, num_bases=len(token_ids_T) - first_base - 2),
     )
 
 

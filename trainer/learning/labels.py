@@ -230,3 +230,17 @@ def make_verdicts(trace: Trace, draft_ids_V: Tensor, *, first_base: int) -> Verd
         committed=draft_ids_V[torch.from_numpy(committed_RP[round_J, node_J])],
     )
     return verdicts[verdicts.draft_ids >= 0]
+
+
+def make_text_ahead(trace: Trace, *, first_base: int, num_bases: int) -> Tensor:
+    """[N] int64: how many of the tokens that the chain of base n would propose earlier text proposed, and rightly.
+
+    From the rounds that took earlier text in service; a base inside such a run has what is left of it.
+    """
+    rounds, ahead_N = trace.rounds, torch.zeros(num_bases, dtype=torch.int64)
+    from_text_R = rounds.draft_version == NO_DRAFT
+    base_R = rounds.position[from_text_R].astype(np.int64) - trace.header.first_position - 1 - first_base
+    for base, accepted in zip(base_R.tolist(), rounds.num_accepted[from_text_R].tolist(), strict=True):
+        for step in range(max(-base, 0), min(accepted, num_bases - base)):
+            ahead_N[base + step] = accepted - step
+    return ahead_N

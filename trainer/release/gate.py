@@ -26,6 +26,9 @@ the engine's verification (`speculator.trace.Verification`). So a trace can be d
 given the text's token y, and the rounds that follow from it are counted in expectation. Control rounds, which draft
 nothing, are no part of it.
 
+**Beside earlier text.** Where earlier text was right in service, the engine has no need of the head: such a round
+commits what text proposed, whichever draft is judged. So a draft is judged by what it earns where text fails.
+
 A greedy request accepts the draft's likeliest token or not, and the expectation is the count itself. So does an engine
 in which the target draws by itself. Where the draft draws, what it would draw is not in the trace; with p served and q
 drafted it follows from y.
@@ -72,19 +75,23 @@ from trainer.statistics import MIN_TRACES, Acceptance, Comparison, PairedScores,
 _MAX_RATIO = 1e30
 
 
-def expected_rounds(accept_NK: Tensor, labelled_N: Tensor, depth: int) -> Acceptance:
+def expected_rounds(
+    accept_NK: Tensor, labelled_N: Tensor, depth: int, *, text_ahead_N: Tensor | None = None
+) -> Acceptance:
     """Decode one span again with chains of `depth`: what would its verifications commit?
 
     `accept_NK` [N, K ≥ depth] is the probability that proposal k of the chain from base n is accepted once those before
     it are; 0 where the chain has ended. `labelled_N` says whether the token that base n predicts has a label. A round
     at base n commits its accepted proposals and one token more, and the next one starts behind them. Positions without
-    a label are passed over and counted nowhere. The last round counts only tokens inside the span.
+    a label are passed over and counted nowhere. The last round counts only tokens inside the span. A round at a base
+    where earlier text was right, `text_ahead_N` [N] tokens far, commits those, and none of the chain.
 
     Example: N = 5, all labelled, accepted for sure [1, 0, 2, 1, 0] leading proposals, depth 3: rounds at 0 (2 tokens)
     and at 2 (3 tokens), so 5 tokens in 2 rounds, length 2.5.
     """
     accept, labelled = accept_NK[:, :depth].tolist(), labelled_N.tolist()
     num_bases = len(accept)
+    ahead = [0] * num_bases if text_ahead_N is None else text_ahead_N.tolist()
     starts = [1.0, *[0.0] * num_bases]
     """Probability that a round starts at base n, or that the text ends there."""
     committed = rounds = 0.0
@@ -97,6 +104,11 @@ def expected_rounds(accept_NK: Tensor, labelled_N: Tensor, depth: int) -> Accept
             starts[base + 1] += share
             continue
         rounds += share
+        if ahead[base]:
+            stop = min(base + ahead[base] + 1, num_bases)
+            committed += share * (stop - base)
+            starts[stop] += share
+            continue
         for step, accepted in enumerate([*accept[base], 0.0]):
             stop = min(base + step + 1, num_bases)
             ends = share * (1 - accepted)
@@ -196,9 +208,15 @@ _ALL_CONTEXT = 1 << 31
 
 
 def predict_acceptance(
-    draft: Eagle3Draft, examples: Iterable[Example], *, depths: Sequence[int], max_bases: int = _MAX_BASES
+    draft: Eagle3Draft,
+    examples: Iterable[Example],
+    *,
+    depths: Sequence[int],
+    beside_text: bool = False,
+    max_bases: int = _MAX_BASES,
 ) -> dict[int, Acceptance]:
-    """Acceptance over the answers of `examples` with chains of each of the `depths`.
+    """Acceptance over the answers of `examples` with chains of each of the `depths`; with `beside_text`, where earlier
+    text was right in service, of what it proposed.
 
     The draft reads the whole kept prompt as context, as in service. A long answer is computed in windows of `max_bases`
     positions: attention grows with the square of a batch, and so does its mask.
@@ -213,8 +231,9 @@ def predict_acceptance(
             batch = pack([window], max_context=_ALL_CONTEXT).to(draft.embed.device)
             parts.append(accept_probabilities(draft, batch, depth=most, verification=verification))
         accept_NK, labelled_N = (torch.cat(column) for column in zip(*parts, strict=True))
+        ahead_N = example.text_ahead[example.answer_base :] if beside_text else None
         for depth in depths:
-            totals[depth] += expected_rounds(accept_NK, labelled_N, depth)
+            totals[depth] += expected_rounds(accept_NK, labelled_N, depth, text_ahead_N=ahead_N)
     return totals
 
 
@@ -247,13 +266,14 @@ Score = Callable[[Eagle3Draft, Stored, TrainerConfig], Acceptance]
 
 
 def score(draft: Eagle3Draft, stored: Stored, config: TrainerConfig) -> Acceptance:
-    """What the draft would commit on one trace, with chains of `gate_depth`.
+    """What the draft would commit on one trace beside earlier text, with chains of `gate_depth`.
 
     An engine decides in each round how deep it drafts, by what time costs there (speculator/proposals/planner.py); a
     trace has no times. So drafts are compared at one depth, which treats both alike.
     """
     with autocast(draft.embed.device, is_wanted=config.autocast):
-        return predict_acceptance(draft, [stored.example], depths=[config.gate_depth])[config.gate_depth]
+        found = predict_acceptance(draft, [stored.example], depths=[config.gate_depth], beside_text=True)
+        return found[config.gate_depth]
 
 
 class GateOutcome(enum.Enum):

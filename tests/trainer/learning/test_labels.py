@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from speculator.draft.sampling_params import SamplingParams
 from speculator.trace import NO_DRAFT, Trace, check_trace
 from tests.fixtures.traces import make_trace, with_rounds
-from trainer.learning.labels import draft_ids_by_target_id, make_labels, make_verdicts
+from trainer.learning.labels import draft_ids_by_target_id, make_labels, make_text_ahead, make_verdicts
 
 V = 12
 TARGET_IDS = [0, 2, 3, 5, 8, 11]
@@ -254,6 +254,18 @@ def test_what_no_draft_proposed_is_no_verdict_on_one() -> None:
     second = make_verdicts(with_rounds(trace, draft_version=np.array([NO_DRAFT, 2], np.int32)), DRAFT_IDS, first_base=0)
     assert set(both.versions.tolist()) == {1, 2}
     assert second.versions.tolist() == [version for version in both.versions.tolist() if version == 2]
+
+
+def test_text_that_was_right_in_service_covers_the_bases_of_its_tokens() -> None:
+    rounds = [{"position": position, "tokens": [0, 1, 2], "parents": [-1, 0, 1]} for position in (3, 7, 9)]
+    served = with_rounds(
+        round_trace(rounds, T=12),
+        draft_version=np.array([NO_DRAFT, 2, NO_DRAFT], np.int32),
+        num_accepted=np.array([3, 3, 2], np.int8),
+    )
+    # Position 3 is drafted by the chain of base 2; the draft's own round covers nothing.
+    assert make_text_ahead(served, first_base=0, num_bases=10).tolist() == [0, 0, 3, 2, 1, 0, 0, 0, 2, 1]
+    assert make_text_ahead(served, first_base=4, num_bases=5).tolist() == [1, 0, 0, 0, 2], "it may begin in the run"
 
 
 def test_a_chain_is_judged_up_to_its_first_rejection() -> None:

@@ -65,6 +65,17 @@ def test_rounds_are_counted_as_they_are_decoded(positions: list[tuple[int, bool]
     assert (result.num_committed, result.num_rounds) == rounds_by_hand(accepted, labelled, depth)
 
 
+def test_where_text_was_right_a_round_commits_what_it_proposed_whatever_the_draft() -> None:
+    ahead_N = torch.tensor([0, 0, 3, 2, 1, 0, 0])
+    labelled_N = torch.ones(7, dtype=torch.bool)
+    for accepted in ([0, 0, 4, 4, 4, 4, 4], [0, 0, 0, 0, 0, 0, 4]):
+        found = expected_rounds(certain(accepted, 4), labelled_N, 4, text_ahead_N=ahead_N)
+        # One token each at bases 0 and 1, three of text and one more at base 2, and the last one by itself.
+        assert (found.num_committed, found.num_rounds) == (7, 4)
+    better = expected_rounds(certain([1, 0, 0, 0, 0, 0, 0], 4), labelled_N, 4, text_ahead_N=ahead_N)
+    assert (better.num_committed, better.num_rounds) == (7, 3), "a draft earns where text fails"
+
+
 def test_the_documented_example_of_rounds() -> None:
     result = expected_rounds(certain([1, 0, 2, 1, 0], 3), torch.ones(5, dtype=torch.bool), 3)
     assert result == Acceptance(num_committed=5, num_rounds=2, num_reaching=(2, 1, 0))
