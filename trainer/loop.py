@@ -41,6 +41,9 @@ from trainer.replay.trace_source import Shelf, TraceSource, consumer_name, shelf
 from trainer.session import Training
 from trainer.throttle import Throttle
 
+_LEAST_PRESSURE = 0.1
+"""Below which training has stopped to make the draft better (trainer/drift.py)."""
+
 
 class _Stock(NamedTuple):
     """What the replays of all ranks hold, and how many ranks see a drift alarm."""
@@ -155,6 +158,8 @@ class Trainer:
             busy_share=config.busy_share,
             card_share=config.card_share,
             card="" if device is None else card_id(device),
+            may_gain=lambda: self.pressure >= _LEAST_PRESSURE,
+            tell_resting=pointer.tell_resting,
         )
         self._saved_s, self._saved_steps = time.monotonic(), self.learner.num_steps
         self.metrics.healthy.set(self.training.guard.healthy)

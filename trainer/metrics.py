@@ -124,6 +124,10 @@ class TrainerMetrics:
             "slipstream_trainer_time_share_ratio",
             "Share of its time in which training computes, by how busy the engines of its machine are",
         )
+        self.resting = gauge(
+            "slipstream_trainer_resting",
+            "1 while the trainer rests: no engine asks the draft head, and more training would hardly change that",
+        )
         self.yielded = counter(
             "slipstream_trainer_yielded_seconds", "Time that training waited for serving on its machine"
         )

@@ -33,7 +33,7 @@ from serving.local.target.loading import load_tokenizer
 from serving.local.target.model import Target
 from serving.local.text import AnswerText
 from serving.metrics import EngineMetrics
-from serving.speedup import EndToEndSpeedup, EstimatedSpeedup, SpeedupMeter
+from serving.speedup import EstimatedSpeedup, SpeedupMeter, StretchSpeedup
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.errors import EngineDeadError, RequestError
 from speculator.proposals.planner import RoundPlanner
@@ -76,7 +76,7 @@ class LocalEngine:
         self.tokenizer = load_tokenizer(config.model_dir, vocab_size=target.embed.shape[0])
         cache_length = target.cache.length
         self._draft = ServingDraft(draft, draft_version, num_slots=config.num_slots, length=cache_length)
-        planner = planner or RoundPlanner(max_depth=config.max_depth)
+        planner = self._planner = planner or RoundPlanner(max_depth=config.max_depth)
         self._inbox, self._outbox = inbox or Inbox(config.max_waiting), Outbox()
         self.load = EngineLoad(card=card_id(target.device))
         self.capture = LocalCapture(
@@ -118,8 +118,12 @@ class LocalEngine:
         return self._observer.estimated_speedup
 
     @property
-    def end_to_end(self) -> EndToEndSpeedup:
+    def end_to_end(self) -> StretchSpeedup:
         return self._loop.end_to_end
+
+    @property
+    def head_ab(self) -> StretchSpeedup:
+        return self._loop.head_ab
 
     @property
     def acceptance_by_length(self) -> AcceptanceByLength:
@@ -128,6 +132,11 @@ class LocalEngine:
     @property
     def draft_version(self) -> int:
         return self._draft.version
+
+    @property
+    def is_head_asleep(self) -> bool:
+        """Whether the planner has not asked the draft head lately."""
+        return not self._planner.is_awake
 
     @property
     def target_version(self) -> int:

@@ -137,6 +137,7 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
                 recorder.stats if recorder else None,
                 estimate=engine.estimated_speedup.ratio,
                 end_to_end=engine.end_to_end.measure,
+                head=engine.head_ab.measure,
                 by_length=engine.acceptance_by_length,
             )
         )
@@ -159,7 +160,8 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
         def status() -> dict[str, str | int | float]:
             """What the engine's report says beside its version."""
             share = {"capture_share": round(recorder.stats().share, 4)} if recorder else {}
-            return {"target_version": engine.target_version, **engine.load.report(), **share, **privacy.look()}
+            about = {"target_version": engine.target_version, "asleep": int(engine.is_head_asleep)}
+            return {**about, **engine.load.report(), **share, **privacy.look()}
 
         follower = DraftFollower(
             engine, pointer, engine_id=config.engine_id, status=status, watch=watch, lifecycle=store.lifecycle

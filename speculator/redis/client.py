@@ -179,6 +179,8 @@ class RedisKeys:
         self.rewards = self._key("rewards")
         self.trainers = self._key("trainers")
         """Hash: the last report of each trainer process by its name."""
+        self.trainer_resting = self._key("trainer_resting")
+        """String: there while the trainer rests since no engine asks its draft; expires where it is not renewed."""
         self.engines = self._key("engines")
         """Sorted set of engine ids by the time, in milliseconds, at which their report expires."""
         self.canary = self._key("canary")

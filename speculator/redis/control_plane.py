@@ -18,6 +18,7 @@ from speculator.host import now_ms
 from speculator.redis.client import RedisKeys, redis_errors
 
 ENGINE_TTL_S = 30
+RESTING_TTL_S = 60
 ANNOUNCEMENT_TTL_S = 3600
 AWAITED_S = 10.0
 """An engine that asked for the canary's slot in vain is taken to wait for so long; it asks every few seconds."""
@@ -117,6 +118,18 @@ class DraftPointer:
             for engine_id, report in reports.items()
             if report
         }
+
+    @redis_errors
+    def tell_resting(self, is_resting: bool) -> None:
+        """Say that the trainer rests, for RESTING_TTL_S, or that it does not."""
+        if is_resting:
+            self._redis.set(self._keys.trainer_resting, 1, ex=RESTING_TTL_S)
+        else:
+            self._redis.delete(self._keys.trainer_resting)
+
+    @redis_errors
+    def is_trainer_resting(self) -> bool:
+        return bool(self._redis.exists(self._keys.trainer_resting))
 
     @redis_errors
     def hold_canary(self, holder: CanaryHolder, *, ttl_s: float, on_probation: bool) -> CanarySlot:
@@ -296,6 +309,11 @@ def busiest_here(reports: Mapping[str, Mapping[str, str]]) -> float:
     by engine id, as `DraftPointer.engines` reads them.
     """
     return max((_busy(report) for report in reports.values() if report.get("machine") == machine_id()), default=0.0)
+
+
+def are_heads_asleep(reports: Mapping[str, Mapping[str, str]]) -> bool:
+    """Whether there are engines, and each says that it does not ask its draft head."""
+    return bool(reports) and all(report.get("asleep") == "1" for report in reports.values())
 
 
 def is_card_busy(reports: Mapping[str, Mapping[str, str]], card: str) -> bool:

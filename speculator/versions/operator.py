@@ -74,6 +74,8 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     last_good: int | None
     published: int | None
     pinned: int | None
+    trainer_rests: bool
+    """Since no engine asks its draft."""
     no_redis: str
     """Why nothing is known of what is published, pinned and in service; empty where Redis answered."""
 
@@ -87,11 +89,12 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
 
 def overview(store: DraftStore, pointer: Callable[[], DraftPointer]) -> Overview:
     """Every version; what Redis knows is left out where `pointer` or it cannot say. Raises StoreError."""
-    published, pinned, no_redis = None, None, ""
+    published, pinned, trainer_rests, no_redis = None, None, False, ""
     reports: dict[str, dict[str, str]] = {}
     try:
         asked = pointer()
         published, pinned, reports = asked.published(), asked.pinned(), asked.engines()
+        trainer_rests = asked.is_trainer_resting()
     except (StreamError, ConfigError) as error:
         no_redis = str(error)
     states, last_good = store.lifecycle.states(), store.lifecycle.last_good()
@@ -113,6 +116,7 @@ def overview(store: DraftStore, pointer: Callable[[], DraftPointer]) -> Overview
         last_good=last_good,
         published=published,
         pinned=pinned,
+        trainer_rests=trainer_rests,
         no_redis=no_redis,
     )
 

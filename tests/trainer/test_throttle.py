@@ -24,7 +24,7 @@ from trainer.loop import Trainer, train_until
 from trainer.metrics import TrainerMetrics
 from trainer.process import give_way_in_the_kernel
 from trainer.ranks import Ranks
-from trainer.throttle import LONGEST_CARD_REST_S, LONGEST_REST_S, Throttle
+from trainer.throttle import ASLEEP_S, LONGEST_CARD_REST_S, LONGEST_REST_S, LOOK_S, RESTING_SHARE, Throttle
 
 Reports = dict[str, dict[str, str]]
 
@@ -35,7 +35,15 @@ CARD_SHARE = 0.01
 class Engines:
     """Their reports, one look after the other and then the last again. The clock moves in rests and turns alone."""
 
-    def __init__(self, *looks: Reports, busy_share: float = 1.0, card: str = "", stop: bool = False) -> None:
+    def __init__(
+        self,
+        *looks: Reports,
+        busy_share: float = 1.0,
+        card: str = "",
+        stop: bool = False,
+        may_gain: bool = True,
+    ) -> None:
+        self.told: list[bool] = []
         self.looks, self.num_asked, self.rested_s, self.now_s = list(looks), 0, 0.0, 1000.0
         self.is_stopped, self.is_away, self.hangs_s = stop, False, 0.0
         self.registry = CollectorRegistry()
@@ -46,6 +54,8 @@ class Engines:
             busy_share=busy_share,
             card_share=CARD_SHARE,
             card=card,
+            may_gain=lambda: may_gain,
+            tell_resting=self.told.append,
             clock=lambda: self.now_s,
         )
 
@@ -86,9 +96,39 @@ def test_the_trainers_share_falls_as_the_load_rises(load: str, busy_share: float
     assert engines.metric("yielded_seconds_total") == pytest.approx(sum(rests_s))
 
 
-def test_by_default_the_trainer_never_rests_and_asks_nobody() -> None:
+def test_by_default_a_busy_engine_makes_no_trainer_rest() -> None:
     engines = Engines(busy("1.0"), busy_share=1.0)
-    assert engines.rest_after(1.0) == engines.num_asked == 0
+    assert engines.rest_after(1.0) == 0
+
+
+def asleep(*flags: str) -> Reports:
+    return {f"engine-{number}": {"version": "1", "asleep": flag} for number, flag in enumerate(flags)}
+
+
+def test_the_trainer_rests_where_no_engine_asks_its_draft_and_says_so() -> None:
+    engines = Engines(asleep("1", "1"), may_gain=False)
+    assert engines.rest_after(1.0) == 0, "they may only have paused"
+    assert engines.told == []
+    engines.now_s += ASLEEP_S
+    assert engines.rest_after(1.0) == pytest.approx(1 / RESTING_SHARE - 1, abs=0.01)
+    assert engines.told[-1] is True
+    assert (engines.metric("resting"), engines.metric("time_share_ratio")) == (1, RESTING_SHARE)
+    engines.looks = [asleep("1", "0")]
+    assert engines.rest_after(1.0) < 2 * LOOK_S, "it goes on once an engine asks"
+    assert engines.told[-1] is False
+    assert engines.metric("resting") == 0
+
+
+@pytest.mark.parametrize(
+    ("reports", "may_gain"),
+    [(asleep("1", "0"), False), (asleep("1"), True), ({}, False), ({"of another release": {"version": "1"}}, False)],
+)
+def test_the_trainer_goes_on_where_an_engine_asks_or_it_may_gain(reports: Reports, may_gain: bool) -> None:
+    engines = Engines(reports, may_gain=may_gain)
+    engines.rest_after(1.0)
+    engines.now_s += 2 * ASLEEP_S
+    assert engines.rest_after(1.0) == 0
+    assert engines.told == []
 
 
 def on_card(share: str, card: str = "GPU-1") -> Reports:

@@ -64,7 +64,8 @@ function show(board) {
   const older = more > 0 ? ` ${more} older ones are left out.` : "";
   const redis = board.knows_engines ? "" : " Redis does not answer: what is in service is not known now.";
   const pin = board.pinned === null ? "" : ` Version ${board.pinned} is pinned.`;
-  say("versions-note", `Each must beat the one before it on answers that neither has learned from, then holds its place on live traffic or is taken back.${pin}${redis}${older}`);
+  const rest = board.trainer_rests ? " The trainer rests: no engine asks the draft head, and more training would hardly change that." : "";
+  say("versions-note", `Each must beat the one before it on answers that neither has learned from, then holds its place on live traffic or is taken back.${rest}${pin}${redis}${older}`);
   byId("versions").replaceChildren(...board.versions.map(versionRow));
   byId("events").replaceChildren(...board.events.map(eventItem));
   showChoices(board.versions);
