@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -16,9 +16,11 @@ from serving.capture.recorder import DROP_REASONS, RecorderStats
 from serving.hotswap.follower import SwapLog
 from serving.speedup import (
     BASELINE,
+    HEAD_AB_ARMS,
     NOTHING_MEASURED,
     PLAN_MODEL,
     SERVED_PLAINLY,
+    SUFFIX_ONLY,
     Group,
     Speedup,
     SpeedupMeter,
@@ -33,6 +35,12 @@ ROUND_SECONDS = "slipstream_round_seconds", "Time spent in decode rounds"
 ROUND_TOKENS = "slipstream_round_tokens", "Tokens committed by decode rounds"
 PROPOSALS = "slipstream_proposals", "Verified proposals by source and position; of those of a tree at one position one"
 ACCEPTED = "slipstream_accepted", "Accepted ones by source and position"
+TEXTS = ("own", "group", "tenant")
+"""Whose: the request's own, of its prompt group, of its tenant."""
+ACCEPTED_TEXT = (
+    "slipstream_accepted_text",
+    "Accepted proposals of earlier text by whose text it was: own (of the request), group, tenant",
+)
 VERIFICATIONS = (
     "slipstream_verifications",
     "Verifications: one per request and drafting round, also where no proposal was worth it",
@@ -51,7 +59,6 @@ DRAFT_VERSION = "slipstream_draft_version", "Draft version in service"
 DEPTH = "slipstream_depth", "Most proposals a round"
 SWAPS = "slipstream_swaps", "Draft swaps by outcome: installed, failed"
 
-HEAD_AB_ARMS = ("suffix_only", "both")
 GROUP_TEXT_OUTCOMES = ("published", "fetched", "buffer_full", "ended", "expired", "failed", "closed")
 
 _GROUPS_LAST_S = 5.0
@@ -81,6 +88,9 @@ class EngineMetrics:
         self.verified_tokens = Counter(*VERIFIED_TOKENS, registry=registry)
         self.proposals = Counter(*PROPOSALS, ["source", "position"], registry=registry)
         self.accepted = Counter(*ACCEPTED, ["source", "position"], registry=registry)
+        self.accepted_text = Counter(*ACCEPTED_TEXT, ["text"], registry=registry)
+        for text in TEXTS:
+            self.accepted_text.labels(text)
         self.proposed_tokens = Counter(
             "slipstream_proposed_tokens",
             "Verified proposals by source, of a tree those beside each other, too",
@@ -150,11 +160,13 @@ class EngineMetrics:
         depths: tuple[int, ...],
         accepted: tuple[int, ...],
         from_head: tuple[bool, ...],
+        accepted_text: Iterable[int],
         look: bool | None,
         expected: tuple[float, float],
     ) -> None:
-        """Count one round, as `serving.local.decode.rounds.RoundReport` describes it; `look` is whether a look was
-        right, `expected` are tokens and seconds.
+        """Count one round, as `serving.local.decode.rounds.RoundReport` describes it; `accepted_text` are the
+        places in `TEXTS` of the accepted proposals of earlier text, `look` is whether a look was right, `expected` are
+        tokens and seconds.
         """
         mode, size = ("with_prompt" if read_prompt else "speculative" if drafted else "control"), str(batch)
         self.rounds.labels(mode, size).inc()
@@ -170,6 +182,8 @@ class EngineMetrics:
             self.looks.labels("accepted" if look else "rejected").inc()
         self.verifications.inc(batch)
         self.verified_tokens.inc(sum(accepted) + batch)
+        for place in accepted_text:
+            self.accepted_text.labels(TEXTS[place]).inc()
         for num_proposed, depth, num_accepted, is_heads in zip(proposed, depths, accepted, from_head, strict=True):
             source = "head" if is_heads else "suffix"
             self.proposed_tokens.labels(source).inc(num_proposed)
@@ -252,8 +266,10 @@ class ServingCollector(Collector):
         recorder: Callable[[], RecorderStats] | None,
         estimate: Callable[[], float | None] = lambda: None,
         end_to_end: Callable[[], Speedup] = lambda: NOTHING_MEASURED,
+        head: Callable[[], Speedup] = lambda: NOTHING_MEASURED,
         by_length: AcceptanceByLength | None = None,
     ) -> None:
+        self._head = head
         self._meter, self._recorder, self._estimate, self._end_to_end = meter, recorder, estimate, end_to_end
         self._by_length = by_length or AcceptanceByLength()
         self._groups: Mapping[Group, Speedup] = {}
@@ -261,6 +277,13 @@ class ServingCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from speedup_metrics(self._meter.measure(), self._end_to_end(), self._estimate())
+        yield from _with_interval(
+            "slipstream_speedup_head_ratio",
+            "Time a token in rounds with earlier text alone over that with the draft head beside it, same batch sizes, "
+            "recent window; measured where an A/B of the head is on",
+            SUFFIX_ONLY,
+            self._head(),
+        )
         yield from _group_speedups(self._measured_groups())
         yield from by_length_metrics(self._by_length.verifications(), self._by_length.tokens())
         if self._recorder is None:
@@ -358,24 +381,19 @@ def speedup_metrics(measured: Speedup, end_to_end: Speedup, estimated: float | N
 
     They are never mixed. What is not known has no sample.
     """
-    for name, about, baseline, found in (
-        (
-            "slipstream_speedup_measured_ratio",
-            "Time a token at depth 0 over time a token with drafting, same batch sizes, recent window",
-            BASELINE,
-            measured,
-        ),
-        (
-            "slipstream_speedup_end_to_end_ratio",
-            "Requests' time a token, prompts included, in stretches of rounds in which all are served plainly, over "
-            "that elsewhere; recent window",
-            SERVED_PLAINLY,
-            end_to_end,
-        ),
-    ):
-        yield _gauge(name, about, "baseline", {baseline: found.ratio})
-        for end, value in (("lower", found.lower), ("upper", found.upper)):
-            yield _gauge(f"{name}_{end}", f"The {end} end of its 95% interval", "baseline", {baseline: value})
+    yield from _with_interval(
+        "slipstream_speedup_measured_ratio",
+        "Time a token at depth 0 over time a token with drafting, same batch sizes, recent window",
+        BASELINE,
+        measured,
+    )
+    yield from _with_interval(
+        "slipstream_speedup_end_to_end_ratio",
+        "Requests' time a token, prompts included, in stretches of rounds in which all are served plainly, over that "
+        "elsewhere; recent window",
+        SERVED_PLAINLY,
+        end_to_end,
+    )
     milliseconds = measured.baseline_ms_per_token
     yield GaugeMetricFamily(
         "slipstream_baseline_seconds_per_token",
@@ -388,6 +406,12 @@ def speedup_metrics(measured: Speedup, end_to_end: Speedup, estimated: float | N
         "model",
         {PLAN_MODEL: estimated},
     )
+
+
+def _with_interval(name: str, about: str, baseline: str, found: Speedup) -> Iterator[Metric]:
+    yield _gauge(name, about, "baseline", {baseline: found.ratio})
+    for end, value in (("lower", found.lower), ("upper", found.upper)):
+        yield _gauge(f"{name}_{end}", f"The {end} end of its 95% interval", "baseline", {baseline: value})
 
 
 def _gauge(name: str, about: str, label: str, values: Mapping[str, float | None]) -> GaugeMetricFamily:

@@ -25,6 +25,9 @@ BASELINE = "depth0_same_batch"
 """Name of the baseline: plain decoding by the same engine, in the same minutes, at equal batch size."""
 SERVED_PLAINLY = "served_plainly"
 """Name of the baseline of the end-to-end speedup: stretches of rounds in which all requests are served plainly."""
+SUFFIX_ONLY = "suffix_only"
+"""Name of the baseline of the draft head: stretches of rounds with earlier text alone."""
+HEAD_AB_ARMS = (SUFFIX_ONLY, "both")
 PLAN_MODEL = "planned_rounds"
 """Name of the cost model behind the estimate: what the planner expects of its rounds."""
 
@@ -298,22 +301,23 @@ class SpeedupMeter:
         return group
 
 
-class EndToEndSpeedup:
-    """The speedup that requests see: an A/B with stretches of rounds in which all of them are served plainly.
+class StretchSpeedup:
+    """An A/B with stretches of rounds in which something is left out: what it speeds up, with a 95% interval.
 
-    All of the engine's time counts while requests are there: decode rounds, what lies between them, what a trainer
-    beside them takes, and the prompts, whose time is the same for both arms. It is that of the last twenty cycles, with
-    a plain stretch in each. `measure` is for any thread, the rest for the one that decodes.
+    End to end, all requests are served plainly in these stretches, and all of the engine's time counts while requests
+    are there: decode rounds, what lies between them, what a trainer beside them takes, and the prompts, whose time is
+    the same for both arms. It is that of the last twenty cycles, with a stretch in each. `measure` is for any thread,
+    the rest for the one that decodes.
     """
 
-    def __init__(self, plain_share: float) -> None:
-        self._stretches = Stretches(plain_share)
+    def __init__(self, off_share: float) -> None:
+        self._stretches = Stretches(off_share)
         self._cycles: deque[Sums] = deque(maxlen=_NUM_BLOCKS)
         self._num_cycles = 0
         self._lock = threading.Lock()
 
     def next_arm(self) -> Arm:
-        """Of the next round; it is to decode plainly where the arm is not on."""
+        """Of the next round; it is to go without where the arm is not on."""
         return self._stretches.next_arm()
 
     def add(self, arm: Arm, *, batch: int, seconds: float, committed: int, prompts_s: float) -> None:

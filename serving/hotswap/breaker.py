@@ -175,7 +175,7 @@ class Trial:
         self._incumbent, self._rules, self._started_s = _Incumbent(baseline), rules, started_s
         self._requests: dict[str, tuple[int, float]] = {}
         """(X, E) by request id."""
-        self._num_seen = self._accepted = self._compared_accepted = 0
+        self._num_seen = self._num_draft_rounds = self._accepted = self._compared_accepted = 0
         self._expected_accepted = 0.0
         self._drafted: float | None = None
         """Log slowdown of the last round in which the draft took part."""
@@ -184,6 +184,7 @@ class Trial:
 
     def add(self, round_: WatchedRound) -> None:
         self.record.add(round_)
+        self._num_draft_rounds += bool(round_.verifications)
         for one in round_.verifications:
             self._compare(one)
         slowdown = self._incumbent.log_slowdown(round_)
@@ -259,6 +260,7 @@ class Trial:
             "verifications": self._num_seen,
             "compared": self.num_compared,
             "rounds": self.record.num_rounds,
+            "draft_rounds": self._num_draft_rounds,
             "seconds": round(now_s - self._started_s, 2),
         }
         if self._num_seen:

@@ -50,12 +50,12 @@ class DraftTree:
         """The tree of its first nodes."""
         return type(self)(self.tokens[:num_nodes], self.parents[:num_nodes], self.probabilities[:num_nodes])
 
-    def depth_first(self) -> Self:
-        """The same tree with each node's first child right behind it: a path of first children has rows that follow one
+    def depth_first(self) -> list[int]:
+        """The nodes, each with its first child right behind it: a path of first children has rows that follow one
         another.
         """
         if self.is_chain:
-            return self
+            return list(range(len(self.tokens)))
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(self.parents):
             children.setdefault(parent, []).append(node)
@@ -64,6 +64,10 @@ class DraftTree:
         while waiting:
             order.append(node := waiting.pop())
             waiting += children.get(node, [])[::-1]
+        return order
+
+    def reordered(self, order: Sequence[int]) -> Self:
+        """The same tree with its nodes in this order, parents before their children."""
         place = {ROOT: ROOT, **{node: number for number, node in enumerate(order)}}
         return type(self)(
             tuple(self.tokens[node] for node in order),

@@ -9,11 +9,11 @@ import pytest
 
 from serving.speedup import (
     ControlShare,
-    EndToEndSpeedup,
     EstimatedSpeedup,
     Speedup,
     SpeedupMeter,
     Stretches,
+    StretchSpeedup,
     Sums,
     measure,
 )
@@ -242,9 +242,9 @@ def test_the_interval_holds_what_the_head_adds_on_a_machine_that_is_busy_at_time
 PROMPT_S, PLAIN_S, DRAFTED_S, PER_PROMPT = 0.1, 0.010, 0.005, 40
 
 
-def _served(rng: random.Random, *, cycles: int, share: float = 0.05, busy: float = 1.0) -> EndToEndSpeedup:
+def _served(rng: random.Random, *, cycles: int, share: float = 0.05, busy: float = 1.0) -> StretchSpeedup:
     """Rounds of one token, on a machine that is slower by up to `busy` for some time; prompts are read now and then."""
-    end_to_end, slow = EndToEndSpeedup(share), 1.0
+    end_to_end, slow = StretchSpeedup(share), 1.0
     for _ in range(round(cycles * 48 / share)):
         if rng.random() < 0.01:
             slow = 1 + rng.random() * (busy - 1)
@@ -280,7 +280,7 @@ def test_the_interval_needs_five_plain_stretches_and_old_ones_are_forgotten() ->
 
 
 def test_without_a_share_nobody_is_served_plainly_and_nothing_is_measured() -> None:
-    end_to_end = EndToEndSpeedup(0.0)
+    end_to_end = StretchSpeedup(0.0)
     for _ in range(1000):
         arm = end_to_end.next_arm()
         assert arm.is_on

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
@@ -154,6 +154,8 @@ class Live:
             "end_to_end": found.speedup("slipstream_speedup_end_to_end_ratio"),
             "totals": {shown: found.total(name, **labels) for shown, (name, labels) in _TOTALS.items()},
             "positions": self._positions(),
+            "sources": self._sources(),
+            "head_added": found.speedup("slipstream_speedup_head_ratio"),
         }
         accept_length, tokens_per_s = self._accept_length(), self._tokens_per_s()
         version = self._host.draft_version
@@ -189,6 +191,22 @@ class Live:
             if count > 0
         ]
         return sorted(rows, key=lambda row: (row["position"], row["source"]))
+
+    def _sources(self) -> dict[str, int] | None:
+        """Accepted proposals of the last two minutes by who proposed: the head, or earlier text by whose it was.
+
+        `suffix` where the engine does not say whose; None where it does not count them.
+        """
+        first, last = self._counts[0], self._counts[-1]
+        if last.accepted is None:
+            return None
+        found: Counter[str] = Counter()
+        for (source, _), count in _since(first.accepted, last.accepted).items():
+            found[source] += int(max(count, 0))
+        if last.texts:
+            del found["suffix"]
+            found.update({text: int(count) for (text,), count in _since(first.texts, last.texts).items() if count > 0})
+        return dict(found)
 
     def _accept_length(self) -> float | None:
         first, last = self._window(ACCEPT_WINDOW_S, lambda counts: counts.verifications)
@@ -248,6 +266,7 @@ class _Counts(NamedTuple):
     verified_tokens: float | None
     proposals: By | None
     accepted: By | None
+    texts: By | None
 
     @classmethod
     def of(cls, found: _Reading, at_s: float) -> _Counts:
@@ -259,6 +278,7 @@ class _Counts(NamedTuple):
             verified_tokens=found.total("slipstream_verified_tokens_total"),
             proposals=found.counts("slipstream_proposals", "source", "position"),
             accepted=found.counts("slipstream_accepted", "source", "position"),
+            texts=found.counts("slipstream_accepted_text", "text"),
         )
 
 
@@ -324,6 +344,7 @@ class Board:
             "available": True,
             "knows_engines": not overview["no_redis"],
             "pinned": overview["pinned"],
+            "trainer_rests": overview["trainer_rests"],
             "num_versions": len(overview["drafts"]),
             "versions": [_version(row, overview) for row in reversed(rows)],
             "events": [_event(event) for event in reversed(told)],

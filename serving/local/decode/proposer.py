@@ -27,7 +27,7 @@ from serving.local.target.model import Target
 from serving.metrics import EngineMetrics
 from speculator.proposals.draft_tree import NO_PROPOSALS, DraftTree
 from speculator.proposals.planner import HeadVerdict, Plan, RoundPlanner
-from speculator.proposals.suffix_drafter import SuffixDrafter, SuffixRequest
+from speculator.proposals.suffix_drafter import SuffixDrafter, SuffixProposal, SuffixRequest, TextSource
 
 SuffixCacheTask = Callable[[SuffixDrafter], None]
 """A change of the text that is kept."""
@@ -84,6 +84,8 @@ class Proposal:
 
     tree: DraftTree = NO_PROPOSALS
     is_suffix: bool = False
+    sources: tuple[TextSource, ...] = ()
+    """Whose text a suffix tree's nodes are from."""
 
 
 @dataclass(frozen=True)
@@ -124,10 +126,19 @@ class VerifiedProposal:
     proposal: Proposal
     from_head: bool
     """Whether the head was asked for it, which may have had nothing worth verifying."""
-    num_accepted: int
+    accepted_nodes: tuple[int, ...]
     num_committed: int
     rounds_saved: float
     """By what was accepted of the head's tokens."""
+
+    @property
+    def num_accepted(self) -> int:
+        return len(self.accepted_nodes)
+
+    @property
+    def accepted_sources(self) -> list[TextSource]:
+        """Whose text the accepted nodes of a suffix tree are from."""
+        return [self.proposal.sources[node] for node in self.accepted_nodes] if self.proposal.sources else []
 
 
 class Proposer:
@@ -139,7 +150,7 @@ class Proposer:
     def propose(self, generations: Sequence[ActiveRequest], *, head_depth: int) -> Proposals:
         """For the requests in slots 0…B−1; `head_depth` is the most tokens of the head's chains."""
         suffixes = [self._suffix(generation) for generation in generations]
-        reaches = [suffix.reaches for suffix in suffixes]
+        reaches = [suffix.tree.reaches for suffix in suffixes]
         num_keys = sum(len(generation.tokens) for generation in generations)
         unread = [generation.num_pairs_unread for generation in generations]
         domains = [generation.request.policy.domain for generation in generations]
@@ -191,11 +202,11 @@ class Proposer:
             return float(len(tokens))
         return generation.suffix.rounds_saved(tokens, self._suffix_depth)
 
-    def _suffix(self, generation: ActiveRequest) -> DraftTree:
+    def _suffix(self, generation: ActiveRequest) -> SuffixProposal:
         if generation.suffix is None:
-            return NO_PROPOSALS
+            return SuffixProposal()
         # The last token of an answer is the target's own in any case.
-        return generation.suffix.propose(min(self._suffix_depth, generation.tokens_left - 1)).tree
+        return generation.suffix.propose(min(self._suffix_depth, generation.tokens_left - 1))
 
     def _with_look(
         self, plan: Plan, suffixes: tuple[Proposal, ...], row: int, generations: Sequence[ActiveRequest]
@@ -217,7 +228,7 @@ class Proposer:
         self,
         plan: Plan,
         generations: Sequence[ActiveRequest],
-        suffixes: Sequence[DraftTree],
+        suffixes: Sequence[SuffixProposal],
         reaches: Sequence[Sequence[float]],
         head_depth: int,
     ) -> Proposals:
@@ -270,8 +281,10 @@ def _total(reaches: Sequence[Sequence[float]], chosen: Sequence[bool], step: int
     return sum(reach[step] for reach, is_chosen in zip(reaches, chosen, strict=True) if is_chosen and step < len(reach))
 
 
-def _cut(suffix: DraftTree, num_nodes: int) -> Proposal:
-    return Proposal(suffix.first(num_nodes).depth_first(), is_suffix=True)
+def _cut(suffix: SuffixProposal, num_nodes: int) -> Proposal:
+    tree = suffix.tree.first(num_nodes)
+    order = tree.depth_first()
+    return Proposal(tree.reordered(order), is_suffix=True, sources=tuple(suffix.chosen[n].kind.source for n in order))
 
 
 class DraftReader:

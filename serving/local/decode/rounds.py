@@ -183,7 +183,7 @@ class RoundRunner:
                     generation,
                     proposal,
                     from_head=proposals.plan.uses_head and is_head,
-                    num_accepted=len(path),
+                    accepted_nodes=tuple(path),
                     num_committed=len(generation.tokens) - length,
                     rounds_saved=saved,
                 )

@@ -22,7 +22,7 @@ from serving.local.request import ActiveRequest
 from serving.local.scheduler.queue import Inbox, Slots
 from serving.local.target.model import StagedTarget, Target
 from serving.metrics import EngineMetrics
-from serving.speedup import Arm, ControlShare, EndToEndSpeedup, EstimatedSpeedup, SpeedupMeter, Stretches
+from serving.speedup import Arm, ControlShare, EstimatedSpeedup, SpeedupMeter, StretchSpeedup
 from speculator.errors import EngineDeadError
 from speculator.proposals.planner import RoundPlanner
 from speculator.redis.control_plane import EngineLoad
@@ -59,8 +59,8 @@ class DecodeLoop:
         self._runner, self._capture, self._observer, self._metrics = runner, capture, observer, metrics
         self._prefill_chunk = config.prefill_chunk
         self._control = ControlShare(config.control_share)
-        self._head_switch = Stretches(config.head_off_share)
-        self.end_to_end = EndToEndSpeedup(config.plain_share)
+        self.head_ab = StretchSpeedup(config.head_off_share)
+        self.end_to_end = StretchSpeedup(config.plain_share)
         self._prompts_s = 0.0
         """Since the last round."""
         self._slots = Slots(runner, num_slots=config.num_slots, prompt_labels=config.prompt_labels)
@@ -173,11 +173,13 @@ class DecodeLoop:
         is_put_off = piece is not None and self._control.is_due(len(running))
         is_control = is_plain or (not is_put_off and self._control.is_control(len(running)))
         depth = 0 if is_control else self.depth
-        arm = self._head_switch.next_arm() if depth else _NO_DRAFTING
+        arm = self.head_ab.next_arm() if depth else _NO_DRAFTING
         report = self._runner.run(running, depth, piece, may_ask_head=arm.is_on)
         self._observer.observe(report, is_control=is_control, target_version=self.target_version, head_arm=arm)
         if piece is not None:
             self._end_piece(piece, report.seconds, in_round=True)
+        else:
+            self.head_ab.add(arm, batch=report.batch, seconds=report.seconds, committed=report.committed, prompts_s=0.0)
         self._finish_done()
         return report.committed
 
@@ -219,6 +221,7 @@ class RoundObserver:
             depths=tuple(row.proposal.tree.depth for row in rows),
             accepted=tuple(row.num_accepted for row in rows),
             from_head=tuple(row.from_head for row in rows),
+            accepted_text=[source for row in rows for source in row.accepted_sources],
             look=None if look is None else report.look_was_right,
             expected=(plan.expected_tokens, plan.expected_s),
         )

@@ -26,7 +26,7 @@ from serving.sglang.capture.request import parent_of, policy_of, sampling_of
 from serving.sglang.proposals.draft_sleep import Dormancy
 from serving.sglang.proposals.remembered_text import Continuations
 from serving.sglang.proposals.step_clock import RoundTally, StepClock
-from serving.speedup import NO_AB, Arm, ControlShare, EndToEndSpeedup, EstimatedSpeedup, Group, SpeedupMeter
+from serving.speedup import NO_AB, Arm, ControlShare, EstimatedSpeedup, Group, SpeedupMeter, StretchSpeedup
 from speculator.proposals.length_planner import LengthPlan, LengthPlanner
 from speculator.proposals.planner import FadingMean
 from speculator.tracing import Parent, record
@@ -131,7 +131,7 @@ class DepthControl:
         self.tally = RoundTally()
         self._dormancy, self._version, self._control, self._on_round = dormancy, version, control, on_round
         self._is_control = False
-        self.end_to_end = EndToEndSpeedup(plain_share)
+        self.end_to_end = StretchSpeedup(plain_share)
         self._arm = NO_AB
         self.text: Continuations | None = None
         """How the texts of the next step's requests may go on."""

@@ -41,6 +41,12 @@ export function moment(ms) {
 let key = "";
 
 export function setUpKey() {
+  // A link may bring it: what is behind the # is sent to nobody, and leaves the address at once.
+  const found = /^#key=(.+)$/.exec(location.hash);
+  if (found) {
+    key = decodeURIComponent(found[1]);
+    history.replaceState(null, "", location.pathname);
+  }
   byId("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
     key = byId("api-key").value;

@@ -43,6 +43,7 @@ function show(live) {
   say("requests", `${health.running} running, ${health.waiting} waiting`);
   showTotals(live.totals);
   showPositions(live.positions);
+  showSources(live.sources, live.head_added);
   for (const chart of charts) chart.draw(history, marks(), live.now_ms);
   const isOld = !newest || live.now_ms - newest[AT] > OLD_MS;
   if (!health.alive || !health.ready) setStatus("trouble", health.alive ? "engine not ready" : "engine stopped");
@@ -99,6 +100,27 @@ function positionCell(source, row) {
   bar.style.width = `${100 * share}%`;
   const text = element("span", { class: "value" }, `${Math.round(100 * share)}%`, element("small", {}, ` of ${count(row.proposed)}`));
   return element("td", {}, element("span", { class: "track", "aria-hidden": "true" }, bar), text);
+}
+
+const SOURCES = { head: "draft head", own: "the request's own text", group: "its prompt group", tenant: "its tenant's earlier text", suffix: "earlier text" };
+
+/** Accepted tokens by who proposed them, and what the head added beside earlier text. */
+function showSources(found, added) {
+  const total = Object.values(found ?? {}).reduce((sum, one) => sum + one, 0);
+  byId("sources-section").hidden = total === 0;
+  if (total === 0) return;
+  const rows = Object.keys(SOURCES).filter((source) => found[source]);
+  const parts = rows.map((source) => {
+    const part = element("span", { class: `part ${source}` });
+    part.style.width = `${(100 * found[source]) / total}%`;
+    return part;
+  });
+  byId("sources-bar").replaceChildren(...parts);
+  const legend = rows.map((source) => element("span", { class: "entry" }, element("span", { class: `dot ${source}` }), `${SOURCES[source]} ${Math.round((100 * found[source]) / total)}%`));
+  byId("sources").replaceChildren(...legend);
+  const isMeasured = added.ratio !== null;
+  byId("head-added").hidden = !isMeasured;
+  if (isMeasured) say("head-added", `In turns without the head, rounds took ${fixed(added.ratio)}× the time a token (${interval(added)}).`);
 }
 
 /** Where the version changed from one point to the next. */

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.live.live import HISTORY_POINTS, Board, Live
 from serving.metrics import EngineMetrics, ServingCollector
-from serving.speedup import BASELINE, SpeedupMeter
+from serving.speedup import BASELINE, NOTHING_MEASURED, SUFFIX_ONLY, Speedup, SpeedupMeter
 from speculator.errors import StoreError
+from speculator.proposals.suffix_drafter import TextSource
 from tests.fixtures.doubles import DoubleEngine
 from tests.serving.gateway import passage
 from tests.serving.gateway.client import ask, error_of, gateway, serve
@@ -73,15 +75,18 @@ class Served:
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     meter: SpeedupMeter = field(default_factory=SpeedupMeter)
     dropped: dict[str, int] = field(default_factory=lambda: {"buffer": 2, "redis": 1})
+    head: Speedup = NOTHING_MEASURED
 
     def __post_init__(self) -> None:
         self.metrics = EngineMetrics(self.registry)
         stats = RecorderStats(
             captured=9, appended=6, pending=0, bytes_appended=600, tokens_appended=60, dropped_by_reason=self.dropped
         )
-        self.registry.register(ServingCollector(self.meter, lambda: stats))
+        self.registry.register(ServingCollector(self.meter, lambda: stats, head=lambda: self.head))
 
-    def round(self, *, drafted: bool, seconds: float, accepted: int, from_head: bool = True) -> None:
+    def round(
+        self, *, drafted: bool, seconds: float, accepted: int, from_head: bool = True, texts: Sequence[TextSource] = ()
+    ) -> None:
         """One request at depth 3."""
         self.metrics.observe_round(
             batch=1,
@@ -93,6 +98,7 @@ class Served:
             depths=(3 if drafted else 0,),
             accepted=(accepted,),
             from_head=(from_head,),
+            accepted_text=texts,
             look=None,
             expected=(0.0, 0.0),
         )
@@ -113,7 +119,7 @@ def test_what_the_collectors_say() -> None:
     served = Served()
     served.round(drafted=False, seconds=0.02, accepted=0)
     served.round(drafted=True, seconds=0.03, accepted=2)
-    served.round(drafted=True, seconds=0.03, accepted=1, from_head=False)
+    served.round(drafted=True, seconds=0.03, accepted=1, from_head=False, texts=[TextSource.TENANT])
     live = get(served.app(), "/slipstream/live").json()
     assert live["speedup"]["baseline"] == BASELINE
     assert live["speedup"]["ratio"] == pytest.approx(0.02 / (0.06 / 5))
@@ -121,6 +127,26 @@ def test_what_the_collectors_say() -> None:
     assert live["model"] == "double"
     assert live["shows_tokens"] is True
     assert live["health"] == {"alive": True, "ready": True, "running": 0, "waiting": 0}
+
+
+def test_accepted_tokens_are_told_by_who_proposed_them() -> None:
+    served, now_s = Served(), 1000.0
+    live = Live(DoubleEngine(), served.registry, shows_tokens=True, clock=lambda: now_s)
+    assert not any(live.document()["sources"].values())
+    for _ in range(60):
+        now_s += 1
+        served.round(drafted=True, seconds=0.01, accepted=2)
+        texts = [TextSource.OWN, TextSource.TENANT]
+        served.round(drafted=True, seconds=0.01, accepted=2, from_head=False, texts=texts)
+    live.look()
+    sources = {source: count for source, count in live.document()["sources"].items() if count}
+    assert sources == {"head": 120, "own": 60, "tenant": 60}
+
+
+def test_what_the_head_adds_is_that_of_the_engines_own_ab() -> None:
+    served = Served(head=Speedup(1.3, None, 9, 9, lower=1.2, upper=1.4))
+    added = get(served.app(), "/slipstream/live").json()["head_added"]
+    assert added == {"ratio": 1.3, "lower": 1.2, "upper": 1.4, "baseline": SUFFIX_ONLY}
 
 
 def test_rates_are_of_the_last_seconds() -> None:
@@ -248,6 +274,7 @@ class DeskDouble:
             ],
             "published": 60,
             "pinned": None,
+            "trainer_rests": True,
             "engines": [
                 {"engine_id": f"secret-host-{role}", "version": 60, "role": role}
                 for role in ("canary", "waiting", "settled")
@@ -306,6 +333,7 @@ def test_versions_and_events_without_a_key_and_without_secrets() -> None:
     assert "secret" not in response.text
     board = response.json()
     assert (board["available"], board["knows_engines"], board["num_versions"]) == (True, False, 60)
+    assert board["trainer_rests"] is True
     assert [row["version"] for row in board["versions"]] == list(range(60, 10, -1))
     newest = board["versions"][0]
     assert (newest["num_engines"], newest["is_desired"], newest["gate"]["change"]) == (1, True, 0.1)
