@@ -63,10 +63,14 @@ def main() -> None:
         figures = _run(workloads[name], arguments, plot)
         found = figures["speedup"]["measured_last_two_minutes"] or 0.0
         lengths = ["–" if one is None else f"{one:.2f}" for one in figures["accept_length"].values()]
-        client, head = figures["client_speedup"], figures["head_added"]
+        client, ab = figures["client_speedup"], figures["ab"]
         rows += [
             (f"{name}: a client's speedup over plain decoding, prompts included", _times(client)),
-            ("  what the head added beside remembered text", _times(head)),
+            ("  both over earlier text alone, whole run", _times(ab["both_over_suffix_whole_run"])),
+            ("  the same in the last two minutes", _times(ab["both_over_suffix"])),
+            ("  both over plain rounds, last two minutes", _times(ab["both_over_plain"])),
+            ("  the server's end-to-end speedup", _times(figures["speedup"]["end_to_end"])),
+            ("  rounds until the poisoned draft was gone", figures["poisoned"]["rounds"]),
             (
                 "  measured speedup of decode rounds",
                 f"{found:.2f} ×  ({figures['speedup']['baseline_rounds']} control rounds)",
@@ -83,7 +87,7 @@ def main() -> None:
 
 
 def _times(bounded: Mapping[str, float | None]) -> str:
-    estimate, low, high = (bounded[name] for name in ("estimate", "low", "high"))
+    estimate, low, high = (bounded[name] for name in ("median", "low", "high"))
     if estimate is None:
         return "–"
     return f"{estimate:.2f} ×" if low is None else f"{estimate:.2f} ×  ({low:.2f} … {high:.2f})"

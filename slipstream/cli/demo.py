@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from slipstream.cli.options import Depth, DraftVocab, Dtype, JsonFile, Model, SuffixDepth, check_output, finite
+from slipstream.demo.topics import TENANTS
 from slipstream.logs import configure_logs
 from slipstream.models import BUNDLED_MODEL, resolve_model
 from slipstream.terminal import console
@@ -29,6 +30,13 @@ def demo(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the gateway on 127.0.0.1.")] = 8765,
     redis_url: Annotated[str | None, typer.Option(help="Use this empty Redis instead of starting one.")] = None,
     prompts: Annotated[Path | None, typer.Option(help='JSON lines with "domain" and "prompt".')] = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option(help="Keep drafts, the trainer's state and keys here, and begin with the last good draft of it."),
+    ] = None,
+    tenants: Annotated[
+        int, typer.Option(min=1, max=len(TENANTS), help="Who ask, each about topics of its own; text is not shared.")
+    ] = len(TENANTS),
     clients: Annotated[int, typer.Option(min=1, max=8, help="Requests in flight.")] = 2,
     samples: Annotated[int, typer.Option(min=1, max=8, help="Answers to each prompt: one group of samples.")] = 1,
     temperature: Annotated[float, typer.Option(min=0, max=2, callback=finite, help="0 is greedy.")] = 0,
@@ -40,10 +48,12 @@ def demo(
     dtype: Dtype = "bfloat16",
     seed: Annotated[int, typer.Option(help="Seed of the fresh draft and of the traffic's order.")] = 0,
 ) -> None:
-    """Serve a real model, train its draft from live traffic, and measure what drafts and learning bring to a client."""
+    """Serve a real model to several tenants, train its draft from their traffic, and measure what that brings."""
     configure_logs()
     from slipstream.demo.demo import DemoOptions, run_demo
-    from slipstream.demo.report import draw, figures, sentences
+    from slipstream.demo.narration import sentences
+    from slipstream.demo.picture import draw
+    from slipstream.demo.report import figures
     from slipstream.demo.topics import read_prompts
     from speculator.draft.checkpoint import model_name
 
@@ -58,7 +68,7 @@ def demo(
     given["prompts"] = read_prompts(prompts) if prompts else None
     options = DemoOptions(**given, model_dir=model_dir, model_name=model_name(model_dir))
     run = run_demo(options, console)
-    settings = ("minutes", "clients", "samples", "temperature", "depth", "suffix_depth")
+    settings = ("minutes", "tenants", "clients", "samples", "temperature", "depth", "suffix_depth")
     document = figures(run, {"model": options.model_name, **{name: given[name] for name in settings}})
     if json_file is not None:
         json_file.write_text(json.dumps(document, indent=2) + "\n")

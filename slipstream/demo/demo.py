@@ -1,6 +1,6 @@
-"""`slipstream demo`: the whole loop on one machine, and the figures of what it did.
+"""`slipstream demo`: the whole loop on one machine, told in chapters (slipstream/demo/story.py), and its figures.
 
-Start: Redis → draft lineage → gateway with engine → plain server → trainer → traffic.
+Start: Redis → draft lineage → gateway with engine → plain server → traffic → trainer.
 Stop:  traffic (answers in flight finish) → trainer catches up → trainer → gateways → Redis.
 
 The plain server is the same model in a second process without drafts, and nothing is captured or learned from there.
@@ -13,10 +13,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import math
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -26,14 +27,29 @@ from rich.live import Live
 from rich.table import Table
 
 from serving.gateway.server import bind
-from slipstream.demo.report import DemoRun, progress
-from slipstream.demo.servers import Child, Scrape, running_child, wait_until_ready
-from slipstream.demo.topics import Prompt, built_in_prompts, endless
+from slipstream.demo.narration import chapter_sentences, progress
+from slipstream.demo.report import ChapterRun, DemoRun
+from slipstream.demo.servers import KEYS_FILE, Child, Scrape, running_child, wait_until_ready
+from slipstream.demo.story import (
+    CHAPTERS,
+    GUEST,
+    LEARNING,
+    METRICS,
+    POISON,
+    RESTART,
+    SHIFT,
+    Chapter,
+    make_keys,
+    publish_poisoned,
+    verdict_on,
+)
+from slipstream.demo.topics import TENANTS, Prompt, TenantTraffic, built_in_prompts
 from slipstream.demo.traffic import SETTLING_S, Traffic
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.errors import ConfigError
-from speculator.host import free_port
+from speculator.host import free_port, write_synced
 from speculator.redis.client import connect
+from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
 from speculator.redis.trace_stream import TraceStream, cap_for
 from speculator.versions.lineage import ensure_lineage
@@ -43,13 +59,13 @@ _POLL_S = 0.5
 _READY_TIMEOUT_S = 180.0
 _CATCH_UP_S = 45.0
 """How long the trainer may take, after the last answer, to use the traces that are still in the stream."""
+_FLUSH_S = 20.0
+"""How long an engine that is to be restarted may take to write its last traces."""
 _HEAD_OFF_SHARE = 0.25
 """Of the drafting rounds, for the A/B of the draft head beside remembered text."""
 _PLAIN_SHARE = 0.06
 """Of the rounds, for the end-to-end speedup: twice what a server has, or a short demo would see too few stretches."""
 _STRETCH_S = 60.0
-_FEWEST_STRETCHES = 6
-"""Of live traffic: an interval needs five."""
 _PLAIN_S = 8.0
 _LEAST_PLAIN_S = 2.0
 _LINE_EVERY_S = 15.0
@@ -63,6 +79,9 @@ class DemoOptions:
     port: int
     redis_url: str | None
     prompts: list[Prompt] | None
+    keep: Path | None
+    """Where store, trainer's state and keys stay; the run begins from the last good draft there."""
+    tenants: int
     clients: int
     samples: int
     temperature: float
@@ -80,19 +99,26 @@ def run_demo(options: DemoOptions, console: Console) -> DemoRun:
     bind("127.0.0.1", options.port).close()  # a busy port is worth knowing before anything slow starts
     with tempfile.TemporaryDirectory(prefix="slipstream-") as scratch, contextlib.ExitStack() as running:
         folder = Path(scratch)
+        kept = options.keep or folder
+        kept.mkdir(parents=True, exist_ok=True)
         redis_url = options.redis_url or running.enter_context(EmbeddedRedis(folder / "redis")).url
         fingerprint = target_fingerprint(options.model_dir)
         key = model_key(options.model_dir, fingerprint)
-        stream = TraceStream(connect(redis_url), key, max_bytes=cap_for(options.model_dir), consumer="demo")
+        connection = connect(redis_url)
+        stream = TraceStream(connection, key, max_bytes=cap_for(options.model_dir), consumer="demo")
         if stream.lag().appended:
             raise ConfigError(f"Redis already holds traces of this model: pass an empty --redis-url or drop {key}")
-        ensure_lineage(
-            DraftStore(folder / "drafts"),
+        store = DraftStore(kept / "drafts")
+        begun_with = ensure_lineage(
+            store,
             options.model_dir,
             fingerprint,
             draft_vocab_size=options.draft_vocab_size,
             seed=options.seed,
         )
+        keys = make_keys(kept / "keys.json")
+        write_synced(kept / "metrics.key", keys[METRICS].encode())
+        (kept / "metrics.key").chmod(0o600)
         # The plain server's Redis and store are its own: no trainer writes there, so nothing is swapped.
         (folder / "plain").mkdir()
         plain_redis = running.enter_context(EmbeddedRedis(folder / "plain" / "redis"))
@@ -101,18 +127,26 @@ def run_demo(options: DemoOptions, console: Console) -> DemoRun:
             *("--capture", "--head-off-share", str(_HEAD_OFF_SHARE), "--plain-share", str(_PLAIN_SHARE)),
             *("--depth", str(options.depth), "--suffix-depth", str(options.suffix_depth)),
         ]
-        serve = running.enter_context(_server(options, folder, redis_url, port, live_arguments))
-        plain_arguments = ["--depth", "0", "--suffix-depth", "0"]
-        plain = running.enter_context(_server(options, folder / "plain", plain_redis.url, plain_port, plain_arguments))
+        places = _places(options, kept / "drafts", redis_url)
+        start_server = partial(
+            _server, options, folder, [*places, *live_arguments], port, **{KEYS_FILE: str(kept / "keys.json")}
+        )
+        serve = running.enter_context(contextlib.ExitStack())
+        server = serve.enter_context(start_server())
+        plain_arguments = [
+            *_places(options, folder / "plain" / "drafts", plain_redis.url),
+            *("--depth", "0", "--suffix-depth", "0"),
+        ]
+        plain = running.enter_context(_server(options, folder / "plain", plain_arguments, plain_port))
         console.print(f"loading [bold]{options.model_name}[/] …")
         url, plain_url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{plain_port}"
         for each in (url, plain_url):
-            wait_until_ready(each, [serve, plain], timeout_s=_READY_TIMEOUT_S)
-        console.print(f"page: {url}   openai client: {url}/v1")
-        training = [*_places(options, folder, redis_url), "--state", str(folder / "trainer")]
+            wait_until_ready(each, [server, plain], timeout_s=_READY_TIMEOUT_S)
+        console.print(f"page: {url}/#key={keys[GUEST]}", soft_wrap=True)
+        console.print(f"openai client: {url}/v1, API key {keys[GUEST]}", soft_wrap=True)
         # Of one list, so that no prompt is asked of both.
         asked = options.prompts or built_in_prompts()
-        prompts = endless(asked, options.seed)
+        prompts = TenantTraffic(asked, TENANTS[: options.tenants], options.seed)
         traffic, plain_traffic = (
             Traffic(
                 each,
@@ -121,38 +155,47 @@ def run_demo(options: DemoOptions, console: Console) -> DemoRun:
                 max_tokens=options.max_tokens,
                 temperature=options.temperature,
                 samples=options.samples,
+                keys=keys,
             )
             for each in (url, plain_url)
         )
+        training = [*places, "--state", str(kept / "trainer")]
         demo = _Demo(
             options=options,
             console=console,
             url=url,
+            metrics_key=keys[METRICS],
             stream=stream,
+            store=store,
+            pointer=DraftPointer(connection, key),
+            fingerprint=fingerprint,
+            prompts=prompts,
             plain=plain,
-            children=[serve, plain],
+            serve=serve,
+            server=server,
+            start_server=start_server,
             start_trainer=partial(running_child, "train", training, folder),
             observed=DemoRun(
                 traffic=traffic,
                 plain=plain_traffic,
                 num_clients=options.clients,
+                num_tenants=options.tenants,
                 num_prompts=len({prompt.text for prompt in asked}),
+                begun_with=begun_with,
             ),
         )
         return asyncio.run(demo.run())
 
 
-def _places(options: DemoOptions, folder: Path, redis_url: str) -> list[str]:
-    return ["--model", str(options.model_dir), "--redis-url", redis_url, "--store", str(folder / "drafts")]
+def _places(options: DemoOptions, store: Path, redis_url: str) -> list[str]:
+    return ["--model", str(options.model_dir), "--redis-url", redis_url, "--store", str(store)]
 
 
 def _server(
-    options: DemoOptions, folder: Path, redis_url: str, port: int, arguments: list[str]
+    options: DemoOptions, folder: Path, arguments: list[str], port: int, **settings: str
 ) -> contextlib.AbstractContextManager[Child]:
     same = ["--name", options.model_name, "--dtype", options.dtype, "--context-length", str(options.context_length)]
-    return running_child(
-        "serve", [*_places(options, folder, redis_url), *same, "--port", str(port), *arguments], folder
-    )
+    return running_child("serve", [*arguments, *same, "--port", str(port)], folder, **settings)
 
 
 @dataclass(kw_only=True)
@@ -162,39 +205,101 @@ class _Demo:
     options: DemoOptions
     console: Console
     url: str
+    metrics_key: str
     stream: TraceStream
+    store: DraftStore
+    pointer: DraftPointer
+    fingerprint: str
+    prompts: TenantTraffic
     plain: Child
-    children: list[Child]
+    serve: contextlib.ExitStack
+    """Ends `server`."""
+    server: Child
+    start_server: Callable[[], contextlib.AbstractContextManager[Child]]
     start_trainer: Callable[[], contextlib.AbstractContextManager[Child]]
     observed: DemoRun
+    trainer: Child | None = None
+    training: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """Ends `trainer`."""
+    before_restart: Scrape | None = None
     decodes_plainly: bool = False
 
     async def run(self) -> DemoRun:
         run = self.observed
-        total_s = 60 * self.options.minutes
-        num_stretches = max(_FEWEST_STRETCHES, round(total_s / _STRETCH_S))
-        stretch_s = total_s / num_stretches
-        plain_s = max(_LEAST_PLAIN_S, min(_PLAIN_S, stretch_s / 2))
         # A full collection that walked all that was imported would hold up the clients, and count as the service's gap.
         gc.collect()
         gc.freeze()
         async with httpx.AsyncClient(timeout=5, trust_env=False) as http, run.traffic, run.plain:
-            with self._display() as show:
+            with self._display() as show, self.training:
                 await self._decode_plainly(SETTLING_S / 2, show)  # its first answers load what later ones find loaded
-                await self._decode_plainly(plain_s, show)
+                await self._decode_plainly(self._plain_s, show)
                 run.started_unix_s = time.time()
-                with self.start_trainer() as trainer:
-                    self.children.append(trainer)
-                    for number in range(num_stretches):
-                        if number:
-                            await self._pause_for_plain_decoding(trainer, plain_s, show)
-                        await self._serve(http, stretch_s, show)
-                    run.duration_s = run.at_s(time.time())
-                    await self._catch_up(http, show)
-                    self.children.remove(trainer)
-                await self._decode_plainly(plain_s, show)
+                for chapter in CHAPTERS:
+                    await self._tell(chapter, http, show)
+                run.duration_s = run.at_s(time.time())
+                await self._catch_up(http, show)
+                self._take_verdict()
+                self.training.close()
+                self.trainer = None
+                await self._decode_plainly(self._plain_s, show)
         gc.unfreeze()
         return run
+
+    @property
+    def _plain_s(self) -> float:
+        return max(_LEAST_PLAIN_S, min(_PLAIN_S, 60 * self.options.minutes * CHAPTERS[0].share / 2))
+
+    async def _tell(self, chapter: Chapter, http: httpx.AsyncClient, show: Callable[[], None]) -> None:
+        """One chapter: what happens at its beginning, and its stretches of live traffic."""
+        run, chapter_s = self.observed, 60 * self.options.minutes * chapter.share
+        if run.chapters:
+            await self._pause_for_plain_decoding(show)
+        self.console.print(f"[bold]{chapter.title}.[/] {chapter.opening}", highlight=False)
+        await self._begin(chapter, http, show)
+        start_s = run.at_s(time.time())
+        run.chapters.append(ChapterRun(chapter, start_s, start_s + chapter_s))
+        num_stretches = math.ceil(chapter_s / _STRETCH_S)
+        for number in range(num_stretches):
+            if number:
+                await self._pause_for_plain_decoding(show)
+            await self._serve(http, chapter_s / num_stretches, show)
+        run.chapters[-1].end_s = run.at_s(time.time())
+        self._take_verdict()
+        for sentence in chapter_sentences(run, run.chapters[-1]):
+            self.console.print(f"  {sentence}", highlight=False)
+
+    async def _begin(self, chapter: Chapter, http: httpx.AsyncClient, show: Callable[[], None]) -> None:
+        run = self.observed
+        self.prompts.shift(to_second=chapter is SHIFT)
+        if chapter is LEARNING:
+            self.trainer = self.training.enter_context(self.start_trainer())
+        elif chapter is SHIFT and not self.prompts.can_shift:
+            self.console.print("  All prompts are of one domain, so the topics stay.")
+        elif chapter is POISON:
+            run.poisoned = publish_poisoned(
+                self.store,
+                self.pointer,
+                int(run.samples[-1].total("slipstream_draft_version")),
+                target_fingerprint=self.fingerprint,
+            )
+        elif chapter is RESTART:
+            with self._paused():
+                await self._restart(http, show)
+
+    async def _restart(self, http: httpx.AsyncClient, show: Callable[[], None]) -> None:
+        """Start the engine again; its counters go on from where they were."""
+        deadline = time.monotonic() + _FLUSH_S
+        while time.monotonic() < deadline:
+            await self._observe(http)
+            if not self.observed.samples[-1].total("slipstream_traces_pending"):
+                break
+            await asyncio.sleep(_POLL_S)
+        self.before_restart = self.observed.samples[-1]
+        await asyncio.to_thread(self.serve.close)
+        self.server = self.serve.enter_context(self.start_server())
+        await asyncio.to_thread(wait_until_ready, self.url, [self.server, self.plain], timeout_s=_READY_TIMEOUT_S)
+        await self._observe(http)
+        show()
 
     async def _serve(self, http: httpx.AsyncClient, stretch_s: float, show: Callable[[], None]) -> None:
         """Live traffic, observed."""
@@ -205,15 +310,25 @@ class _Demo:
                 await self._observe(http)
                 show()
                 await _wait(clients, _POLL_S)
+        await self._observe(http)
 
-    async def _pause_for_plain_decoding(self, trainer: Child, seconds: float, show: Callable[[], None]) -> None:
-        began_s = time.time()
-        trainer.pause()
+    async def _pause_for_plain_decoding(self, show: Callable[[], None]) -> None:
+        with self._paused():
+            await self._decode_plainly(self._plain_s, show)
+
+    @contextlib.contextmanager
+    def _paused(self) -> Iterator[None]:
+        """Time that is none of live traffic; the trainer stands still."""
+        began_s, pauses = time.time(), self.observed.pauses
+        pauses.append((began_s, math.inf))
+        if self.trainer is not None:
+            self.trainer.pause()
         try:
-            await self._decode_plainly(seconds, show)
+            yield
         finally:
-            trainer.resume()
-        self.observed.pauses.append((began_s, time.time()))
+            if self.trainer is not None:
+                self.trainer.resume()
+        pauses[-1] = (began_s, time.time())
 
     async def _decode_plainly(self, seconds: float, show: Callable[[], None]) -> None:
         """The same clients ask the plain server, which is paused before and after."""
@@ -238,15 +353,21 @@ class _Demo:
 
     async def _observe(self, http: httpx.AsyncClient) -> None:
         run = self.observed
-        for child in self.children:
-            child.check()
+        for child in (self.server, self.plain, self.trainer):
+            if child is not None:
+                child.check()
         at_s = run.at_s(time.time())
-        sample = Scrape.parse(at_s, (await http.get(f"{self.url}/metrics")).text)
+        headers = {"authorization": f"Bearer {self.metrics_key}"}
+        sample = Scrape.parse(at_s, (await http.get(f"{self.url}/metrics", headers=headers)).text)
         swapped = sample.total("slipstream_last_swap_timestamp_seconds")
         if swapped and swapped not in run.swaps_unix_s:
             run.swaps_unix_s.append(swapped)
-        run.samples.append(sample)
+        run.samples.append(sample if self.before_restart is None else sample.going_on(self.before_restart))
         run.lag = await asyncio.to_thread(self.stream.lag)
+
+    def _take_verdict(self) -> None:
+        if self.observed.poisoned is not None:
+            self.observed.verdict = verdict_on(self.store, self.observed.poisoned)
 
     async def _catch_up(self, http: httpx.AsyncClient, show: Callable[[], None]) -> None:
         """Wait until every captured trace was used, or the time for it is over."""

@@ -8,15 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving.metrics import HEAD_AB_ARMS
-from serving.speedup import Sums
+from serving.speedup import HEAD_AB_ARMS, Sums
 from speculator.errors import ConfigError, SlipstreamError
 
 
@@ -28,16 +27,17 @@ KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRES
 """For a trainer. Each step allocates the same tens of megabytes. By default glibc gives them back to the kernel, which
 clears each page again: ten thousand page faults a step. See mallopt(3)."""
 
-_NOT_INHERITED = ("SLIPSTREAM_GATEWAY_KEYS_FILE", "SLIPSTREAM_GATEWAY_AUTH_ELSEWHERE", "SLIPSTREAM_CAPTURE")
-"""Settings of a deployment that may be in this shell. The demo's clients on loopback have no key, and the command line
-tells each server whether it captures."""
+KEYS_FILE = "SLIPSTREAM_GATEWAY_KEYS_FILE"
+_NOT_INHERITED = (KEYS_FILE, "SLIPSTREAM_GATEWAY_AUTH_ELSEWHERE", "SLIPSTREAM_CAPTURE")
+"""Settings of a deployment that may be in this shell. The demo's clients have keys of their own or none, and the
+command line tells each server whether it captures."""
 
 
-def _environment(command: str, num_threads: int) -> dict[str, str]:
+def _environment(command: str, num_threads: int, settings: Mapping[str, str]) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
     # Passive waiting: a thread pool that spins would take the core from the other process.
     threads = {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    return {**(KEEP_FREED_MEMORY if command == "train" else {}), **inherited, **threads}
+    return {**(KEEP_FREED_MEMORY if command == "train" else {}), **inherited, **threads, **settings}
 
 
 class Child:
@@ -48,12 +48,21 @@ class Child:
     within them.
     """
 
-    def __init__(self, name: str, arguments: list[str], *, log_path: Path, num_threads: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        arguments: list[str],
+        *,
+        log_path: Path,
+        num_threads: int,
+        settings: Mapping[str, str] | None = None,
+    ) -> None:
+        """`settings` are variables of its environment beside those of this process."""
         self.name, self._log_path = name, log_path
         with log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "slipstream", *arguments],
-                env=_environment(arguments[0], num_threads),
+                env=_environment(arguments[0], num_threads, settings or {}),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -95,9 +104,9 @@ class Child:
 
 
 @contextlib.contextmanager
-def running_child(name: str, arguments: list[str], folder: Path) -> Iterator[Child]:
+def running_child(name: str, arguments: list[str], folder: Path, **settings: str) -> Iterator[Child]:
     """Run `slipstream NAME …` with one thread until the end of the block; it prints to NAME.log in the folder."""
-    started = Child(name, [name, *arguments], log_path=folder / f"{name}.log", num_threads=1)
+    started = Child(name, [name, *arguments], log_path=folder / f"{name}.log", num_threads=1, settings=settings)
     try:
         yield started
     finally:
@@ -121,6 +130,10 @@ def wait_until_ready(url: str, children: Sequence[Child], *, timeout_s: float) -
     raise ConfigError(f"the gateway was not ready after {timeout_s:.0f} s: see `slipstream doctor`")
 
 
+_COUNTED = ("_total", "_count", "_sum", "_bucket")
+"""How the series end that only ever grow."""
+
+
 @dataclass(frozen=True)
 class Scrape:
     """All series of one scrape: (name, sorted labels) → value. `at_s` is seconds since the traffic began."""
@@ -142,6 +155,12 @@ class Scrape:
         gained = {series: value - first.values.get(series, 0.0) for series, value in self.values.items()}
         return Scrape(self.at_s - first.at_s, gained)
 
+    def going_on(self, before: Scrape) -> Scrape:
+        """This one with the counters of an engine that was restarted after `before` going on from there."""
+        counted = {series: value for series, value in before.values.items() if series[0].endswith(_COUNTED)}
+        together = {series: self.values.get(series, 0.0) + value for series, value in counted.items()}
+        return Scrape(self.at_s, {**self.values, **together})
+
     def total(self, name: str, **labels: str) -> float:
         """Sum of the series of `name` that carry `labels`."""
         return sum(value for (series, has), value in self.values.items() if series == name and labels.items() <= {*has})
@@ -155,14 +174,22 @@ class Scrape:
     @property
     def head_ab(self) -> Sums:
         """Rounds with remembered text alone, and those with the draft head beside it."""
+        return self._sums("slipstream_head_ab_rounds", "slipstream_head_ab_round_{}", "arm", HEAD_AB_ARMS)
+
+    @property
+    def rounds_ab(self) -> Sums:
+        """Rounds in which nobody was drafted for, and those with drafts."""
+        return self._sums("slipstream_rounds", "slipstream_round_{}", "mode", ("control", "speculative"))
+
+    def _sums(self, counted: str, measured: str, label: str, arms: Sequence[str]) -> Sums:
+        """By batch size; `arms` are the values of `label`, the baseline's first."""
         sums = Sums()
         for (series, labels), rounds in self.values.items():
-            if series == "slipstream_head_ab_rounds_total":
+            of = dict(labels)
+            if series == f"{counted}_total" and of[label] in arms:
                 # The first round of a batch size may be half counted.
                 seconds, tokens = (
-                    self.values.get((f"slipstream_head_ab_round_{of}_total", labels), 0.0)
-                    for of in ("seconds", "tokens")
+                    self.values.get((f"{measured.format(what)}_total", labels), 0.0) for what in ("seconds", "tokens")
                 )
-                of = dict(labels)
-                sums.add(int(of["batch"]), of["arm"] == HEAD_AB_ARMS[1], seconds, int(tokens), int(rounds))
+                sums.add(int(of["batch"]), of[label] == arms[1], seconds, int(tokens), int(rounds))
         return sums

@@ -1,13 +1,13 @@
-"""Built-in traffic for the demo: question forms over many topics, in four domains.
+"""Prompts of the demo and of benchmarks: real questions that come with the package, or a file's.
 
-They repeat themselves, so they flatter acceptance; figures are reported on real prompts (`--prompts`).
+`prompts/` has GSM8K, HumanEval and Spec-Bench, with their licences. No prompt is asked twice while there are others.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -15,59 +15,21 @@ import msgspec
 from speculator.errors import ConfigError
 from speculator.host import read_json_lines
 
-_THINGS = (
-    "the water cycle, photosynthesis, a volcano, the moon, an earthquake, a rainbow, a hurricane, gravity, "
-    "magnetism, electricity, a battery, a bicycle, a steam engine, a refrigerator, a telescope, a microscope, the "
-    "internet, a computer, a database, a compiler, an operating system, a search engine, encryption, a "
-    "blockchain, a vaccine, the immune system, the heart, the lungs, the brain, sleep, memory, a dream, bread, "
-    "cheese, coffee, tea, chocolate, honey, wine, a bridge, a dam, a lighthouse, a windmill, a submarine, an "
-    "airplane, a rocket, a satellite, a black hole, a comet, the sun, Mars, an ocean current, a glacier, a "
-    "desert, a rainforest, a coral reef, a bee, an ant colony, a whale, an octopus, an elephant, a wolf, an owl, "
-    "a butterfly, a dinosaur, a fossil, a diamond, gold, iron, glass, paper, ink, a clock, a calendar, money, a "
-    "bank, inflation, a market, a tax, an election, a law, a court, a city, a library, a museum, a school, a "
-    "hospital, a farm, a garden, a forest, chess, football, music, a violin, a piano, painting, photography, a "
-    "novel, a poem, a language, an alphabet, a map, a compass"
-).split(", ")
-
-_FORMS = {
-    "explain": (
-        "What is {}? Explain it simply.",
-        "How does {} work?",
-        "Why is {} important? Give three reasons.",
-        "Explain {} to a ten year old child.",
-        "What would a day without {} be like?",
-    ),
-    "write": (
-        "Write a short story about {}.",
-        "Write a short letter to a friend about {}.",
-        "Describe {} in one paragraph.",
-        "Write a dialogue in which two friends argue about {}.",
-    ),
-    "list": (
-        "List five facts about {}.",
-        "Give me a step by step plan to teach a class about {}.",
-        "What are the advantages and disadvantages of {}?",
-        "List four mistakes that people make about {}.",
-    ),
-    "code": (
-        "Write a Python class that models {}.",
-        "Write a Python function that returns a dictionary with facts about {}.",
-        "Write a Python script that asks three questions about {} and counts the right answers.",
-    ),
-}
+TENANTS = tuple(f"tenant-{number:02}" for number in range(1, 13))
+_FOLDER = Path(__file__).parent / "prompts"
 
 
 @dataclass(frozen=True)
 class Prompt:
     domain: str
     text: str
+    tenant: str = ""
+    """Who asks; empty where there are no tenants."""
 
 
 def built_in_prompts() -> list[Prompt]:
-    """Every form over every thing, in a fixed order."""
-    return [
-        Prompt(domain, form.format(thing)) for domain, forms in _FORMS.items() for form in forms for thing in _THINGS
-    ]
+    """All that come with the package, in a fixed order."""
+    return [prompt for path in sorted(_FOLDER.glob("*.jsonl")) for prompt in read_prompts(path)]
 
 
 class _Row(msgspec.Struct):
@@ -84,8 +46,63 @@ def read_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
-def endless(prompts: list[Prompt], seed: int) -> Iterator[Prompt]:
+def endless(prompts: Sequence[Prompt], seed: int) -> Iterator[Prompt]:
     """All prompts in a random order, then again in another: domains come in the shares that the list has."""
     order = random.Random(seed)
     while True:
         yield from order.sample(prompts, len(prompts))
+
+
+class TenantTraffic(Iterator[Prompt]):
+    """What several tenants ask, each about a topic of its own; the topics change when `shift` is set.
+
+    The domains with the most prompts, half of all prompts or more, are the topics of the first traffic, and the others
+    those of the second. Each tenant has one domain of either. Where its domain has no prompt left that was not asked,
+    it asks about another one of the same traffic, then about any, and only then does a prompt come again.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], tenants: Sequence[str], seed: int) -> None:
+        """`prompts`: at least one; `tenants`: those who ask, in a random order."""
+        self._prompts, self._tenants, self._random = prompts, tenants, random.Random(seed)
+        self._asked_by: list[str] = []
+        self._left: dict[str, list[Prompt]] = {}
+        self._refill()
+        domains = sorted(self._left, key=lambda domain: -len(self._left[domain]))
+        num_first, covered = 0, 0
+        while 2 * covered < len(prompts):
+            covered += len(self._left[domains[num_first]])
+            num_first += 1
+        self._topics = domains[:num_first], domains[num_first:]
+        self.is_shifted = False
+
+    @property
+    def can_shift(self) -> bool:
+        """False where all prompts are of one domain."""
+        return bool(self._topics[1])
+
+    def topics(self) -> Sequence[str]:
+        """The domains of the present traffic."""
+        return self._topics[self.is_shifted and self.can_shift]
+
+    def shift(self, *, to_second: bool) -> None:
+        """Ask about the second traffic's topics from now on, or about the first one's again."""
+        self.is_shifted = to_second
+
+    def __next__(self) -> Prompt:
+        if not self._asked_by:
+            self._asked_by = self._random.sample(self._tenants, len(self._tenants))
+        tenant = self._asked_by.pop()
+        topics = self.topics()
+        own = topics[self._tenants.index(tenant) % len(topics)]
+        for domain in (own, self._fullest(topics), self._fullest(list(self._left))):
+            if self._left[domain]:
+                return replace(self._left[domain].pop(), tenant=tenant)
+        self._refill()
+        return replace(self._left[own].pop(), tenant=tenant)
+
+    def _fullest(self, domains: Sequence[str]) -> str:
+        return max(domains, key=lambda domain: len(self._left[domain]))
+
+    def _refill(self) -> None:
+        for prompt in self._random.sample(self._prompts, len(self._prompts)):
+            self._left.setdefault(prompt.domain, []).append(prompt)

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -62,8 +62,10 @@ class Traffic:
         max_tokens: int,
         temperature: float,
         samples: int = 1,
+        keys: Mapping[str, str] | None = None,
         http: openai.DefaultAsyncHttpxClient | None = None,
     ) -> None:
+        """`keys` are API keys by tenant, where the server asks for them."""
         self._client = openai.AsyncOpenAI(
             base_url=f"{base_url}/v1",
             api_key="none",
@@ -74,7 +76,7 @@ class Traffic:
             # Between two stretches the gateway would close an idle connection, perhaps just as a request comes.
             default_headers={"Connection": "close"},
         )
-        self._model, self._prompts = model, prompts
+        self._model, self._prompts, self._keys = model, prompts, keys or {}
         self._max_tokens, self._temperature, self._samples = max_tokens, temperature, samples
         self._groups = itertools.count()
         self._stopping, self._stretch = True, Stretch(0.0)
@@ -117,7 +119,8 @@ class Traffic:
         about = {"domain": prompt.domain}
         if self._samples > 1:
             about["group_id"] = f"group-{next(self._groups)}"
-        stream = await self._client.chat.completions.create(
+        client = self._client.with_options(api_key=self._keys.get(prompt.tenant, "none"))
+        stream = await client.chat.completions.create(
             model=self._model,
             messages=[{"role": "user", "content": prompt.text}],
             max_tokens=self._max_tokens,

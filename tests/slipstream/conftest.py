@@ -96,7 +96,8 @@ def watched_demo(run_cli: RunCli, tmp_path_factory: pytest.TempPathFactory) -> I
     with ExitStack() as running, pytest.MonkeyPatch.context() as patch:
         url = ""
         if shutil.which("prometheus") is not None:
-            url = running.enter_context(prometheus(folder / "prometheus", ports))
+            keys = {"gateway": folder / "kept" / "metrics.key"}
+            url = running.enter_context(prometheus(folder / "prometheus", ports, keys=keys))
         for name, value in TRAINER_ENV.items():
             patch.setenv(name, value)
         patch.setenv("SLIPSTREAM_TRAINER_METRICS_PORT", str(ports["trainer"]))
@@ -107,7 +108,7 @@ def watched_demo(run_cli: RunCli, tmp_path_factory: pytest.TempPathFactory) -> I
         result = run_cli(
             *("demo", "--model", model, "--minutes", 0.55, "--json", document, "--plot", plot),
             *("--port", ports["gateway"], "--max-tokens", 40, "--context-length", 256, "--draft-vocab-size", 24),
-            *("--dtype", "float32", "--suffix-depth", 0),
+            *("--dtype", "float32", "--suffix-depth", 0, "--keep", folder / "kept"),
             timeout_s=280,
         )
         patch.undo()

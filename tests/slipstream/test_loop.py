@@ -121,11 +121,22 @@ def test_the_demo_runs_and_writes_its_figures(watched_demo: WatchedDemo) -> None
     figures = json.loads(watched_demo.document.read_text())
     assert {"model", "minutes", "requests", "failed_requests", "completion_tokens", "swaps"} <= figures.keys()
     assert {"accept_length", "speedup", "inter_token_ms", "traces", "draft_version", "host"} <= figures.keys()
-    head, client = figures["head_added"], figures["client_speedup"]
-    assert 0 < head["low"] < head["estimate"] < head["high"]
-    assert head["both_rounds"] > head["suffix_only_rounds"] > 50
-    assert 0 < client["low"] < client["estimate"] < client["high"]
-    assert client["plain_stretches"] == 7
+    ab, client = figures["ab"], figures["client_speedup"]
+    assert 0 < ab["both_over_suffix_whole_run"]["low"] < ab["both_over_suffix_whole_run"]["high"]
+    assert 0 < ab["both_over_plain"]["low"] < ab["both_over_plain"]["median"] < ab["both_over_plain"]["high"]
+    assert ab["both_rounds"] > ab["suffix_only_rounds"] > 50
+    assert 0 < client["low"] < client["median"] < client["high"]
+    assert [chapter["name"] for chapter in figures["chapters"]] == [
+        "day_0",
+        "learning",
+        "shift",
+        "poisoned_draft",
+        "restart",
+    ]
+    assert figures["chapters"][0]["swaps"] == 0, "nothing learns on day 0"
+    assert figures["accepted_by_source"]["head"] > 0
+    assert figures["poisoned"]["version"] > 1
+    assert client["plain_stretches"] == 6
     assert client["plain_requests"] > 5
     assert client["plain_failed_requests"] == 0
     assert figures["failed_requests"] == 0
@@ -138,7 +149,8 @@ def test_the_demo_runs_and_writes_its_figures(watched_demo: WatchedDemo) -> None
     assert traces["captured"] == settled == figures["requests"]
     assert traces["waiting"] == 0
     assert watched_demo.plot.read_bytes().startswith(b"\x89PNG")
-    assert "A client's clock" in watched_demo.stderr
+    assert "A restart." in watched_demo.stderr
+    assert "a client's clock saw" in watched_demo.stderr
 
 
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="no Prometheus: make system-packages installs it")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from serving.engine import GenerateRequest
-from slipstream.demo.topics import built_in_prompts, endless
 from slipstream.models import BUNDLED_MODEL, resolve_model
 from speculator.draft.initialization import fresh_draft
 from tests.serving.local.harness import GREEDY, toy_engine
@@ -21,14 +20,3 @@ def test_the_bundled_model_answers_with_and_without_speculation() -> None:
             prompt = tuple(harness.engine.tokenizer.encode_chat([{"role": "user", "content": question}]))
             request = GenerateRequest(request_id="1", prompt_token_ids=prompt, max_tokens=8, sampling=GREEDY)
             assert harness.ask(request)[0].text.startswith("The capital of France is Paris.")
-
-
-def test_built_in_prompts_cover_several_domains_in_an_order_that_a_seed_fixes() -> None:
-    prompts = built_in_prompts()
-    assert len({prompt.domain for prompt in prompts}) >= 4
-    assert len({prompt.text for prompt in prompts}) == len(prompts) > 500
-    first, again, other = (endless(prompts, seed) for seed in (1, 1, 2))
-    drawn = [next(first) for _ in range(len(prompts) + 5)]
-    assert drawn == [next(again) for _ in drawn]
-    assert drawn != [next(other) for _ in drawn]
-    assert set(drawn[: len(prompts)]) == set(prompts)

@@ -10,8 +10,10 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from serving.metrics import EngineMetrics
-from slipstream.demo.report import DemoRun, figures, progress, sentences
+from slipstream.demo.narration import chapter_sentences, progress, sentences
+from slipstream.demo.report import ChapterRun, DemoRun, figures
 from slipstream.demo.servers import Scrape
+from slipstream.demo.story import CHAPTERS, POISON, PoisonedDraft
 from slipstream.demo.topics import built_in_prompts, endless
 from slipstream.demo.traffic import Stretch, Traffic
 from speculator.redis.stream_accounting import StreamLag
@@ -42,25 +44,30 @@ def _run(samples: list[Scrape], *, num_prompts: int = 12, duration_s: float = 30
     )
 
 
+def _count(metrics: EngineMetrics, *, drafted: bool, accepted: int, seconds: float) -> None:
+    metrics.observe_round(
+        batch=1,
+        drafted=drafted,
+        read_prompt=False,
+        seconds=seconds,
+        committed=accepted + 1 if drafted else 1,
+        proposed=(3,),
+        depths=(2,),
+        accepted=(accepted,),
+        from_head=(True,),
+        accepted_text=(0, 2, 2) if accepted else (),
+        expected=(1.0, 0.03),
+        look=None,
+    )
+
+
 def _counted() -> list[Scrape]:
     """Scrapes after a minute of rounds that accept nothing, and after two and four minutes with more accepted."""
     registry = CollectorRegistry()
     metrics, samples = EngineMetrics(registry), [Scrape(0.0, {})]
     for at_s, count, accepted in ((60.0, 10, 0), (180.0, 10, 1), (300.0, 20, 2)):
         for drafted in (*[True] * count, False):
-            metrics.observe_round(
-                batch=1,
-                drafted=drafted,
-                read_prompt=False,
-                seconds=0.03,
-                committed=accepted + 1 if drafted else 1,
-                proposed=(3,),
-                depths=(2,),
-                accepted=(accepted,),
-                from_head=(True,),
-                expected=(1.0, 0.03),
-                look=None,
-            )
+            _count(metrics, drafted=drafted, accepted=accepted, seconds=0.03)
         samples.append(Scrape.parse(at_s, f"{generate_latest(registry).decode()}\n{SPEEDUP} {1 + accepted / 2}\n"))
     return samples
 
@@ -81,9 +88,9 @@ def _ab(*, slower_without: float, asked: bool, looks: int = 0) -> list[Scrape]:
     return samples
 
 
-def _head(samples: list[Scrape]) -> tuple[dict[str, Any], list[str]]:
-    document = figures(_run(samples), SETTINGS)
-    return document["head_added"], sentences(document).splitlines()
+def _ab_of(samples: list[Scrape]) -> tuple[dict[str, Any], str]:
+    document = figures(_run(samples, duration_s=samples[-1].at_s), SETTINGS)
+    return document["ab"], sentences(document)
 
 
 def _stretches(rates: Sequence[float]) -> list[Stretch]:
@@ -91,23 +98,56 @@ def _stretches(rates: Sequence[float]) -> list[Stretch]:
     return [Stretch(1000 + 20 * number, 1010 + 20 * number, 10 * rate) for number, rate in enumerate(rates)]
 
 
-def test_what_the_head_added_is_the_ab_of_the_whole_run_at_equal_batch_sizes() -> None:
-    added, (first, second, *_) = _head(_ab(slower_without=1.2, asked=True))
-    assert added["estimate"] == pytest.approx(1.2, abs=0.02)
-    assert 1.15 < added["low"] < 1.2 < added["high"] < 1.25
-    assert (added["asked_rounds"], added["both_rounds"], added["suffix_only_rounds"]) == (600, 600, 200)
-    assert first.startswith(f"Beside remembered text, the learned head added {added['estimate']:.2f} × (95%: ")
-    assert "asked the head in 600 of 600 rounds" in second
+def test_both_over_suffix_is_the_ab_of_the_rounds_at_equal_batch_sizes() -> None:
+    ab, text = _ab_of(_ab(slower_without=1.2, asked=True))
+    both = ab["both_over_suffix"]
+    assert both["median"] == pytest.approx(1.2, abs=0.02)
+    assert 1.15 < both["low"] < 1.2 < both["high"] < 1.25
+    assert ab["both_over_suffix_whole_run"] == both, "the run is shorter than two minutes"
+    assert (ab["asked_rounds"], ab["both_rounds"], ab["suffix_only_rounds"]) == (600, 600, 200)
+    assert f"the learned head beside earlier text was {both['median']:.2f} × (95%: " in text
 
 
-@pytest.mark.parametrize(("slower_without", "looks", "low", "high"), [(1.02, 0, 1.0, 1.0), (0.99, 7, 0.97, 0.9999)])
-def test_a_head_that_is_never_asked_adds_nothing_but_what_its_probes_take(
-    slower_without: float, looks: int, low: float, high: float
-) -> None:
-    added, (first, second, *_) = _head(_ab(slower_without=slower_without, asked=False, looks=looks))
-    assert low <= added["estimate"] <= high
-    assert first.startswith("The learned head added nothing, 1.00 ×")
-    assert "asked the head in 0 of 600 rounds" in second
+def test_both_over_plain_is_that_of_rounds_without_drafts_in_the_same_time() -> None:
+    registry = CollectorRegistry()
+    metrics, rng, samples = EngineMetrics(registry), random.Random(0), []
+    for at_s in range(60):
+        samples.append(Scrape.parse(at_s, generate_latest(registry).decode()))
+        for number in range(20):
+            _count(metrics, drafted=number % 4 > 0, accepted=1, seconds=0.03 * rng.uniform(0.9, 1.1))
+    both = _ab_of(samples)[0]["both_over_plain"]
+    assert both["median"] == pytest.approx(2.0, abs=0.05)
+    assert both["low"] < 2.0 < both["high"]
+
+
+def test_a_chapter_tells_where_its_tokens_came_from_and_what_became_of_the_poisoned_draft() -> None:
+    run = _run(_counted())
+    run.chapters = [
+        ChapterRun(chapter, start_s, end_s)
+        for chapter, start_s, end_s in zip(CHAPTERS, (0, 60, 120, 180, 240), (60, 120, 180, 240, 300), strict=True)
+    ]
+    run.poisoned = PoisonedDraft(version=9, parent=8)
+    poisoned = next(chapter for chapter in run.chapters if chapter.chapter is POISON)
+    assert "was not judged in this time" in chapter_sentences(run, poisoned)[-1]
+    run.verdict = ("accepts less than the incumbent", {"draft_rounds": 31, "rounds": 400, "seconds": 7.4})
+    assert "back after 31 rounds" in chapter_sentences(run, poisoned)[-1]
+    document = figures(run, SETTINGS)
+    assert [chapter["name"] for chapter in document["chapters"]] == [chapter.name for chapter in CHAPTERS]
+    second = document["chapters"][2]
+    assert second["accepted_by_source"] == {"head": 10, "own": 10, "group": 0, "tenant": 20}
+    assert second["head_share"] == 0.25
+    assert document["accepted_by_source"] == {"head": 50, "own": 30, "group": 0, "tenant": 60}
+    assert (document["poisoned"]["rounds"], document["poisoned"]["taken_back"]) == (31, True)
+    text = sentences(document)
+    assert "back after 31 rounds" in text
+    assert "shift 25%" in text
+
+
+def test_the_counters_of_a_restarted_engine_go_on() -> None:
+    before = Scrape(60.0, {("a_total", ()): 7.0, ("b_total", ()): 2.0, ("version", ()): 3.0})
+    after = Scrape(70.0, {("a_total", ()): 1.0, ("version", ()): 2.0}).going_on(before)
+    assert after.values == {("a_total", ()): 8.0, ("b_total", ()): 2.0, ("version", ()): 2.0}
+    assert after.at_s == 70.0
 
 
 def test_a_clients_speedup_is_its_tokens_a_second_over_those_of_the_plain_server() -> None:
@@ -116,23 +156,21 @@ def test_a_clients_speedup_is_its_tokens_a_second_over_those_of_the_plain_server
     run.plain.stats.stretches = _stretches([100, 98, 102, 100, 100, 101, 99])
     document = figures(run, SETTINGS)
     client = document["client_speedup"]
-    assert client["estimate"] == pytest.approx(1.5, abs=0.01)
-    assert 1.4 < client["low"] < client["estimate"] < client["high"] < 1.6
+    assert client["median"] == pytest.approx(1.5, abs=0.01)
+    assert 1.4 < client["low"] < client["median"] < client["high"] < 1.6
     assert (client["tokens_per_s"], client["tokens_per_s_per_client"]) == (150, 75)
     assert client["plain_tokens_per_s"] == 100
     assert (client["plain_tokens_per_s_at_start"], client["plain_tokens_per_s_at_end"]) == (100, 99)
     assert (client["seconds"], client["plain_seconds"], client["plain_stretches"]) == (60, 70, 7)
     text = sentences(document)
-    assert f"A client's clock, against plain decoding: {client['estimate']:.2f} × (95%: " in text
-    assert "150 tokens a second, 75 for each client" in text
-    order = [text.index(part) for part in ("the learned head added", "A client's clock", "measured speedup")]
-    assert order == sorted(order)
+    assert f"a client's clock saw {client['median']:.2f} × (95%: " in text
+    assert "150 tokens a second against 100" in text
 
 
 def test_a_run_that_is_too_short_gives_no_figures_and_no_traceback() -> None:
     document = figures(_run(_ab(slower_without=1.0, asked=True)[:1]), SETTINGS)
-    assert document["head_added"]["estimate"] is None
-    assert document["client_speedup"]["estimate"] is None
+    assert document["ab"]["both_over_suffix"]["median"] is None
+    assert document["client_speedup"]["median"] is None
     assert "not measured" in sentences(document)
 
 
@@ -160,6 +198,6 @@ def test_figures_are_those_of_their_windows() -> None:
     assert document["swaps"] == 1, "the second swap came after the traffic"
     assert document["traces"]["trained"] == 5
     assert document["traces"]["waiting"] == 3
-    assert "1.00 tokens in the first minute" in sentences(document)
+    assert "committed 1.00 tokens in the first minute" in sentences(document)
     shown = progress(run)
     assert (shown["acceptance length"], shown["measured speedup of decode rounds"]) == ("3.00", "2.00×")

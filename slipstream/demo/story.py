@@ -1,0 +1,103 @@
+"""The chapters of a demo, who its tenants are, and the draft that it poisons on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from serving.gateway.keys import ApiKey, change_keys, make_key, new_secret
+from slipstream.demo.topics import TENANTS
+from speculator.redis.control_plane import DraftPointer
+from speculator.versions.lifecycle import Number, VersionState
+from speculator.versions.lineage import admit
+from speculator.versions.store import DraftStore
+
+GUEST = "guest"
+"""The tenant of whoever opens the page or asks with a client of their own."""
+METRICS = "metrics"
+_ACTOR = "demo"
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """A part of the run; `share` of its minutes."""
+
+    name: str
+    share: float
+    title: str
+    opening: str
+
+
+DAY_0, LEARNING, SHIFT, POISON, RESTART = CHAPTERS = (
+    Chapter("day_0", 0.1, "Day 0", "The draft head has random weights, and nothing learns yet."),
+    Chapter("learning", 0.4, "Learning", "The trainer starts. It learns from every answer, of all tenants."),
+    Chapter("shift", 0.2, "A shift of traffic", "All tenants change their topics."),
+    Chapter(
+        "poisoned_draft",
+        0.1,
+        "A poisoned draft",
+        "The first topics are back. A draft whose every proposal is wrong is published past the gate.",
+    ),
+    Chapter(
+        "restart", 0.2, "A restart", "The engine starts again. Its memory of text is gone; the trained head is not."
+    ),
+)
+
+
+def make_keys(file: Path) -> Mapping[str, str]:
+    """Write a file of API keys for the tenants, a guest, and whoever reads /metrics; the secrets by name.
+
+    Raises ConfigError where it cannot be written.
+    """
+    secrets = {name: new_secret() for name in (*TENANTS, GUEST, METRICS)}
+
+    def made(_: Sequence[ApiKey]) -> list[ApiKey]:
+        return [
+            make_key(name, secret, lifetime_s=None, tenant=name, read_only=name == METRICS)
+            for name, secret in secrets.items()
+        ]
+
+    change_keys(file, made)
+    return secrets
+
+
+@dataclass(frozen=True)
+class PoisonedDraft:
+    """A version that was published on purpose, and the one that served when it was made."""
+
+    version: int
+    parent: int
+
+
+def publish_poisoned(
+    store: DraftStore, pointer: DraftPointer, parent: int, *, target_fingerprint: str
+) -> PoisonedDraft:
+    """Publish version `parent` with the rows of its output shuffled, without asking the gate.
+
+    It is as sure of its proposals as before, and each is another token than was meant. Raises StoreError, DraftError or
+    StreamError.
+    """
+    state = store.load(parent, expected_fingerprint=target_fingerprint)
+    rows = torch.randperm(len(state["lm_head.weight"]), generator=torch.Generator().manual_seed(0))
+    manifest = store.write(
+        {**state, "lm_head.weight": state["lm_head.weight"][rows].contiguous()},
+        store.config(parent),
+        parent=parent,
+        target_fingerprint=target_fingerprint,
+        info={"origin": "poisoned by the demo"},
+        actor=_ACTOR,
+    )
+    admit(store, manifest.version, target_fingerprint=target_fingerprint, actor=_ACTOR, reason="poisoned on purpose")
+    pointer.publish(manifest.version)
+    return PoisonedDraft(manifest.version, parent)
+
+
+def verdict_on(store: DraftStore, poisoned: PoisonedDraft) -> tuple[str, Mapping[str, Number]] | None:
+    """Why the engine took the version back, and the figures that it decided by; None while it has not."""
+    for transition in store.lifecycle.history(poisoned.version):
+        if transition.state is VersionState.ROLLED_BACK:
+            return transition.reason, transition.numbers
+    return None
