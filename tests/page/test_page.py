@@ -91,6 +91,8 @@ def test_figures_follow_the_traffic(watched: Watched, gateway: Gateway) -> None:
     expect(page.locator("#rate")).not_to_have_text("0")
     expect(page.locator("#version")).to_have_text("v1")
     expect(page.locator("#positions tr").first.locator("td").nth(1)).to_contain_text("% of")
+    expect(page.locator("#sources")).to_contain_text("own text")
+    expect(page.locator("#head-added")).to_be_hidden()  # this engine has no A/B of it
     expect(page.locator("#accept-reading")).to_have_text(NUMBER)
     wait_until_drawn(page, "#accept-chart")
     page.reload()
@@ -299,6 +301,11 @@ def test_a_gateway_with_keys_asks_for_one(watched: Watched, tmp_path: Path) -> N
         expect(page.locator("#links")).to_be_hidden()
         submit(page, "hello")
         assert watched.expected()
+        page.goto("about:blank")
+        page.goto(f"{gateway.url}/#key=secret-of-user")
+        expect(page.locator("#model")).to_have_text("double")
+        expect(entry).to_be_hidden()
+        assert "secret" not in page.url
         keys.revoke("user")
         expect(entry).to_be_visible()
         assert watched.expected()
