@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -91,7 +92,10 @@ def watched_demo(run_cli: RunCli, tmp_path_factory: pytest.TempPathFactory) -> I
     """
     folder = tmp_path_factory.mktemp("demo")
     model = make_toy_model(folder / "toy", common=2.0)
-    document, plot = folder / "out.json", folder / "out.png"
+    document, plot, prompts = folder / "out.json", folder / "out.png", folder / "prompts.jsonl"
+    asked = [("first", f"question {number}") for number in range(2000)]
+    asked += [("second", f"{number} is the answer to what?") for number in range(500)]
+    prompts.write_text("".join(f"{json.dumps({'domain': of, 'prompt': text})}\n" for of, text in asked))
     ports = {"gateway": free_port(), "trainer": free_port()}
     with ExitStack() as running, pytest.MonkeyPatch.context() as patch:
         url = ""
@@ -108,7 +112,7 @@ def watched_demo(run_cli: RunCli, tmp_path_factory: pytest.TempPathFactory) -> I
         result = run_cli(
             *("demo", "--model", model, "--minutes", 0.55, "--json", document, "--plot", plot),
             *("--port", ports["gateway"], "--max-tokens", 40, "--context-length", 256, "--draft-vocab-size", 24),
-            *("--dtype", "float32", "--suffix-depth", 0, "--keep", folder / "kept"),
+            *("--dtype", "float32", "--suffix-depth", 0, "--keep", folder / "kept", "--prompts", prompts),
             timeout_s=280,
         )
         patch.undo()
