@@ -35,13 +35,14 @@ import torch
 from benchmarks.answers import RECORDING_DEFAULTS, add_recording_options, in_turn, recording
 from benchmarks.common.paired import Length, Runs, all_runs, gains, interval, last_length, later_length, lower_end
 from benchmarks.common.report import Median, Target, fill_in, finish, parser
-from serving.local.draft import ServingDraft
+from serving.local.draft import ServingDraft, UnreadPairs
 from serving.local.request import DraftSource
 from slipstream.models import resolve_model
 from slipstream.replay import ReplayOptions, replay
 from speculator.draft.checkpoint import SWITCHES, target_fingerprint
 from speculator.draft.initialization import fresh_draft
 from speculator.draft.sampling_params import SamplingParams
+from speculator.proposals.planner import ChainRule
 from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
 
@@ -103,21 +104,19 @@ def round_costs(arms: Sequence[str], model_dir: Path, *, num_rounds: int) -> dic
         draft = fresh_draft(model_dir, seed=0, switches=switches_of(arm)).to(torch.bfloat16)
         drafts[arm] = ServingDraft(draft, 1, num_slots=1, length=_CONTEXT + 2 + DEPTH)
     generator = torch.Generator().manual_seed(0)
-    aux_Nw = torch.randn(_CONTEXT + 2, draft.fc.in_features, generator=generator).bfloat16()
+    features = torch.randn(1, _CONTEXT + 2, draft.fc.in_features, generator=generator).bfloat16()
     tokens = torch.randint(draft.config.vocab_size, (_CONTEXT + 2,), generator=generator).tolist()
     source = DraftSource(SamplingParams(temperature=0), 0)
     for serving in drafts.values():
-        serving.read([tokens[:_CONTEXT]], aux_Nw[:_CONTEXT], first_slot=0, starts=[0])
+        serving.read(UnreadPairs([tokens[:_CONTEXT]], [0], 0, features))
+    newest, rule = UnreadPairs([tokens[_CONTEXT:]], [_CONTEXT], 0, features), ChainRule([1.0] * DEPTH, [0.0] * DEPTH)
     times: dict[str, list[float]] = {arm: [] for arm in arms}
     for number in range(num_rounds):
         # Whoever comes first in a turn finds the caches as another process has left them.
         first = number % len(arms)
         for arm in (*arms[first:], *arms[:first]):
             started_s = time.perf_counter()
-            output = drafts[arm].read([tokens[_CONTEXT:]], aux_Nw[_CONTEXT:], first_slot=0, starts=[_CONTEXT])
-            chain = drafts[arm].chain(output, lengths=[_CONTEXT + 2], sources=[source])
-            for _ in range(DEPTH):
-                next(chain)
+            drafts[arm].propose(newest, [1.0], [source], rule)
             times[arm].append(time.perf_counter() - started_s)
     return {
         arm: Median.of([own / base for own, base in zip(times[arm], times[NONE], strict=True)], resamples=400)

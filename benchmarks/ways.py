@@ -32,7 +32,7 @@ from serving.local.config import LocalEngineConfig
 from serving.local.engine import LocalEngine
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.sampling_params import SamplingParams
-from speculator.proposals.planner import HeadVerdict, Plan, RoundPlanner
+from speculator.proposals.planner import ChainRule, HeadVerdict, Plan, RoundPlanner
 from speculator.proposals.suffix_drafter import SuffixConfig, SuffixDrafter
 
 WAYS = ("plain", "head", "suffix", "hybrid", "chains")
@@ -117,8 +117,8 @@ class _Planners(RoundPlanner):
     def is_worth_verifying(self, plan: Plan, num_proposals: int, reach: float, of_suffixes: float = 0.0) -> bool:
         return self._current.is_worth_verifying(plan, num_proposals, reach, of_suffixes)
 
-    def is_worth_drafting(self, plan: Plan, num_steps: int, reach: float) -> bool:
-        return self._current.is_worth_drafting(plan, num_steps, reach)
+    def chain_rule(self, plan: Plan, of_suffixes: Sequence[float]) -> ChainRule:
+        return self._current.chain_rule(plan, of_suffixes)
 
     def observe(
         self, plan: Plan, *, num_proposals: int, num_steps: int, num_pairs: int, draft_s: float, verify_s: float | None

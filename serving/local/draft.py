@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,12 +23,24 @@ from torch import Tensor
 
 from serving.local.kernels.build import found_kernels
 from serving.local.kernels.layers import LargePages, PanelSlots, panels
-from serving.local.kernels.library import Block, Draft, Heads, Kernels, KernelWindow, Layer, Norm, can_compute, pointer
+from serving.local.kernels.library import (
+    Block,
+    Chain,
+    Draft,
+    Heads,
+    Kernels,
+    KernelWindow,
+    Layer,
+    Norm,
+    can_compute,
+    pointer,
+)
 from serving.local.request import DraftSource, shared_draws
 from serving.local.target.layers import KVSlots, can_pack, linear, pack
 from speculator.draft.checkpoint import check_state, draft_state
 from speculator.draft.eagle3 import NUM_AUX_LAYERS, DraftConfig, Eagle3Draft
 from speculator.draft.verification import gumbel
+from speculator.proposals.planner import ChainRule, Step
 
 _LAYER, _ATTENTION, _MLP = "midlayer", "midlayer.self_attn", "midlayer.mlp"
 
@@ -42,15 +54,16 @@ class StagedWeights:
 
 
 class ServingDraft:
-    """An `Eagle3Draft` that reads (next token, feature) pairs and proposes chains.
+    """An `Eagle3Draft` that reads (next token, feature) pairs and proposes chains; used by the engine's thread.
 
     `version` is stamped on every round. Weights change only through `install`, between two rounds; the keys of running
     requests stay as the older weights computed them, which costs a little acceptance for a moment and never a token.
     """
 
     def __init__(self, model: Eagle3Draft, version: int, *, num_slots: int, length: int) -> None:
-        self._config, self._d2t, self._target_ids = model.config, model.d2t, model.target_ids
+        self._config, self._d2t = model.config, model.d2t
         self._drawn_ids = model.target_ids.cpu().numpy()
+        self._wide = torch.float64 if model.norm.weight.dtype == torch.float64 else torch.float32
         kernels = found_kernels() if fits_kernels(model) else None
         self.network: FusedDraft | KernelDraft
         if kernels is None:
@@ -77,58 +90,42 @@ class ServingDraft:
             raise
         self._installed, self.version = staged, staged.version
 
-    def read(
-        self, tokens: Sequence[Sequence[int]], aux_Nw: Tensor, *, first_slot: int, starts: Sequence[int]
-    ) -> Tensor:
-        """Read pairs of the requests in slots `first_slot`…; returns the output [B, d] at each one's newest pair.
+    def read(self, pairs: UnreadPairs) -> None:
+        """Keep the keys and values of pairs."""
+        self.network.read(pairs.flat_tokens, pairs.spans, pairs.features)
 
-        `tokens` has, by request, token t+1 of the pairs at positions t = start, start + 1, …, at least one;
-        `aux_Nw` the target's features [N, 3d] of those positions, request after request.
+    def propose(
+        self, pairs: UnreadPairs, reaches: Sequence[float], sources: Sequence[DraftSource], rule: ChainRule
+    ) -> list[Step]:
+        """Read pairs, and propose a chain behind each request's newest one: target ids and the draft's
+        log-probabilities, under the sampling that the request is served with. As many steps as the rule says, at least
+        one, of requests that are reached with these probabilities.
+
+        The noise of sampled requests is drawn step by step, since it takes as long as the step: chains of greedy ones
+        are one call of the kernels.
         """
-        spans = [PairSpan(start, len(ids)) for start, ids in zip(starts, tokens, strict=True)]
-        ids_N = list(itertools.chain.from_iterable(tokens))
-        return self.network.layer(ids_N, self.network.features(aux_Nw), spans, first_slot=first_slot)
-
-    def chain(
-        self, output_Bd: Tensor, *, lengths: Sequence[int], sources: Sequence[DraftSource]
-    ) -> Iterator[tuple[list[int], list[float]]]:
-        """Draw one proposal after the other for slots 0…B−1 whose committed lengths are `lengths`, newest included.
-
-        `output_Bd` is what `read` returned. Each item is computed when it is asked for: by request, target ids and
-        the draft's log-probabilities under the sampling that the request is served with.
-        """
-        lengths = list(lengths)
+        temperatures = [source.sampling.temperature for source in sources]
+        tokens: Sequence[int] = pairs.flat_tokens
+        spans, fed = pairs.spans, pairs.features
+        steps: list[Step] = []
         while True:
-            ids_B, logprob_B = self._draw(output_Bd, lengths, sources)
-            ids = ids_B.tolist()
-            yield ids, logprob_B.tolist()
-            newest = [PairSpan(length - 1, 1) for length in lengths]
-            output_Bd = self.network.layer(ids, output_Bd, newest, first_slot=0)
-            lengths = [length + 1 for length in lengths]
+            noise = [self._noise(source, span.end + 1) for source, span in zip(sources, spans, strict=True)]
+            asked = Asked(rule, len(steps), reaches, [temperature or 1.0 for temperature in temperatures], noise)
+            found, fed = self.network.propose(tokens, spans, fed, asked)
+            for step in found:
+                reaches = rule.reached(len(steps), reaches, step.logprobs)
+                steps.append(step)
+            if not rule.goes_on(len(steps) - 1, reaches):
+                return steps
+            tokens, spans = steps[-1].ids, [PairSpan(one.slot, one.end + len(found) - 1, 1) for one in spans]
 
-    def _draw(
-        self, output_Bd: Tensor, positions: Sequence[int], sources: Sequence[DraftSource]
-    ) -> tuple[Tensor, Tensor]:
-        logits_BD = self.network.logits(output_Bd)
-        wide = torch.float64 if logits_BD.dtype == torch.float64 else torch.float32
-        if all(source.sampling.temperature == 0 for source in sources):
-            best = logits_BD.log_softmax(-1, dtype=wide).max(-1)
-            return self._target_ids[best.indices], best.values.float()
-        # Top-k and top-p cut the target's distribution; the draft keeps its own tail and lets verification decide.
-        temperatures = [source.sampling.temperature or 1.0 for source in sources]
-        logits_BD = logits_BD.to(wide) / torch.tensor(temperatures, dtype=wide, device=logits_BD.device)[:, None]
-        noise_BD = torch.stack([self._noise(*row).to(wide) for row in zip(sources, positions, strict=True)])
-        # Not argmax: on CPU it is slower.
-        chosen_B1 = (logits_BD + noise_BD).max(-1, keepdim=True).indices
-        logprob_B = logits_BD.log_softmax(-1).gather(-1, chosen_B1)[:, 0]
-        return self._target_ids[chosen_B1[:, 0]], logprob_B.float()
-
-    def _noise(self, source: DraftSource, position: int) -> Tensor:
+    def _noise(self, source: DraftSource, position: int) -> Tensor | None:
         """The Gumbel noise [D] that verification adds at this position; none for a greedy request."""
         if source.sampling.temperature == 0:
-            return torch.zeros(len(self._target_ids), device=self._target_ids.device)
+            return None
         uniform_V = shared_draws(source.seed, position, self._config.vocab_size)
-        return torch.from_numpy(gumbel(uniform_V[self._drawn_ids])).to(self._target_ids.device)
+        # Top-k and top-p cut the target's distribution; the draft keeps its own tail and lets verification decide.
+        return torch.from_numpy(gumbel(uniform_V[self._drawn_ids])).to(self._wide)
 
 
 def _copy(storage: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
@@ -140,8 +137,48 @@ def _copy(storage: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
 class PairSpan(NamedTuple):
     """Pairs of one slot that follow one another, and the position of the first."""
 
+    slot: int
     start: int
     num_pairs: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_pairs
+
+
+@dataclass(frozen=True)
+class UnreadPairs:
+    """Pairs of the requests in slots `first_slot`…, at least one of each."""
+
+    tokens: Sequence[Sequence[int]]
+    """By request: token t+1 of the pairs at positions t = start, start + 1, …"""
+    starts: Sequence[int]
+    first_slot: int
+    features: Tensor
+    """The target's [S, L, 3d], by slot and position."""
+
+    @property
+    def flat_tokens(self) -> list[int]:
+        return list(itertools.chain.from_iterable(self.tokens))
+
+    @property
+    def spans(self) -> list[PairSpan]:
+        of_requests = zip(self.starts, self.tokens, strict=True)
+        return [PairSpan(slot, start, len(ids)) for slot, (start, ids) in enumerate(of_requests, self.first_slot)]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Proposals that a network is asked for: by request how far it is reached, its temperature and the noise [D] of its
+    next position, with a temperature of 1 and none where it is greedy.
+    """
+
+    rule: ChainRule
+    num_done: int
+    """Of the rule's steps."""
+    reaches: Sequence[float]
+    temperatures: Sequence[float]
+    noise: Sequence[Tensor | None]
 
 
 class FusedDraft:
@@ -158,7 +195,7 @@ class FusedDraft:
             config.num_key_value_heads,
             config.head_dim,
         )
-        self._embed = model.embed.to(self.dtype)
+        self._embed, self._target_ids = model.embed.to(self.dtype), model.target_ids
         like = model.norm.weight
         self.cache = KVSlots(1, num_slots, config.num_key_value_heads, length, config.head_dim, like)
         self._positions = torch.arange(length, device=like.device)
@@ -179,32 +216,63 @@ class FusedDraft:
             **{name: norm.to(self.device) for name, norm in norms.items()},
         }
 
-    def features(self, aux_Nw: Tensor) -> Tensor:
-        """Reduce the three target features [N, 3d] to one [N, d]."""
-        read_Nw = read_features(aux_Nw.to(self.dtype), self._config, self.weights, self._floors)
+    def read(self, tokens_N: Sequence[int], spans: Sequence[PairSpan], features_SLw: Tensor) -> None:
+        """Keep the keys and values of pairs, span after span."""
+        self._keep(tokens_N, spans, self._reduced(features_SLw, spans))
+
+    def propose(
+        self, tokens_N: Sequence[int], spans: Sequence[PairSpan], fed: Tensor, asked: Asked
+    ) -> tuple[list[Step], Tensor]:
+        """Read pairs, span after span, and propose what follows: some of the steps that are asked for, at least one,
+        and the output [B, d] of the newest.
+
+        It is fed with the target's features [S, L, 3d] by slot and position, or with what it returned for the tokens.
+        """
+        feature_Nd = self._reduced(fed, spans) if fed.ndim == 3 else fed
+        output_Bd = self._layer(tokens_N, feature_Nd, spans)
+        return [self._draw(self._logits(output_Bd), asked)], output_Bd
+
+    def _reduced(self, features_SLw: Tensor, spans: Sequence[PairSpan]) -> Tensor:
+        """The three target features of pairs as one [N, d]."""
+        aux_Nw = torch.cat([features_SLw[span.slot, span.start : span.end] for span in spans]).to(self.dtype)
+        read_Nw = read_features(aux_Nw, self._config, self.weights, self._floors)
         return linear(read_Nw, self.weights["fc"])
 
-    def layer(
-        self, tokens_N: Sequence[int], feature_Nd: Tensor, spans: Sequence[PairSpan], *, first_slot: int
-    ) -> Tensor:
-        """Read the pairs of slots `first_slot`…, span after span: the layer's output [B, d] at the newest of each."""
-        lengths = [start + num_pairs for start, num_pairs in spans]
+    def _draw(self, logits_BD: Tensor, asked: Asked) -> Step:
+        logits_BD = logits_BD.to(self._wide) / torch.tensor(asked.temperatures).to(logits_BD)[:, None]
+        sums_BD = logits_BD.clone()
+        for sums_D, noise_D in zip(sums_BD, asked.noise, strict=True):
+            if noise_D is not None:
+                sums_D += noise_D.to(sums_D)
+        # Not argmax: on CPU it is slower.
+        chosen_B1 = sums_BD.max(-1, keepdim=True).indices
+        logprobs_B = logits_BD.log_softmax(-1).gather(-1, chosen_B1)[:, 0]
+        return Step(self._target_ids[chosen_B1[:, 0]].tolist(), logprobs_B.tolist())
+
+    def _keep(self, tokens_N: Sequence[int], spans: Sequence[PairSpan], feature_Nd: Tensor) -> Tensor:
+        """Store keys and values of pairs; queries, keys and values [N, H + 2G, h]."""
         index = [
             tokens_N,
-            [slot for slot, span in enumerate(spans, first_slot) for _ in range(span.num_pairs)],
-            [position for span, length in zip(spans, lengths, strict=True) for position in range(span.start, length)],
+            [span.slot for span in spans for _ in range(span.num_pairs)],
+            [position for span in spans for position in range(span.start, span.end)],
         ]
         ids_N, slots_N, positions_N = torch.tensor(index, device=self.device)
         qkv_NHh = self._project(ids_N, feature_Nd, positions_N)
         self.cache.write(0, self.cache.lines(slots_N, positions_N[:, None]), qkv_NHh[:, self.num_queries :])
-        if len(ids_N) > len(spans):
+        return qkv_NHh
+
+    def _layer(self, tokens_N: Sequence[int], feature_Nd: Tensor, spans: Sequence[PairSpan]) -> Tensor:
+        """Read pairs: the layer's output [B, d] at the newest of each span."""
+        qkv_NHh = self._keep(tokens_N, spans, feature_Nd)
+        lengths = [span.end for span in spans]
+        if len(tokens_N) > len(spans):
             ends = itertools.accumulate(span.num_pairs for span in spans)
             newest_B = torch.tensor([end - 1 for end in ends], device=self.device)
             feature_Nd, qkv_NHh = feature_Nd[newest_B], qkv_NHh[newest_B]
         if self._config.norm_before_residual:
             feature_Nd = self._norm(feature_Nd, self.weights["pair_norm"][1])
         longest = max(lengths)
-        ((keys, values),) = self.cache.read(slice(first_slot, first_slot + len(lengths)), longest)
+        ((keys, values),) = self.cache.read(slice(spans[0].slot, spans[-1].slot + 1), longest)
         mask_B11L = None
         if min(lengths) < longest:
             length_B111 = torch.tensor(lengths, device=self.device)[:, None, None, None]
@@ -237,7 +305,7 @@ class FusedDraft:
         output_Bd = hidden_Bd + linear(F.silu(gate).mul_(up), self.weights["down"])
         return self._norm(output_Bd, self.weights["norm"]) if self._config.norm_output else output_Bd
 
-    def logits(self, output_Bd: Tensor) -> Tensor:
+    def _logits(self, output_Bd: Tensor) -> Tensor:
         """Logits over the draft vocabulary [B, D]."""
         normed_Bd = output_Bd if self._config.norm_output else self._norm(output_Bd, self.weights["norm"])
         return linear(normed_Bd, self.weights["head"])
@@ -322,17 +390,18 @@ class KernelDraft:
 
     def __init__(self, model: Eagle3Draft, kernels: Kernels, *, num_slots: int, length: int) -> None:
         config = model.config
-        self._config, self._kernels, self._embed = config, kernels, model.embed.to(torch.bfloat16)
+        self._config, self._kernels = config, kernels
+        self._embed, self._target_ids = model.embed.to(torch.bfloat16).contiguous(), model.target_ids.contiguous()
         self._rotation = model.rotary.cos.float().contiguous(), model.rotary.sin.float().contiguous()
-        self._floor = torch.tensor(config.hidden_size * config.rms_norm_eps, dtype=torch.float32)
-        self._floors = norm_floors(config, torch.float32, torch.device("cpu"))
+        widths = torch.tensor([1, NUM_AUX_LAYERS]) * config.hidden_size
+        self._floors = {int(width): width * torch.tensor(config.rms_norm_eps) for width in widths}
         self.cache = PanelSlots(1, num_slots, config.num_key_value_heads, length, config.head_dim)
         state = dict(model.named_parameters())
         weights = self.fused(state)
         pages = LargePages([weight.nbytes for weight in weights.values()])
         self.weights = {name: pages.hold(weight) for name, weight in weights.items()}
         """By name; only ever changed in place."""
-        self._layers = {
+        layers = {
             name: Layer(*reversed(matrix.shape), pointer(self.weights[name]), None, kernels.in_pairs)
             for name, matrix in fused_matrices(state, config).items()
         }
@@ -345,10 +414,21 @@ class KernelDraft:
             Norm(),
         )
         embedding_norm, *norms = map(self._norm_of, (*self.weights["pair_norm"], self.weights["mlp_norm"]))
-        layers = (self._layers[name] for name in ("qkv", "out", "gate_up", "down"))
-        self._norm = self._norm_of(self.weights["norm"])
-        output_norm = self._norm if config.norm_output else Norm()
-        self._draft = Draft(embedding_norm, Block(*norms, heads, *layers), output_norm, config.norm_before_residual)
+        three_norm = self._norm_of(self.weights["input_norm"]) if config.norm_before_fc else Norm()
+        feature_norms = map(self._norm_of, self.weights["fc_norm"]) if config.fc_norm else ()
+        self._draft = Draft(
+            embeddings=pointer(self._embed),
+            three_norm=three_norm,
+            feature_norms=(Norm * NUM_AUX_LAYERS)(*feature_norms),
+            fc=layers["fc"],
+            embedding_norm=embedding_norm,
+            block=Block(*norms, heads, *(layers[name] for name in ("qkv", "out", "gate_up", "down"))),
+            norm=self._norm_of(self.weights["norm"]),
+            head=layers["head"],
+            target_ids=pointer(self._target_ids),
+            feeds_normed=config.norm_output,
+            adds_to_normed=config.norm_before_residual,
+        )
 
     @torch.no_grad()
     def fused(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -359,29 +439,31 @@ class KernelDraft:
             **{name: norm.to("cpu") for name, norm in norms.items()},
         }
 
-    def features(self, aux_Nw: Tensor) -> Tensor:
-        """Reduce the three target features [N, 3d] to one [N, d]."""
-        read_Nw = read_features(aux_Nw.to(torch.bfloat16), self._config, self.weights, self._floors)
-        return self._kernels.linear(self._layers["fc"], read_Nw)
+    def read(self, tokens_N: Sequence[int], spans: Sequence[PairSpan], features_SLw: Tensor) -> None:
+        """What `FusedDraft.read` says."""
+        self._run(Chain(), tokens_N, spans, features_SLw)
 
-    def layer(
-        self, tokens_N: Sequence[int], feature_Nd: Tensor, spans: Sequence[PairSpan], *, first_slot: int
-    ) -> Tensor:
-        """What `FusedDraft.layer` says."""
-        windows = [KernelWindow(slot, span.start, span.num_pairs) for slot, span in enumerate(spans, first_slot)]
-        embedding_Nd = F.embedding(torch.tensor(tokens_N), self._embed)
-        return self._kernels.draft(
-            self._draft, windows, self._rotation, embedding_Nd, feature_Nd, self.cache.storage[0]
-        )
+    def propose(
+        self, tokens_N: Sequence[int], spans: Sequence[PairSpan], fed: Tensor, asked: Asked
+    ) -> tuple[list[Step], Tensor]:
+        """What `FusedDraft.propose` says; all steps where no request is sampled."""
+        is_greedy = all(noise is None for noise in asked.noise)
+        output_Bd = fed if fed.ndim == 2 else fed.new_empty(len(spans), self._config.hidden_size)
+        steps = slice(asked.num_done, None if is_greedy else asked.num_done + 1)
+        rule = ChainRule(asked.rule.factors[steps], asked.rule.least[steps])
+        chain = Chain.of(rule, asked.reaches, asked.temperatures, asked.noise, output_Bd)
+        self._run(chain, tokens_N, spans, fed if fed.ndim == 3 else None)
+        return chain.steps(len(spans)), output_Bd
 
-    def logits(self, output_Bd: Tensor) -> Tensor:
-        """Logits over the draft vocabulary [B, D]."""
-        if self._config.norm_output:
-            return self._kernels.linear(self._layers["head"], output_Bd)
-        return self._kernels.normed_linear(self._norm, self._layers["head"], output_Bd)
+    def _run(
+        self, chain: Chain, tokens_N: Sequence[int], spans: Sequence[PairSpan], features_SLw: Tensor | None
+    ) -> None:
+        assert 0 <= min(tokens_N) <= max(tokens_N) < len(self._embed)
+        windows = [KernelWindow(*span) for span in spans]
+        self._kernels.draft(self._draft, chain, windows, self._rotation, tokens_N, features_SLw, self.cache.storage[0])
 
     def _norm_of(self, weight: Tensor) -> Norm:
-        return Norm(len(weight), pointer(weight), pointer(self._floor))
+        return Norm(len(weight), pointer(weight), pointer(self._floors[len(weight)]))
 
 
 def fits_kernels(model: Eagle3Draft) -> bool:

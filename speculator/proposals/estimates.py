@@ -26,7 +26,8 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 _PRIOR_WEIGHT = 8.0
-_MOST_CERTAIN = 0.998
+MOST_CERTAIN = 0.998
+"""That a probability counts as."""
 _POSITION_MEMORY = 0.995
 """What an observation of a position still weighs after another: half after 140 verifications."""
 _POSITION_PRIOR = 2.0
@@ -46,11 +47,14 @@ class Calibration:
         """Predicted and accepted, by kind."""
 
     def probability(self, kind: Hashable, predicted: float) -> float:
-        """The prediction times what was accepted over what was predicted."""
+        """The prediction times the factor of its kind."""
+        predicted *= self.factor(kind)
+        return predicted if predicted < MOST_CERTAIN else MOST_CERTAIN
+
+    def factor(self, kind: Hashable) -> float:
+        """What was accepted over what was predicted."""
         sums = self._sums.get(kind)
-        if sums is not None:
-            predicted *= sums[1] / sums[0]
-        return predicted if predicted < _MOST_CERTAIN else _MOST_CERTAIN
+        return 1.0 if sums is None else sums[1] / sums[0]
 
     def add(self, kind: Hashable, predicted: float, *, accepted: bool) -> None:
         """A proposal that verification reached."""

@@ -32,12 +32,14 @@ SGLang fixes one length for all chains before it drafts: speculator/proposals/le
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from speculator.proposals.estimates import Calibration, PositionAcceptance, RoundTimes
+from speculator.proposals.estimates import MOST_CERTAIN, Calibration, PositionAcceptance, RoundTimes
 
 _MEMORY = 0.98
 """What a verification still weighs after another: half after 34."""
@@ -209,6 +211,46 @@ class Plan:
         return self.value / self.expected_s if self.expected_s else 0.0
 
 
+class Step(NamedTuple):
+    """One proposal for each request, and the head's log-probability of it."""
+
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+
+
+@dataclass(frozen=True)
+class ChainRule:
+    """How far the head's chains go, known before its first step: so that it computes all of them in one call.
+
+    A request's reach is the probability that its proposals so far are accepted. It begins at 1, or at 0 where the
+    request takes its suffix tree. A step multiplies it with the head's probability, corrected by the step's factor.
+    """
+
+    factors: Sequence[float]
+    least: Sequence[float]
+    """By step: while the reaches sum up to more behind it, the head computes another one."""
+
+    @property
+    def num_steps(self) -> int:
+        """The most."""
+        return len(self.factors)
+
+    def reached(self, step: int, reaches: Sequence[float], logprobs: Sequence[float]) -> list[float]:
+        """Behind a step, from 0."""
+        factor = self.factors[step]
+        return [
+            reach * min(MOST_CERTAIN, factor * math.exp(logprob))
+            for reach, logprob in zip(reaches, logprobs, strict=True)
+        ]
+
+    def goes_on(self, step: int, reaches: Sequence[float]) -> bool:
+        """Whether there is a step behind this one."""
+        return step + 1 < self.num_steps and sum(reaches) > self.least[step]
+
+
+ONE_STEP = ChainRule((1.0,), (math.inf,))
+
+
 class RoundPlanner:
     """Plans the rounds of one engine; used by the thread that decodes."""
 
@@ -289,18 +331,26 @@ class RoundPlanner:
         """Whether one more token than `num_proposals` pays, which is reached and accepted `reach` times in all requests
         that have the head's chain, and so often in those that have a suffix tree.
         """
-        earned = plan.worth * reach + of_suffixes
-        is_trial = self._is_trial(plan, num_proposals, reach + of_suffixes)
-        return is_trial or earned > plan.rate * self._more_s(plan, num_proposals)
+        price = plan.rate * self._more_s(plan, num_proposals)
+        return reach > self._least_reach(plan, num_proposals, price, of_suffixes=of_suffixes)
 
-    def is_worth_drafting(self, plan: Plan, num_steps: int, reach: float) -> bool:
-        """Whether the head shall compute a step after `num_steps`, whose proposals are reached `reach` times."""
-        more_s = self.times.draft_s(plan.batch, num_steps + 1, plan.batch) - self.times.draft_s(
-            plan.batch, num_steps, plan.batch
-        )
-        expected = reach * self.positions.rate(num_steps + 1)
-        price = plan.rate * (self._more_s(plan, num_steps) + max(more_s, 0.0))
-        return self._is_trial(plan, num_steps, expected) or plan.worth * expected > price
+    def chain_rule(self, plan: Plan, of_suffixes: Sequence[float]) -> ChainRule:
+        """How far the head's chains go in this round. By step: how often proposals of suffix trees at its place are
+        expected to be accepted.
+
+        Another step is computed where this one's proposals are worth verifying, and the next one's are expected to be
+        worth that and their own computation.
+        """
+        batch, times, depth = plan.batch, self.times, len(of_suffixes)
+        verify_s = [times.verify_s(batch, num_proposals, plan.num_keys) for num_proposals in range(depth + 2)]
+        draft_s = [times.draft_s(batch, num_steps, batch) for num_steps in range(1, depth + 2)]
+        verify_more_s, draft_more_s = ([max(b - a, 0.0) for a, b in itertools.pairwise(s)] for s in (verify_s, draft_s))
+        least = []
+        for step, of_suffix in enumerate(of_suffixes):
+            verified = self._least_reach(plan, step, plan.rate * verify_more_s[step], of_suffixes=of_suffix)
+            price = plan.rate * (verify_more_s[step + 1] + draft_more_s[step])
+            least.append(max(verified, self._least_reach(plan, step + 1, price, rate=self.positions.rate(step + 2))))
+        return ChainRule([self.confidence.factor(step) for step in range(depth)], least)
 
     def _without_head(self, batch: int, num_keys: int, suffixes: Sequence[Sequence[float]]) -> Plan:
         """The best round of suffix trees; with none of them it is plain decoding."""
@@ -360,10 +410,18 @@ class RoundPlanner:
             expected_s=seconds,
         )
 
-    def _is_trial(self, plan: Plan, num_proposals: int, reach: float) -> bool:
-        """What is likelier than not to be accepted is tried until it is known what one more token costs."""
-        likely = plan.uses_head and 2 * reach > plan.batch
-        return likely and not self.times.is_known(plan.batch, num_proposals + 1)
+    def _least_reach(
+        self, plan: Plan, num_proposals: int, price: float, *, rate: float = 1.0, of_suffixes: float = 0.0
+    ) -> float:
+        """Above which chains, whose next token is accepted at this rate, earn a price together with suffix trees.
+
+        What is likelier than not to be accepted is tried until it is known what one more token costs.
+        """
+        missing, worth = price - of_suffixes, plan.worth * rate
+        least = missing / worth if worth else math.copysign(math.inf, missing)
+        if plan.uses_head and not self.times.is_known(plan.batch, num_proposals + 1):
+            least = min(least, (plan.batch / 2 - of_suffixes) / rate)
+        return least
 
     def _beats_plain(self, domains: Sequence[str], num_keys: int, head_depth: int, plain_s: float) -> bool:
         """Whether the head would pay where there are no suffixes: there it is compared with least."""

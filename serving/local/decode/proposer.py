@@ -9,10 +9,9 @@ Shape letters: B batch, d hidden size.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,12 +20,12 @@ from torch import Tensor
 from serving.engine import GenerateRequest
 from serving.group_cache.sync import GroupSharing
 from serving.group_cache.texts import GroupKey
-from serving.local.draft import ServingDraft
+from serving.local.draft import ServingDraft, UnreadPairs
 from serving.local.request import ActiveRequest
 from serving.local.target.model import Target
 from serving.metrics import EngineMetrics
 from speculator.proposals.draft_tree import NO_PROPOSALS, DraftTree
-from speculator.proposals.planner import HeadVerdict, Plan, RoundPlanner
+from speculator.proposals.planner import ONE_STEP, HeadVerdict, Plan, RoundPlanner, Step
 from speculator.proposals.suffix_drafter import SuffixDrafter, SuffixProposal, SuffixRequest, TextSource
 
 SuffixCacheTask = Callable[[SuffixDrafter], None]
@@ -213,10 +212,9 @@ class Proposer:
     ) -> Proposals:
         started_s = time.perf_counter()
         generation = generations[row]
-        feature_1d, num_pairs = self._reader.read_all([generation], first_slot=row)
-        drawn = self._draft.chain(feature_1d, lengths=[len(generation.tokens)], sources=[generation.source])
-        # Only the first is drawn: it does not touch the keys of any slot.
-        (token,), (score,) = next(drawn)
+        pairs, num_pairs = self._reader.unread([generation], first_slot=row)
+        # One step does not touch the keys of any slot.
+        (((token,), (score,)),) = self._draft.propose(pairs, [1.0], [generation.source], ONE_STEP)
         probability = math.exp(score)
         # Alone it says what a chain of one says of all: that decides in a round that asks the head.
         reach = len(generations) * self._planner.head_probability(0, probability)
@@ -251,29 +249,21 @@ class Proposer:
 
     def _head_steps(
         self, plan: Plan, generations: Sequence[ActiveRequest], reaches: Sequence[Sequence[float]], head_depth: int
-    ) -> tuple[list[tuple[list[int], list[float]]], int, int]:
-        """The steps that are worth verifying, (token ids, log-probabilities) by request; steps and pairs computed."""
-        feature_Bd, num_pairs = self._reader.read_all(generations)
-        lengths = [len(generation.tokens) for generation in generations]
-        drawn: Iterator[tuple[list[int], list[float]]] = self._draft.chain(
-            feature_Bd, lengths=lengths, sources=[generation.source for generation in generations]
-        )
-        kept: list[tuple[list[int], list[float]]] = []
+    ) -> tuple[list[Step], int, int]:
+        """The steps that are worth verifying; how many were computed, and of how many pairs."""
+        pairs, num_pairs = self._reader.unread(generations)
         reach_B = [0.0 if is_suffix else 1.0 for is_suffix in plan.from_suffix]
-        num_steps = 0
-        for step, (ids, scores) in enumerate(itertools.islice(drawn, head_depth)):
-            num_steps = step + 1
-            reach_B = [
-                reach * self._planner.head_probability(step, math.exp(score))
-                for reach, score in zip(reach_B, scores, strict=True)
-            ]
-            of_suffixes = _total(reaches, plan.from_suffix, step)
-            if not self._planner.is_worth_verifying(plan, step, sum(reach_B), of_suffixes):
+        of_suffixes = [_total(reaches, plan.from_suffix, step) for step in range(head_depth)]
+        rule = self._planner.chain_rule(plan, of_suffixes)
+        sources = [generation.source for generation in generations]
+        steps = self._draft.propose(pairs, reach_B, sources, rule)
+        kept: list[Step] = []
+        for step in steps:
+            reach_B = rule.reached(len(kept), reach_B, step.logprobs)
+            if not self._planner.is_worth_verifying(plan, len(kept), sum(reach_B), of_suffixes[len(kept)]):
                 break
-            kept.append((ids, scores))
-            if not self._planner.is_worth_drafting(plan, num_steps, sum(reach_B)):
-                break
-        return kept, num_steps, num_pairs
+            kept.append(step)
+        return kept, len(steps), num_pairs
 
 
 def _total(reaches: Sequence[Sequence[float]], chosen: Sequence[bool], step: int) -> float:
@@ -311,24 +301,25 @@ class DraftReader:
     def read(self, slot: int, generation: ActiveRequest, num_pairs: int) -> None:
         """Read up to `num_pairs` pairs of one request, where it has any that are unread."""
         if generation.num_pairs_unread:
-            self._read(slot, [generation], num_pairs)
+            self._draft.read(self._taken([generation], slot, num_pairs))
 
-    def read_all(self, generations: Sequence[ActiveRequest], *, first_slot: int = 0) -> tuple[Tensor, int]:
-        """Read every pair that there is; the draft's output [B, d] at each request's newest pair, and how many."""
+    def unread(self, generations: Sequence[ActiveRequest], *, first_slot: int = 0) -> tuple[UnreadPairs, int]:
+        """The pairs that the draft has to read before it proposes, and how many they were. Of many all but the last
+        are read at once.
+        """
         num_pairs = sum(generation.num_pairs_unread for generation in generations)
         for slot, generation in enumerate(generations, first_slot):
             while generation.num_pairs_unread > _MAX_PAIRS_A_PASS:
                 self.read(slot, generation, _MAX_PAIRS_A_PASS)
-        return self._read(first_slot, generations, _MAX_PAIRS_A_PASS), num_pairs
+        return self._taken(generations, first_slot, _MAX_PAIRS_A_PASS), num_pairs
 
-    def _read(self, first_slot: int, generations: Sequence[ActiveRequest], num_pairs: int) -> Tensor:
-        """Up to `num_pairs` of each, at least one; returns the draft's output [B, d] at the last pair of each."""
-        tokens, features, starts = [], [], []
-        for slot, generation in enumerate(generations, first_slot):
-            start = generation.num_pairs_read
-            ids = generation.tokens[start + 1 : start + 1 + num_pairs]
-            tokens.append(ids)
-            features.append(self._features[slot, start : start + len(ids)])
-            starts.append(start)
+    def _taken(self, generations: Sequence[ActiveRequest], first_slot: int, num_pairs: int) -> UnreadPairs:
+        """Up to `num_pairs` of each, at least one, which count as read."""
+        starts = [generation.num_pairs_read for generation in generations]
+        tokens = [
+            generation.tokens[start + 1 : start + 1 + num_pairs]
+            for generation, start in zip(generations, starts, strict=True)
+        ]
+        for generation, ids in zip(generations, tokens, strict=True):
             generation.num_pairs_read += len(ids)
-        return self._draft.read(tokens, torch.cat(features), first_slot=first_slot, starts=starts)
+        return UnreadPairs(tokens, starts, first_slot, self._features)

@@ -179,8 +179,8 @@ class Sights {
   std::vector<int64_t> depths_, paths_;  // [T] and [T, T], of which each row is filled as far as its token is deep
 };
 
-// Which tokens of a window attend: all, or the newest alone, where of the others keys and values are wanted and no more.
-enum class Asked { kAll, kNewest };
+// Which tokens of a window attend: all, the newest alone, or none. Of the others keys and values are stored, no more.
+enum class Asked { kAll, kNewest, kNone };
 
 // One key head of a window. cos and sin [positions, h], qkv [M, P · G + 2G, h] from the window's first token on, query
 // heads by their place in the group first, and out [M, P · G, h] from the first that attends.
@@ -190,7 +190,7 @@ inline void attend_group(const Heads& heads, int64_t group, const Window& window
   static thread_local std::vector<float> queries, scores;
   const Sights sights(window);
   const int64_t h = heads.size, P = heads.sharing, G = heads.groups;
-  const int64_t first_asked = asked == Asked::kNewest ? window.num_tokens - 1 : 0;
+  const int64_t first_asked = asked == Asked::kAll ? 0 : window.num_tokens - (asked == Asked::kNewest);
   const int64_t num_rows = (window.num_tokens - first_asked) * P;
   queries.resize(num_rows * h);
   scores.resize(Bfloat16::kMostRows * (window.start + window.num_tokens + kPanel));
@@ -241,6 +241,6 @@ inline void attend(const Heads& heads, int64_t num_windows, const Window* window
     if (next_w < num_windows)
       next = keys_of(kept(next_w, likely % G), windows[next_w].start + windows[next_w].num_tokens, h);
     attend_group(heads, group, windows[w], kept(w, group), cos, sin, qkv + first * (P + 2) * G * h, asked, next,
-                 out + (asked == Asked::kNewest ? w : first) * P * G * h);
+                 out + (asked == Asked::kAll ? first : w) * P * G * h);
   });
 }

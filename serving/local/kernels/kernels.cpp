@@ -26,12 +26,37 @@ struct Model {
   const void* after;  // the weight that is read after the pass, or none
 };
 
-// A draft has one. Its input is a pair: a token's embedding and the feature of the position before it.
+// A draft has one. Its input is a pair: a token's embedding and the feature of the position before it, which is made of
+// three of the target's.
 struct Draft {
+  const uint16_t* embeddings;  // of the target's tokens
+  Norm three_norm;             // of the three features as one, or none
+  Norm feature_norms[3];       // of each of them, or none
+  Layer fc;
   Norm embedding_norm;
-  Block block;       // whose input norm is the feature's
-  Norm output_norm;  // of what is fed back, or none
-  int64_t adds_to_normed;  // 1 where the residual is the feature behind its norm, 0 where it is the feature itself
+  Block block;  // whose input norm is the feature's
+  Norm norm;    // before the head
+  Layer head;
+  const int64_t* target_ids;  // of the draft's tokens
+  int64_t feeds_normed;       // 1 where the layer's output is fed back behind `norm`, 0 where before it
+  int64_t adds_to_normed;     // 1 where the residual is the feature behind its norm, 0 where it is the feature itself
+};
+
+// What a draft is asked for: at most `num_steps` tokens for each of B requests. Behind a step the reaches are the
+// probabilities that verification accepts what was proposed so far. Another step is computed while their sum is more
+// than that step's `least`.
+struct Chain {
+  int64_t num_steps;
+  const double* factors;      // [num_steps], of the draft's probabilities
+  double most;                // that a probability counts as
+  const double* least;        // [num_steps]
+  double* reaches;            // [B], changed in place
+  const float* temperatures;  // [B]
+  const float* const* noise;  // [B], [D] each or none: of the first step's position, and no other is computed with it
+  int64_t* ids;               // [num_steps, B], the target's
+  float* logprobs;            // [num_steps, B]
+  uint16_t* output;           // [B, d], the layer's for the last step
+  int64_t num_done;           // steps that were computed
 };
 
 int64_t products(const Layer& layer) { return layer.K * layer.N; }
@@ -78,12 +103,86 @@ void finish(const Block& block, int64_t M, const void* next, uint16_t* attended,
   add(size, x, more);
 }
 
+// Where the keys and values of a pass are, and the tables that rotate them.
+struct Place {
+  const float *cos, *sin;
+  uint16_t* cache;
+  int64_t L;
+};
+
+// The target's three features, `apart` numbers from one slot to the next, → one [N, d] of each of the windows' pairs.
+void reduce(const Draft& draft, int64_t N, int64_t num_windows, const Window* windows, const uint16_t* three,
+            int64_t apart, uint16_t* features, const Threads& threads) {
+  static thread_local std::vector<uint16_t> rows;
+  const int64_t K = draft.fc.K, d = draft.fc.N;
+  rows.resize(N * K);
+  uint16_t* row = rows.data();
+  for (int64_t w = 0; w < num_windows; ++w) {
+    const uint16_t* from = three + windows[w].slot * apart + windows[w].start * K;
+    for (int64_t t = 0; t < windows[w].num_tokens; ++t, from += K, row += K) {
+      std::copy_n(from, K, row);
+      if (draft.three_norm.weight != nullptr) apply(draft.three_norm, row, row);
+      for (int64_t part = 0; part < 3 && draft.feature_norms[0].weight != nullptr; ++part)
+        apply(draft.feature_norms[part], row + part * d, row + part * d);
+    }
+  }
+  multiply(draft.fc, N, rows.data(), features, draft.block.qkv.weight, threads);
+}
+
+// Stores keys and values of pairs, which follow one another in each window, → the layer's output [windows, d] for the
+// newest of each, if it is wanted. Features and output may be the same.
+void run_layer(const Draft& draft, int64_t N, int64_t num_windows, const Window* windows, const Place& place,
+               const int64_t* tokens, const uint16_t* features, uint16_t* output, const Threads& threads) {
+  static thread_local std::vector<uint16_t> pairs, wide, narrow;
+  const Block& block = draft.block;
+  const int64_t d = block.input_norm.K, B = num_windows;
+  pairs.resize(N * 2 * d);
+  wide.resize(std::max(N * block.qkv.N, B * block.gate_up.N));
+  narrow.resize(B * std::max(block.out.K, block.down.K));
+  for (int64_t n = 0; n < N; ++n) {
+    apply(draft.embedding_norm, draft.embeddings + tokens[n] * d, pairs.data() + 2 * n * d);
+    apply(block.input_norm, features + n * d, pairs.data() + (2 * n + 1) * d);
+  }
+  multiply(block.qkv, N, pairs.data(), wide.data(), output == nullptr ? nullptr : block.out.weight, threads);
+  attend(block.heads, B, windows, place.cos, place.sin, wide.data(), place.cache, place.L,
+         output == nullptr ? Asked::kNone : Asked::kNewest, narrow.data(), threads);
+  if (output == nullptr) return;
+  for (int64_t w = 0, end = 0; w < B; ++w) {
+    end += windows[w].num_tokens;
+    const uint16_t* const residual = draft.adds_to_normed ? pairs.data() + (2 * end - 1) * d : features + (end - 1) * d;
+    std::memmove(output + w * d, residual, d * sizeof *output);
+  }
+  finish(block, B, draft.head.weight, narrow.data(), pairs.data(), wide.data(), output, threads);
+  if (draft.feeds_normed) apply_all(draft.norm, B, output, output);
+}
+
+// The layer's output [B, d] → a token for each request, the target's, and the draft's log-probability of it.
+void choose(const Draft& draft, int64_t B, const Chain& chain, int64_t* ids, float* logprobs, const Threads& threads) {
+  static thread_local std::vector<uint16_t> normed, logits;
+  const int64_t D = draft.head.N;
+  const uint16_t* x = chain.output;
+  if (!draft.feeds_normed) {
+    normed.resize(B * draft.norm.K);
+    apply_all(draft.norm, B, x, normed.data());
+    x = normed.data();
+  }
+  logits.resize(B * D);
+  uint16_t* const all = logits.data();
+  multiply(draft.head, B, x, all, draft.block.qkv.weight, threads);
+  threads.each(B, [=, &draft, &chain](int64_t b) {
+    const Drawn drawn = draw(D, all + b * D, chain.temperatures[b], chain.noise[b]);
+    ids[b] = draft.target_ids[drawn.id];
+    logprobs[b] = drawn.logprob;
+  });
+}
+
 }  // namespace
 
 #define EXPORTED extern "C" [[gnu::visibility("default")]]  // all else is hidden (build.py)
 
 // What the other side takes them for, in bytes.
-EXPORTED const int64_t slipstream_sizes[] = {sizeof(Model), sizeof(Block), sizeof(Draft), sizeof(Window)};
+EXPORTED const int64_t slipstream_sizes[] = {sizeof(Model), sizeof(Block), sizeof(Draft), sizeof(Chain),
+                                              sizeof(Window)};
 
 // Whether there are products in pairs.
 #ifdef __AVX512F__
@@ -129,41 +228,37 @@ EXPORTED void slipstream_pass(const Model* model, int64_t M, int64_t num_windows
   apply_all(model->norm, M, x, hidden);
 }
 
-// Embeddings and features [N, d] of pairs, which follow one another in each window, → the layer's output [windows, d]
-// for the newest of each; of all others keys and values are stored.
-EXPORTED void slipstream_draft(const Draft* draft, int64_t N, int64_t num_windows, const Window* windows,
-                                 const float* cos, const float* sin, uint16_t* cache, int64_t L,
-                                 const uint16_t* embeddings, const uint16_t* features, uint16_t* output,
-                                 int64_t num_threads) {
-  static thread_local std::vector<uint16_t> pairs, wide, narrow;
+// Reads the pairs of some windows, whose tokens follow one another, and proposes what the chain asks for. The features
+// are the target's, `apart` numbers from one slot to the next; or, with none, the chain's output.
+EXPORTED void slipstream_draft(const Draft* draft, Chain* chain, int64_t N, int64_t num_windows,
+                               const Window* windows, const float* cos, const float* sin, uint16_t* cache, int64_t L,
+                               const int64_t* tokens, const uint16_t* three, int64_t apart, int64_t num_threads) {
+  static thread_local std::vector<uint16_t> reduced;
+  static thread_local std::vector<Window> newest;
   const Threads threads(worthwhile(num_threads, N * products(draft->block)));
-  const Block& block = draft->block;
-  const int64_t d = block.input_norm.K, B = num_windows;
-  pairs.resize(N * 2 * d);
-  wide.resize(std::max(N * block.qkv.N, B * block.gate_up.N));
-  narrow.resize(B * std::max(block.out.K, block.down.K));
-  for (int64_t n = 0; n < N; ++n) {
-    apply(draft->embedding_norm, embeddings + n * d, pairs.data() + 2 * n * d);
-    apply(block.input_norm, features + n * d, pairs.data() + (2 * n + 1) * d);
+  const Place place{cos, sin, cache, L};
+  const int64_t B = num_windows;
+  const uint16_t* features = chain->output;
+  if (three != nullptr) {
+    reduced.resize(N * draft->fc.N);
+    reduce(*draft, N, B, windows, three, apart, reduced.data(), threads);
+    features = reduced.data();
   }
-  multiply(block.qkv, N, pairs.data(), wide.data(), block.out.weight, threads);
-  attend(block.heads, B, windows, cos, sin, wide.data(), cache, L, Asked::kNewest, narrow.data(), threads);
-  for (int64_t w = 0, end = 0; w < B; ++w) {
-    end += windows[w].num_tokens;
-    const int64_t n = end - 1;
-    std::copy_n(draft->adds_to_normed ? pairs.data() + (2 * n + 1) * d : features + n * d, d, output + w * d);
+  uint16_t* const output = chain->num_steps == 0 ? nullptr : chain->output;
+  run_layer(*draft, N, B, windows, place, tokens, features, output, threads);
+  newest.assign(windows, windows + B);
+  for (int64_t step = 0; step < chain->num_steps; ++step) {
+    int64_t* const ids = chain->ids + step * B;
+    float* const logprobs = chain->logprobs + step * B;
+    choose(*draft, B, *chain, ids, logprobs, threads);
+    chain->num_done = step + 1;
+    double reach = 0;
+    for (int64_t b = 0; b < B; ++b)
+      reach += chain->reaches[b] *= std::min(chain->most, chain->factors[step] * std::exp(double{logprobs[b]}));
+    if (step + 1 == chain->num_steps || !(reach > chain->least[step])) return;
+    for (Window& window : newest) window = {window.slot, window.start + window.num_tokens, 1, nullptr};
+    run_layer(*draft, B, B, newest.data(), place, ids, output, output, threads);
   }
-  finish(block, B, nullptr, narrow.data(), pairs.data(), wide.data(), output, threads);
-  if (draft->output_norm.weight) apply_all(draft->output_norm, B, output, output);
-}
-
-// x [M, K] normed → [M, N].
-EXPORTED void slipstream_normed_linear(const Norm* norm, const Layer* layer, int64_t M, const uint16_t* x,
-                                         uint16_t* y, int64_t num_threads) {
-  static thread_local std::vector<uint16_t> normed;
-  normed.resize(M * norm->K);
-  apply_all(*norm, M, x, normed.data());
-  multiply(*layer, M, normed.data(), y, nullptr, Threads(worthwhile(num_threads, M * products(*layer))));
 }
 
 // Logits [M, V] → the likeliest tokens [M].

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speculator.proposals.estimates import MOST_CERTAIN
+from speculator.proposals.planner import ChainRule, Step
+
 PANEL = 64
 """Outputs of a weight, positions of keys and numbers of values that lie together."""
 LANES = 16
@@ -33,7 +36,7 @@ def compute_with(num_threads: int) -> None:
     _caller.num_threads = num_threads
 
 
-_number, _pointer, _float = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
+_number, _pointer, _float, _double = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float, ctypes.c_double
 
 
 class Norm(ctypes.Structure):
@@ -94,9 +97,73 @@ class Model(ctypes.Structure):
 
 
 class Draft(ctypes.Structure):
-    """A draft's layer; its input norm is the feature's."""
+    """A draft; the input norm of its layer is the feature's."""
 
-    _fields_ = (("embedding_norm", Norm), ("block", Block), ("output_norm", Norm), ("adds_to_normed", _number))
+    _fields_ = (
+        ("embeddings", _pointer),
+        ("three_norm", Norm),
+        ("feature_norms", Norm * 3),
+        ("fc", Layer),
+        ("embedding_norm", Norm),
+        ("block", Block),
+        ("norm", Norm),
+        ("head", Layer),
+        ("target_ids", _pointer),
+        ("feeds_normed", _number),
+        ("adds_to_normed", _number),
+    )
+
+
+class Chain(ctypes.Structure):
+    """What a draft is asked for, and what it proposes."""
+
+    _fields_ = (
+        ("num_steps", _number),
+        ("factors", ctypes.POINTER(_double)),
+        ("most", _double),
+        ("least", ctypes.POINTER(_double)),
+        ("reaches", ctypes.POINTER(_double)),
+        ("temperatures", ctypes.POINTER(_float)),
+        ("noise", ctypes.POINTER(_pointer)),
+        ("ids", ctypes.POINTER(_number)),
+        ("logprobs", ctypes.POINTER(_float)),
+        ("output", _pointer),
+        ("num_done", _number),
+    )
+
+    @classmethod
+    def of(
+        cls,
+        rule: ChainRule,
+        reaches: Sequence[float],
+        temperatures: Sequence[float],
+        noise: Sequence[Tensor | None],
+        output_Bd: Tensor,
+    ) -> Chain:
+        """Noise is float32 [D]. `output_Bd` is what the first step is fed with, or holds that of the last one later.
+        Both have to live as long as this does.
+        """
+        batch, num_steps = len(temperatures), rule.num_steps
+        assert output_Bd.dtype == torch.bfloat16
+        assert output_Bd.is_contiguous()
+        assert all(one is None or (one.dtype == torch.float32 and one.is_contiguous()) for one in noise)
+        return cls(
+            num_steps,
+            (_double * num_steps)(*rule.factors),
+            MOST_CERTAIN,
+            (_double * num_steps)(*rule.least),
+            (_double * batch)(*reaches),
+            (_float * batch)(*temperatures),
+            (_pointer * batch)(*map(pointer, noise)),
+            (_number * (num_steps * batch))(),
+            (_float * (num_steps * batch))(),
+            pointer(output_Bd),
+        )
+
+    def steps(self, batch: int) -> list[Step]:
+        """Those that were computed."""
+        ends = range(batch, (self.num_done + 1) * batch, batch)
+        return [Step(self.ids[end - batch : end], self.logprobs[end - batch : end]) for end in ends]
 
 
 class KernelWindow(ctypes.Structure):
@@ -128,10 +195,9 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
         *(_pointer, _number, _number, _pointer, _pointer, _pointer, _number),
     ),
     "draft": (
-        *(ctypes.POINTER(Draft), _number, *_WINDOWS),
-        *(_pointer, _number, _pointer, _pointer, _pointer, _number),
+        *(ctypes.POINTER(Draft), ctypes.POINTER(Chain), _number, *_WINDOWS),
+        *(_pointer, _number, ctypes.POINTER(_number), _pointer, _number, _number),
     ),
-    "normed_linear": (ctypes.POINTER(Norm), ctypes.POINTER(Layer), _number, _pointer, _pointer, _number),
     "likeliest": (_number, _number, _pointer, _pointer, _number),
     "rank": (_number, _number, _pointer, _number, _pointer, _pointer, _number),
 }
@@ -150,7 +216,7 @@ class Kernels:
         library = ctypes.CDLL(str(path))
         self.has_pairs = bool(_number.in_dll(library, "slipstream_has_pairs").value)
         """Whether it multiplies in pairs; a CPU may still lack the instruction."""
-        kinds = Model, Block, Draft, KernelWindow
+        kinds = Model, Block, Draft, Chain, KernelWindow
         sizes = (_number * len(kinds)).in_dll(library, "slipstream_sizes")
         assert list(sizes) == [ctypes.sizeof(kind) for kind in kinds]
         for name, arguments in _FUNCTIONS.items():
@@ -173,7 +239,7 @@ class Kernels:
         to each token: bfloat16 [M, (P + 2) · G · h], query heads by their place in the group first, → [M, P · G · h].
         A pass does the same by itself; alone it is for tests.
         """
-        of_windows = _checked(windows, rotation, qkv, cache)
+        of_windows = _checked(windows, rotation, len(qkv), qkv, cache)
         assert qkv.shape[1] == (heads.sharing + 2) * heads.groups * heads.size
         out = qkv.new_empty(len(qkv), heads.sharing * heads.groups * heads.size)
         self._call("attend", heads, *of_windows, qkv, cache, cache.shape[-1] // heads.size, out)
@@ -190,7 +256,7 @@ class Kernels:
         """A pass over embeddings [M, d], which are overwritten: final hidden states [M, d] and the inputs of the aux
         layers side by side.
         """
-        of_windows = _checked(windows, rotation, x_Md, storage)
+        of_windows = _checked(windows, rotation, len(x_Md), x_Md, storage)
         hidden_Md, aux = torch.empty_like(x_Md), x_Md.new_empty(len(x_Md), model.num_aux * x_Md.shape[1])
         length = storage.shape[-1] // rotation[0].shape[1]
         self._call("pass", model, len(x_Md), *of_windows, storage, storage.stride(0), length, x_Md, hidden_Md, aux)
@@ -199,29 +265,28 @@ class Kernels:
     def draft(
         self,
         draft: Draft,
+        chain: Chain,
         windows: Sequence[KernelWindow],
         rotation: tuple[Tensor, Tensor],
-        embeddings_Nd: Tensor,
-        features_Nd: Tensor,
+        tokens_N: Sequence[int],
+        features_SLw: Tensor | None,
         cache: Tensor,
-    ) -> Tensor:
-        """Read pairs, whose windows follow one another: the layer's output [B, d] for the newest of each window."""
-        embeddings_Nd, features_Nd = embeddings_Nd.contiguous(), features_Nd.contiguous()
-        of_windows = _checked(windows, rotation, features_Nd, cache)
-        assert embeddings_Nd.shape == features_Nd.shape
-        assert embeddings_Nd.dtype == torch.bfloat16
-        output_Bd = features_Nd.new_empty(len(windows), features_Nd.shape[1])
+    ) -> None:
+        """Read pairs, and propose what the chain asks for, if it is something. The features are the target's, by slot
+        and position, or with none the chain's output.
+        """
+        of_windows = _checked(windows, rotation, len(tokens_N), cache)
+        apart = 0
+        if features_SLw is not None:
+            apart = features_SLw.stride(0)
+            assert features_SLw.dtype == torch.bfloat16
+            assert features_SLw.shape[2] == draft.fc.K == features_SLw.stride(1)
+            assert all(window.slot < len(features_SLw) for window in windows)
+            assert all(window.start + window.num_tokens <= features_SLw.shape[1] for window in windows)
+        tokens = (_number * len(tokens_N))(*tokens_N)
         length = cache.shape[-1] // rotation[0].shape[1]
-        self._call("draft", draft, len(features_Nd), *of_windows, cache, length, embeddings_Nd, features_Nd, output_Bd)
-        return output_Bd
-
-    def normed_linear(self, norm: Norm, layer: Layer, x_MK: Tensor) -> Tensor:
-        """bfloat16 [M, K] → [M, N]."""
-        assert x_MK.dtype == torch.bfloat16
-        assert x_MK.shape[1] == norm.K == layer.K
-        y_MN = x_MK.new_empty(len(x_MK), layer.N)
-        self._call("normed_linear", norm, layer, len(x_MK), x_MK.contiguous(), y_MN)
-        return y_MN
+        given = features_SLw if features_SLw is None else features_SLw.data_ptr()
+        self._call("draft", draft, chain, len(tokens_N), *of_windows, cache, length, tokens, given, apart)
 
     def likeliest(self, logits_MV: Tensor) -> Tensor:
         """The first of the largest of each row, in bfloat16: int64 [M]."""
@@ -257,17 +322,19 @@ def pointer(tensor: Tensor | None) -> int | None:
 
 
 def _checked(
-    windows: Sequence[KernelWindow], rotation: tuple[Tensor, Tensor], rows: Tensor, cache: Tensor
+    windows: Sequence[KernelWindow], rotation: tuple[Tensor, Tensor], num_rows: int, *tensors: Tensor
 ) -> tuple[Any, ...]:
-    """Number and array of windows, cosine and sine [positions, h], where everything fits to everything else."""
-    num_slots, _, _, room = cache.shape[-4:]
+    """Number and array of windows, cosine and sine [positions, h], where everything fits to everything else; the last
+    tensor is the cache.
+    """
+    num_slots, _, _, room = tensors[-1].shape[-4:]
     num_rotated, head_dim = rotation[0].shape
     longest = min(num_rotated, room // head_dim)
     assert head_dim <= MOST_HEAD_DIM
     assert rotation[0].shape == rotation[1].shape
     assert all(table.dtype == torch.float32 and table.is_contiguous() for table in rotation)
-    assert all(tensor.dtype == torch.bfloat16 and tensor.is_contiguous() for tensor in (rows, cache))
-    assert len(rows) == sum(window.num_tokens for window in windows)
+    assert all(tensor.dtype == torch.bfloat16 and tensor.is_contiguous() for tensor in tensors)
+    assert num_rows == sum(window.num_tokens for window in windows)
     assert all(0 <= window.slot < num_slots and window.start >= 0 and window.num_tokens > 0 for window in windows)
     assert len({window.slot for window in windows}) == len(windows)
     assert all(window.start + window.num_tokens <= longest for window in windows)

@@ -53,7 +53,8 @@ inline int64_t likeliest(int64_t V, const uint16_t* logits) {
   return v + __builtin_ctz(found);
 }
 
-inline float log_of_sum(int64_t V, const uint16_t* logits, float largest) {
+// Of the exponentials of scale · logits.
+inline float log_of_sum(int64_t V, const uint16_t* logits, float largest, float scale = 1.0f) {
   Floats sum = spread(0.0f);
   for (int64_t v = 0; v < V; v += kLanes) {
     uint16_t last[kLanes];
@@ -63,9 +64,9 @@ inline float log_of_sum(int64_t V, const uint16_t* logits, float largest) {
       std::copy_n(x, V - v, last);
       x = last;
     }
-    sum = sum + exp_of(from_bfloat16(x) - spread(largest));
+    sum = sum + exp_of((from_bfloat16(x) - spread(largest)) * spread(scale));
   }
-  return largest + std::log(sum_of(sum));
+  return largest * scale + std::log(sum_of(sum));
 }
 
 // The K likeliest, K ≤ V, in their order: tokens and log-probabilities.
@@ -99,4 +100,20 @@ inline void rank(int64_t V, const uint16_t* logits, int64_t K, int32_t* ids, flo
     ids[k] = found[k];
     logprobs[k] = number(found[k]) - total;
   }
+}
+
+struct Drawn {
+  int64_t id;
+  float logprob;  // at the temperature, without the noise
+};
+
+// The likeliest of V tokens at a temperature, with its noise [V] where there is some.
+inline Drawn draw(int64_t V, const uint16_t* logits, float temperature, const float* noise) {
+  const auto number = [=](int64_t id) { return from_bits(static_cast<uint32_t>(logits[id]) << 16); };
+  const int64_t largest = likeliest(V, logits);
+  const float scale = 1.0f / temperature, total = log_of_sum(V, logits, number(largest), scale);
+  int64_t chosen = largest;
+  for (int64_t v = 0; v < V && noise != nullptr; ++v)
+    if (number(v) * scale + noise[v] > number(chosen) * scale + noise[chosen]) chosen = v;
+  return {chosen, number(chosen) * scale - total};
 }

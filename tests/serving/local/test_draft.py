@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from itertools import islice
 
 import numpy as np
 import pytest
@@ -12,13 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from serving.local.draft import FusedDraft, KernelDraft, ServingDraft, StagedWeights
+from serving.local.draft import Asked, FusedDraft, KernelDraft, PairSpan, ServingDraft, StagedWeights, UnreadPairs
 from serving.local.kernels.build import found_kernels
 from serving.local.request import DraftSource, shared_draws
 from speculator.draft.checkpoint import SWITCHES, apply_state, draft_state
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.sampling_params import SamplingParams
 from speculator.draft.verification import draws, gumbel
+from speculator.proposals.planner import ChainRule, Step
 from tests.fixtures.decoding import emitted
 from tests.fixtures.toy import make_toy_model, random_draft
 
@@ -101,19 +101,47 @@ class Reference:
 
 def _read(
     serving: ServingDraft, references: Sequence[Reference], first: int, counts: Sequence[Sequence[int]]
-) -> Tensor:
-    """All readings, one after the other; leftovers of rejected proposals lie behind what was read before."""
-    starts = [0] * len(counts)
-    for reading in zip(*counts, strict=True):
-        ends = [start + count for start, count in zip(starts, reading, strict=True)]
-        spans = list(zip(references, starts, ends, strict=True))
-        tokens = [one.tokens[start:end].tolist() for one, start, end in spans]
-        aux = torch.cat([one.aux[start:end] for one, start, end in spans])
-        output = serving.read(tokens, aux, first_slot=first, starts=starts)
-        junk = [[1, 2, 3] for _ in counts]
-        serving.read(junk, torch.randn(3 * len(counts), aux.shape[1]).to(aux), first_slot=first, starts=ends)
-        starts = ends
-    return output
+) -> UnreadPairs:
+    """All readings but the last, one after the other; leftovers of rejected proposals lie behind what was read before,
+    and where the pairs go that are returned.
+    """
+    features = torch.zeros(SLOTS, LENGTH + 3, references[0].aux.shape[1]).to(references[0].aux)
+    for slot, reference in enumerate(references, first):
+        features[slot, : len(reference.aux)] = reference.aux
+    starts, junk = [0] * len(counts), [[1, 2, 3] for _ in counts]
+    *readings, last = zip(*counts, strict=True)
+    for reading in readings:
+        serving.read(_pairs(references, starts, reading, first, features))
+        starts = [start + count for start, count in zip(starts, reading, strict=True)]
+        serving.read(UnreadPairs(junk, starts, first, torch.randn_like(features)))
+    return _pairs(references, starts, last, first, features)
+
+
+def _pairs(
+    references: Sequence[Reference], starts: Sequence[int], reading: Sequence[int], first: int, features: Tensor
+) -> UnreadPairs:
+    spans = zip(references, starts, reading, strict=True)
+    tokens = [one.tokens[start : start + count].tolist() for one, start, count in spans]
+    return UnreadPairs(tokens, starts, first, features)
+
+
+def _propose(serving: ServingDraft, pairs: UnreadPairs, sources: Sequence[DraftSource], num_steps: int) -> list[Step]:
+    """So many steps, whatever their probability."""
+    return serving.propose(pairs, [1.0] * len(sources), sources, ChainRule([1.0] * num_steps, [-1.0] * num_steps))
+
+
+def _output(serving: ServingDraft, pairs: UnreadPairs, num_steps: int = 1) -> tuple[list[Step], Tensor]:
+    """Of a greedy chain, and the layer's output [B, d] for its last step."""
+    batch = len(pairs.tokens)
+    steps: list[Step] = []
+    tokens, spans, fed = pairs.flat_tokens, pairs.spans, pairs.features
+    rule = ChainRule([1.0] * num_steps, [-1.0] * num_steps)
+    while len(steps) < num_steps:
+        asked = Asked(rule, len(steps), [1.0] * batch, [1.0] * batch, [None] * batch)
+        found, fed = serving.network.propose(tokens, spans, fed, asked)
+        tokens, spans = list(found[-1].ids), [PairSpan(one.slot, one.end + len(found) - 1, 1) for one in spans]
+        steps += found
+    return steps, fed
 
 
 def _error(ours: Tensor, theirs: Tensor) -> float:
@@ -126,7 +154,7 @@ def test_what_was_read_gives_the_reference_networks_output(draft: Eagle3Draft, d
     serving, plain = _serving(draft, dtype), copy.deepcopy(draft).to(dtype)
     for first, counts in BATCHES:
         references = [Reference(plain, seed, sum(row)) for seed, row in enumerate(counts)]
-        output = _read(serving, references, first, counts)
+        _, output = _output(serving, _read(serving, references, first, counts))
         assert output.dtype == dtype
         assert _error(output, torch.cat([one.output() for one in references])) < TOLERANCE[dtype]
 
@@ -138,18 +166,38 @@ def test_chains_are_the_references_with_its_log_probabilities(
     draft: Eagle3Draft, dtype: torch.dtype, num_samplings: int
 ) -> None:
     serving, plain = _serving(draft, dtype), copy.deepcopy(draft).to(dtype)
-    for _, counts in BATCHES:
+    for first, counts in BATCHES:
         references = [Reference(plain, seed, sum(row)) for seed, row in enumerate(counts)]
         sources = [DraftSource(SAMPLINGS[row % num_samplings], seed=row) for row in range(len(counts))]
-        lengths = [sum(row) + 1 for row in counts]
-        chain = serving.chain(_read(serving, references, 0, counts), lengths=lengths, sources=sources)
-        for step, (ids, scores) in enumerate(islice(chain, 5)):
+        steps = _propose(serving, _read(serving, references, first, counts), sources, 5)
+        assert len(steps) == 5
+        for step, (ids, scores) in enumerate(steps):
             for row, reference in enumerate(references):
                 output = reference.output()
-                token, score = reference.draw(output, lengths[row] + step, sources[row])
+                token, score = reference.draw(output, sum(counts[row]) + 1 + step, sources[row])
                 assert ids[row] == token
                 assert scores[row] == pytest.approx(score, abs=CLOSE[dtype])
                 reference.feed(token, output)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("num_samplings", [1, 3], ids=["greedy", "mixed"])
+@torch.inference_mode()
+def test_a_chain_ends_where_its_rule_says(draft: Eagle3Draft, dtype: torch.dtype, num_samplings: int) -> None:
+    """The same tokens as of a longer one, up to the first step whose reaches are too small together."""
+    serving = _serving(draft, dtype)
+    references = [Reference(copy.deepcopy(draft).to(dtype), seed, 5) for seed in range(3)]
+    sources = [DraftSource(SAMPLINGS[row % num_samplings], seed=row) for row in range(3)]
+    pairs = _read(serving, references, 2, [[3, 2]] * 3)
+    whole = _propose(serving, pairs, sources, 5)
+    factors, sums, reaches = [0.9, 1.5, 0.7, 1.0, 1.0], [], [1.0, 0.0, 0.5]
+    for step in range(5):
+        reaches = ChainRule(factors, [0.0] * 5).reached(step, reaches, whole[step].logprobs)
+        sums.append(sum(reaches))
+    for end in range(5):
+        rule = ChainRule(factors, [0.99 * reach if step < end else 1.01 * reach for step, reach in enumerate(sums)])
+        assert serving.propose(pairs, [1.0, 0.0, 0.5], sources, rule) == whole[: end + 1]
+    assert serving.propose(pairs, [1.0, 0.0, 0.5], sources, ChainRule(factors[:2], [-1.0] * 2)) == whole[:2]
 
 
 @torch.inference_mode()
@@ -158,20 +206,27 @@ def test_in_bfloat16_it_is_as_near_to_the_exact_result_as_the_reference(draft: E
     rounded, serving = copy.deepcopy(draft).to(torch.bfloat16), _serving(draft, torch.bfloat16)
     has_kernels = draft.config.hidden_size == 256 and found_kernels() is not None
     assert isinstance(serving.network, KernelDraft if has_kernels else FusedDraft)
-    outputs = []
-    for _, counts in BATCHES:
+    outputs, scores = [], []
+    for first, counts in BATCHES:
         exact, theirs = (
             [Reference(one, seed, sum(row)) for seed, row in enumerate(counts)] for one in (draft, rounded)
         )
-        ours = _read(serving, theirs, 0, counts)
+        (step,), ours = _output(serving, _read(serving, theirs, first, counts))
         outputs.append([torch.cat([one.output() for one in exact]), ours, torch.cat([one.output() for one in theirs])])
-    wanted, ours, of_reference = (torch.cat(parts) for parts in zip(*outputs, strict=True))
-    assert 0 < _error(of_reference, wanted) < 0.1
-    assert _error(ours, wanted) < 1.3 * _error(of_reference, wanted)
-    wanted = wanted.bfloat16()
-    logits, noise = draft.logits(wanted.float()), _error(rounded.logits(wanted), draft.logits(wanted.float()))
-    assert 0 < noise < 0.1
-    assert _error(serving.network.logits(wanted), logits) < 1.3 * noise
+        drawn = torch.searchsorted(draft.target_ids, torch.tensor(step.ids))[:, None]
+        logits = draft.logits(ours.float()), rounded.logits(ours).float()
+        scores += [[*logits[0].log_softmax(-1).gather(-1, drawn), *logits[1].log_softmax(-1).gather(-1, drawn)]]
+        scores[-1] = [
+            torch.cat(scores[-1][: len(drawn)]),
+            torch.tensor(step.logprobs),
+            torch.cat(scores[-1][len(drawn) :]),
+        ]
+    for wanted, ours, of_reference in (
+        map(torch.cat, zip(*outputs, strict=True)),
+        map(torch.cat, zip(*scores, strict=True)),
+    ):
+        assert 0 < _error(of_reference, wanted) < 0.1
+        assert _error(ours, wanted) < 1.3 * _error(of_reference, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -185,15 +240,14 @@ def test_an_installed_version_computes_what_a_draft_that_started_with_it_does(
     first, counts = BATCHES[-1]
     references = [Reference(copy.deepcopy(draft).to(dtype), seed, sum(row)) for seed, row in enumerate(counts)]
     swapped, fresh = _serving(draft, dtype), _serving(other, dtype)
-    before = _read(swapped, references, first, counts)
-    logits = swapped.network.logits(before)
+    before, output = _output(swapped, _read(swapped, references, first, counts), 3)
     for serving in (swapped, fresh):
         serving.install(serving.stage(2, draft_state(other)))
-    after = _read(swapped, references, first, counts)
-    assert not torch.equal(after, before)
-    assert torch.equal(after, _read(fresh, references, first, counts))
-    assert not torch.equal(swapped.network.logits(before), logits)
-    assert torch.equal(swapped.network.logits(before), fresh.network.logits(before))
+    after = [_output(serving, _read(serving, references, first, counts), 3) for serving in (swapped, fresh)]
+    assert after[0][0] != before
+    assert not torch.equal(after[0][1], output)
+    assert after[0][0] == after[1][0]
+    assert torch.equal(after[0][1], after[1][1])
 
 
 @torch.inference_mode()
@@ -221,9 +275,12 @@ def test_with_kernels_a_request_gets_the_same_bits_whatever_is_beside_it(draft: 
     if not isinstance(serving.network, KernelDraft):
         pytest.skip("no kernels for this draft on this machine")
     references = [Reference(copy.deepcopy(draft).bfloat16(), seed, 30) for seed in range(3)]
-    together = _read(serving, references, 0, [[9, 1], [2, 4], [20, 3]])
-    for slot, counts in enumerate(([10], [3, 3], [1, 21, 1])):
-        assert torch.equal(_read(serving, [references[slot]], 4, [counts])[0], together[slot])
+    for num_steps in (1, 4):
+        together, outputs = _output(serving, _read(serving, references, 0, [[29, 1], [26, 4], [27, 3]]), num_steps)
+        for row, counts in enumerate(([30], [3, 27], [1, 28, 1])):
+            alone, output = _output(serving, _read(serving, [references[row]], 4, [counts]), num_steps)
+            assert torch.equal(output[0], outputs[row])
+            assert alone == [Step([ids[row]], [scores[row]]) for ids, scores in together]
 
 
 def test_noise_is_drawn_once_for_draft_and_verification_and_is_the_positions_own() -> None:

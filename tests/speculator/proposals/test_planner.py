@@ -95,12 +95,12 @@ class World:
 
     def chain(self, plan: Plan, head_depth: int) -> tuple[int, int]:
         """Proposals that are verified, steps that are computed."""
-        reach = 1.0
+        reach, rule = 1.0, self.planner.chain_rule(plan, [0.0] * head_depth)
         for step in range(head_depth):
             reach *= self.planner.head_probability(step, self.alpha)
             if not self.planner.is_worth_verifying(plan, step, self.batch * reach):
                 return step, step + 1
-            if not self.planner.is_worth_drafting(plan, step + 1, self.batch * reach):
+            if not rule.goes_on(step, [reach] * self.batch):
                 return step + 1, step + 1
         return head_depth, head_depth
 
