@@ -42,6 +42,15 @@ class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True):
     format_version: int = FORMAT_VERSION
 
 
+def is_recording(path: Path) -> bool:
+    """Whether a file is there that begins like one."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
+
+
 class RecordingReader:
     """The traces of a recording; iterate once. Raises ConfigError where the file is not a recording."""
 

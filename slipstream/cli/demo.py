@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from slipstream.cli.options import Depth, DraftVocab, Dtype, JsonFile, Model, SuffixDepth, check_output, finite
-from slipstream.demo.topics import TENANTS
+from slipstream.demo import TENANTS
 from slipstream.logs import configure_logs
 from slipstream.models import BUNDLED_MODEL, resolve_model
 from slipstream.terminal import console

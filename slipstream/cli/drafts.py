@@ -265,6 +265,9 @@ def init(
     store: Annotated[Path | None, typer.Option(help="Write the first version of this draft store.")] = None,
     vocab_from: VocabFrom = None,
     draft_vocab_size: DraftVocab = None,
+    intermediate_size: Annotated[
+        int | None, typer.Option(min=16, help="Width of the draft's MLP; default: the target's.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the random layer; default: 0.")] = None,
     fc_norm: Annotated[bool, typer.Option("--fc-norm", help="Norm each target feature before `fc`.")] = False,
     norm_before_fc: Annotated[
@@ -281,14 +284,14 @@ def init(
 ) -> None:
     """Write a fresh draft for a target. It has learnt nothing yet; serve it and train."""
     configure_logs()
-    from slipstream.demo.topics import read_prompts
+    from slipstream.demo.topics import read_texts
     from speculator.draft.checkpoint import model_name
 
     if (out is None) == (store is None):
         raise ConfigError("pass either --out, for a folder of its own, or --store, for a store's first version")
     check_options(context, DRAFT_INIT)
     model_dir = resolve_model(model)
-    texts = [prompt.text for prompt in read_prompts(vocab_from)] if vocab_from else []
+    texts = read_texts(vocab_from) if vocab_from else []
     switches = {
         "fc_norm": fc_norm,
         "norm_before_fc": norm_before_fc,
@@ -297,6 +300,7 @@ def init(
     }
     asked = {
         "draft_vocab_size": draft_vocab_size,
+        "intermediate_size": intermediate_size,
         "seed": seed,
         "texts": texts,
         "switches": [name for name, is_on in switches.items() if is_on],

@@ -41,7 +41,9 @@ SuffixDepth = Annotated[
 ]
 VocabFrom = Annotated[
     Path | None,
-    typer.Option(help='JSON lines with "domain" and "prompt": choose a fresh draft\'s vocabulary by them.'),
+    typer.Option(
+        help='Recording of traces, or JSON lines with "domain" and "prompt": choose a fresh draft\'s vocabulary by it.'
+    ),
 ]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures here.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]

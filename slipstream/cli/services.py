@@ -61,12 +61,12 @@ def serve(
     """Serve a model behind the OpenAI-compatible gateway, with the draft that the store holds or a fresh one."""
     configure_logs()
     configure_spans("slipstream-gateway")
-    from slipstream.demo.topics import read_prompts
+    from slipstream.demo.topics import read_texts
 
     options.check_together(context)
     warn_of_unread_variables()
     given = _given(context)
-    given["vocab_texts"] = tuple(prompt.text for prompt in read_prompts(vocab_from)) if vocab_from else ()
+    given["vocab_texts"] = read_texts(vocab_from) if vocab_from else []
     if engine == "sglang":
         from serving.sglang.outside.launcher import SglangStart
         from slipstream.start.gateway import run_sglang_server

@@ -27,6 +27,7 @@ from rich.live import Live
 from rich.table import Table
 
 from serving.gateway.server import bind
+from slipstream.demo import TENANTS
 from slipstream.demo.narration import chapter_sentences, progress
 from slipstream.demo.report import ChapterRun, DemoRun
 from slipstream.demo.servers import KEYS_FILE, Child, Scrape, running_child, wait_until_ready
@@ -43,7 +44,7 @@ from slipstream.demo.story import (
     publish_poisoned,
     verdict_on,
 )
-from slipstream.demo.topics import TENANTS, Prompt, TenantTraffic, built_in_prompts
+from slipstream.demo.topics import Prompt, TenantTraffic, built_in_prompts
 from slipstream.demo.traffic import SETTLING_S, Traffic
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.errors import ConfigError

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from serving.gateway.keys import ApiKey, change_keys, make_key, new_secret
-from slipstream.demo.topics import TENANTS
+from slipstream.demo import TENANTS
 from speculator.redis.control_plane import DraftPointer
 from speculator.versions.lifecycle import Number, VersionState
 from speculator.versions.lineage import admit

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import msgspec
 
+from speculator.draft.initialization import Text
 from speculator.errors import ConfigError
 from speculator.host import read_json_lines
+from speculator.recording import RecordingReader, is_recording
 
-TENANTS = tuple(f"tenant-{number:02}" for number in range(1, 13))
 _FOLDER = Path(__file__).parent / "prompts"
 
 
@@ -44,6 +45,16 @@ def read_prompts(path: Path) -> list[Prompt]:
     if not prompts:
         raise ConfigError(f"{path} holds no prompt: give one JSON object a line")
     return prompts
+
+
+def read_texts(path: Path) -> list[Text]:
+    """The traces of a recording as tokens, answers and what was kept of prompts; or what `read_prompts` reads. Raises
+    ConfigError.
+    """
+    if not is_recording(path):
+        return [prompt.text for prompt in read_prompts(path)]
+    with RecordingReader(path) as reader:
+        return [trace.token_ids.tolist() for trace in reader.traces()]
 
 
 def endless(prompts: Sequence[Prompt], seed: int) -> Iterator[Prompt]:

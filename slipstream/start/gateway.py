@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,7 @@ from slipstream.models import checked_fingerprint
 from slipstream.start.exposure import check_exposure
 from slipstream.start.sglang import checked_interpreter, with_draft
 from speculator.draft.checkpoint import model_key
+from speculator.draft.initialization import Text
 from speculator.errors import ConfigError
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
@@ -100,7 +101,7 @@ def run_sglang_server(
     host: str,
     port: int,
     draft_vocab_size: int | None,
-    vocab_texts: tuple[str, ...],
+    vocab_texts: Sequence[Text],
     seed: int | None,
     start_timeout_s: float,
 ) -> None:

@@ -7,6 +7,7 @@ Stop:  gateway drains → follower → engine → group texts and recorder flush
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -36,6 +37,7 @@ from serving.speedup import SpeedupMeter
 from serving.target import TargetDesk
 from slipstream.start.exposure import check_exposure
 from speculator.draft.checkpoint import expected_shapes, model_key, target_fingerprint
+from speculator.draft.initialization import Text
 from speculator.errors import EngineDeadError
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
@@ -60,7 +62,7 @@ class ServeOptions:
     stream_max_bytes: int
     """0 follows from the target's width."""
     draft_vocab_size: int | None
-    vocab_texts: tuple[str, ...]
+    vocab_texts: Sequence[Text]
     seed: int | None
     trace_ttl_hours: float = 0
     """0 sets no limit."""

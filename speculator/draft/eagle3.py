@@ -59,13 +59,18 @@ class DraftConfig:
     """The layer adds its output to the feature behind `hidden_norm`, and not to the feature itself."""
 
     @classmethod
-    def for_target(cls, target: dict[str, Any], *, draft_vocab_size: int) -> DraftConfig:
-        """Derive the draft's shapes from the target's Hugging Face `config.json`, parsed into a dict."""
+    def for_target(
+        cls, target: dict[str, Any], *, draft_vocab_size: int, intermediate_size: int | None = None
+    ) -> DraftConfig:
+        """Derive the draft's shapes from the target's Hugging Face `config.json`, parsed into a dict.
+
+        The MLP is as wide as the target's unless `intermediate_size` says otherwise.
+        """
         num_heads = int(target["num_attention_heads"])
         rope = target.get("rope_parameters") or {}
         return cls(
             hidden_size=target["hidden_size"],
-            intermediate_size=target["intermediate_size"],
+            intermediate_size=intermediate_size or target["intermediate_size"],
             num_attention_heads=num_heads,
             num_key_value_heads=target.get("num_key_value_heads") or num_heads,
             head_dim=target.get("head_dim") or target["hidden_size"] // num_heads,

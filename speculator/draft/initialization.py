@@ -10,7 +10,7 @@ and questions 8,192 of SmolLM2's 49,152 tokens cover 91% by rank alone and 96% w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,16 +42,28 @@ def choose_draft_vocab(vocab_size: int, size: int, counts_V: Tensor | None = Non
     return chosen_D - torch.arange(len(chosen_D))
 
 
-def count_tokens(model_dir: Path, texts: Iterable[str], vocab_size: int) -> Tensor:
-    """[V] int64 counts of the target's tokens in `texts`. Raises ConfigError without a `tokenizer.json` that fits."""
+Text = str | Sequence[int]
+"""Or its tokens."""
+
+
+def count_tokens(model_dir: Path, texts: Iterable[Text], vocab_size: int) -> Tensor:
+    """[V] int64 counts of the target's tokens in `texts`. Raises ConfigError for tokens that the target has not, and
+    where texts are no tokens yet, without a `tokenizer.json` that fits.
+    """
+    texts = list(texts)
+    known = torch.tensor([token for text in texts if not isinstance(text, str) for token in text], dtype=torch.int64)
+    if len(known) and not 0 <= int(known.min()) <= int(known.max()) < vocab_size:
+        raise ConfigError(f"the texts have token id {int(known.max())}, vocab_size is {vocab_size}: check --model")
+    counts_V = torch.bincount(known, minlength=vocab_size)
+    if not (unread := [text for text in texts if isinstance(text, str)]):
+        return counts_V
     path = model_dir / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"the target in {model_dir} has no tokenizer.json")
-    counts_V = torch.zeros(vocab_size, dtype=torch.int64)
     with reading(model_dir):
         tokenizer = Tokenizer.from_file(str(path))
         check_vocabulary(model_dir, tokenizer, vocab_size)
-        for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False):
+        for encoding in tokenizer.encode_batch_fast(unread, add_special_tokens=False):
             ids = torch.tensor(encoding.ids, dtype=torch.int64)
             # Added tokens may lie beyond: no request can have them.
             counts_V += torch.bincount(ids[ids < vocab_size], minlength=vocab_size)
@@ -81,8 +93,9 @@ def fresh_draft(
     model_dir: Path,
     *,
     draft_vocab_size: int | None = None,
+    intermediate_size: int | None = None,
     seed: int | None = None,
-    texts: Iterable[str] = (),
+    texts: Iterable[Text] = (),
     switches: Iterable[str] = (),
 ) -> Eagle3Draft:
     """A draft in float32 for the Hugging Face target in `model_dir`; the same arguments give the same draft.
@@ -93,7 +106,8 @@ def fresh_draft(
     Raises ConfigError for a folder that is no complete model, DraftMismatchError for an unsuitable target.
     """
     size = draft_vocab_size or DEFAULT_DRAFT_VOCAB_SIZE
-    config = DraftConfig.for_target(check_folder(model_dir), draft_vocab_size=size)
+    target = check_folder(model_dir)
+    config = DraftConfig.for_target(target, draft_vocab_size=size, intermediate_size=intermediate_size)
     config = replace(config, **dict.fromkeys(switches, True))
     _check_size(config, model_dir)
     d2t_D = draft_vocab_of(model_dir, config, texts)
@@ -110,7 +124,7 @@ def fresh_draft(
     return draft
 
 
-def draft_vocab_of(model_dir: Path, config: DraftConfig, texts: Iterable[str]) -> Tensor:
+def draft_vocab_of(model_dir: Path, config: DraftConfig, texts: Iterable[Text]) -> Tensor:
     """The offsets `d2t` [D] of a fresh draft. Raises ConfigError."""
     texts = list(texts)
     counts_V = count_tokens(model_dir, texts, config.vocab_size) if texts else None

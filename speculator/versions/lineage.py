@@ -26,7 +26,7 @@ from speculator.draft.checkpoint import (
     expected_shapes,
 )
 from speculator.draft.eagle3 import Eagle3Draft
-from speculator.draft.initialization import draft_vocab_of, fresh_draft
+from speculator.draft.initialization import Text, draft_vocab_of, fresh_draft
 from speculator.draft.public_heads import PublicHead
 from speculator.errors import ConfigError, DraftError, DraftMismatchError, LifecycleError, StoreError, VersionTakenError
 from speculator.versions.lifecycle import BARRED, Number, VersionState
@@ -43,8 +43,9 @@ def ensure_lineage(
     target_fingerprint: str,
     *,
     draft_vocab_size: int | None = None,
+    intermediate_size: int | None = None,
     seed: int | None = None,
-    texts: Iterable[str] = (),
+    texts: Iterable[Text] = (),
     switches: Iterable[str] = (),
 ) -> int:
     """The newest version that may be served; writes a fresh draft as the first one where the store is empty.
@@ -56,7 +57,13 @@ def ensure_lineage(
     be read or written or every version is barred, DraftFileError or DraftMismatchError for a version that nothing is
     known of and that does not fit, and what `fresh_draft` raises.
     """
-    asked: dict[str, Any] = {"draft_vocab_size": draft_vocab_size, "seed": seed, "texts": texts, "switches": switches}
+    asked: dict[str, Any] = {
+        "draft_vocab_size": draft_vocab_size,
+        "intermediate_size": intermediate_size,
+        "seed": seed,
+        "texts": texts,
+        "switches": switches,
+    }
     latest = store.latest()
     if latest is not None:
         check_lineage(store, latest, model_dir, **asked)
@@ -112,8 +119,9 @@ def check_lineage(
     model_dir: Path,
     *,
     draft_vocab_size: int | None = None,
+    intermediate_size: int | None = None,
     seed: int | None = None,
-    texts: Iterable[str] = (),
+    texts: Iterable[Text] = (),
     switches: Iterable[str] = (),
 ) -> None:
     """Whether the drafts of a store fit the target, and are what was asked of a fresh one: another is not written.
@@ -127,6 +135,11 @@ def check_lineage(
     if draft_vocab_size is not None and min(draft_vocab_size, config.vocab_size) != config.draft_vocab_size:
         raise ConfigError(
             f"a draft vocabulary of {draft_vocab_size} is asked for, and {there}, of {config.draft_vocab_size} tokens: "
+            "leave it out, or choose another --store"
+        )
+    if intermediate_size is not None and intermediate_size != config.intermediate_size:
+        raise ConfigError(
+            f"an intermediate size of {intermediate_size} is asked for, and {there}, of {config.intermediate_size}: "
             "leave it out, or choose another --store"
         )
     for name in switches:

@@ -48,9 +48,9 @@ QUESTIONS = (
 
 @pytest.fixture(scope="module")
 def draft_store(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> DraftStore:
-    """A fresh draft with every norm that SGLang computes; other files' drafts have none."""
+    """A slim draft with every norm that SGLang computes; other files' drafts have none, and the target's MLP."""
     store = DraftStore(tmp_path_factory.mktemp("normed"))
-    ensure_lineage(store, model_dir, target_fingerprint(model_dir), switches=SWITCHES)
+    ensure_lineage(store, model_dir, target_fingerprint(model_dir), switches=SWITCHES, intermediate_size=512)
     return store
 
 

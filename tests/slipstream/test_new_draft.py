@@ -21,9 +21,12 @@ from speculator.draft.checkpoint import (
     target_fingerprint,
     write_folder,
 )
+from speculator.draft.initialization import choose_draft_vocab, count_tokens
 from speculator.versions.store import DraftStore, check_tensors
 from tests.fixtures.toy import random_draft
 from tests.slipstream.conftest import RunCli
+from tests.trainer.answers import answer_traces
+from tests.trainer.examples import record
 
 Refused = Callable[..., str]
 
@@ -48,6 +51,22 @@ def test_a_folder_of_its_own_loads(run_cli: RunCli, toy_model: Path, tmp_path: P
     chosen = set((weights["d2t"] + torch.arange(8)).tolist())
     vocab = json.loads((toy_model / "tokenizer.json").read_text())["model"]["vocab"]
     assert {vocab["z"], vocab["q"]} <= chosen
+
+
+def test_a_slim_draft_proposes_the_tokens_of_recorded_answers(toy_model: Path, tmp_path: Path) -> None:
+    traces = answer_traces(toy_model, num_traces=4)
+    recording, root = record(tmp_path / "traffic.rec", traces), tmp_path / "drafts"
+    words = ["--model", str(toy_model), "--store", str(root), "--draft-vocab-size", "6", "--intermediate-size", "16"]
+    init = CliRunner().invoke(app, ["drafts", "init", *words, "--vocab-from", str(recording)], catch_exceptions=False)
+    assert init.exit_code == 0, init.output
+    store = DraftStore(root)
+    config = config_from_json(store.config(1))
+    assert (config.draft_vocab_size, config.intermediate_size) == (6, 16)
+    weights = store.load(1, expected_fingerprint=target_fingerprint(toy_model), expected_shapes=expected_shapes(config))
+    counted = [trace.token_ids.tolist() for trace in traces]
+    wanted = choose_draft_vocab(config.vocab_size, 6, count_tokens(toy_model, counted, config.vocab_size))
+    assert torch.equal(weights["d2t"], wanted)
+    assert not torch.equal(wanted, choose_draft_vocab(config.vocab_size, 6))
 
 
 def test_a_residual_that_plain_sglang_ignores_begins_a_store_and_no_folder(

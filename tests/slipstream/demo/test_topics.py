@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from slipstream.demo.topics import TENANTS, Prompt, TenantTraffic, built_in_prompts, endless
+from slipstream.demo import TENANTS
+from slipstream.demo.topics import Prompt, TenantTraffic, built_in_prompts, endless
 
 
 def test_built_in_prompts_are_of_several_domains_in_an_order_that_a_seed_fixes() -> None:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from speculator.draft.checkpoint import SWITCHES, read_target_tensor
+from speculator.draft.checkpoint import (
+    SWITCHES,
+    config_from_json,
+    draft_config_json,
+    draft_state,
+    expected_shapes,
+    read_target_tensor,
+)
 from speculator.draft.initialization import choose_draft_vocab, count_tokens, fresh_draft
 from speculator.errors import ConfigError
+from speculator.target_folder import read_config
 from tests.fixtures.toy import make_toy_model
 
 
@@ -39,6 +48,29 @@ def test_texts_are_counted_with_the_targets_tokenizer(model_dir: Path) -> None:
     counts_V = count_tokens(model_dir, ["abba", "b"], 47)
     assert counts_V.sum() == 5
     assert sorted(counts_V[counts_V > 0].tolist()) == [2, 3]
+    assert torch.equal(count_tokens(model_dir, ["abba", [2, 2, 40], "b", [40]], 47) - counts_V, counts([2, 40, 2, 40]))
+
+
+def counts(tokens: list[int]) -> Tensor:
+    return torch.bincount(torch.tensor(tokens), minlength=47)
+
+
+def test_tokens_that_the_target_has_not_are_refused_and_others_need_no_tokenizer(tmp_path: Path) -> None:
+    assert torch.equal(count_tokens(tmp_path, [[3, 46], [3]], 47), counts([3, 3, 46]))
+    for tokens in ([3, 47], [-1]):
+        with pytest.raises(ConfigError, match="vocab_size is 47: check --model"):
+            count_tokens(tmp_path, [[1, 2], tokens], 47)
+
+
+def test_a_slim_draft_has_a_narrower_mlp_and_says_so_in_its_file(model_dir: Path) -> None:
+    usual, slim = (fresh_draft(model_dir, draft_vocab_size=24, intermediate_size=width) for width in (None, 16))
+    assert usual.config.intermediate_size == read_config(model_dir)["intermediate_size"] != 16
+    assert (
+        config_from_json(draft_config_json(slim.config)) == slim.config == replace(usual.config, intermediate_size=16)
+    )
+    shapes = {name: tuple(tensor.shape) for name, tensor in draft_state(slim).items()}
+    assert shapes == expected_shapes(slim.config)
+    assert shapes["midlayer.mlp.down_proj.weight"] == (slim.config.hidden_size, 16)
 
 
 def test_a_fresh_draft_is_reproducible_and_starts_from_the_targets_output_layer(model_dir: Path) -> None:

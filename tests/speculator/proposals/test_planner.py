@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import random
 import statistics
@@ -219,6 +220,29 @@ def test_a_token_that_is_worth_less_is_verified_where_it_is_likelier_and_expecte
         verified = [reach for reach in reaches if world.planner.is_worth_verifying(plan, 1, reach)]
         of_suffixes = [reach for reach in reaches if world.planner.is_worth_verifying(plan, 1, 0.0, reach)]
         assert min(verified) == pytest.approx(min(of_suffixes) / plan.worth, abs=0.02)
+
+
+def test_a_chain_is_drafted_on_where_its_step_is_verified_and_the_next_one_pays_for_itself() -> None:
+    rules, worlds = [], [World(0.8), World(0.8)]
+    for world in worlds:
+        world.run(1000)
+        for steps in range(1, DEPTH + 2):  # the second one's steps take twice as long
+            for _ in range(200):
+                seconds = DRAFT_READ_S + DRAFT_STEP_S * (steps - 1) * (1 + (world is worlds[1]))
+                world.planner.times.add_drafting(1, steps, 1, seconds)
+        plan = world.planner.plan(["chat"], 200, [[]], head_depth=DEPTH, unread=[1])
+        rules.append(world.planner.chain_rule(plan, [0.0] * DEPTH))
+        for step, least in enumerate(rules[-1].least):
+            assert 0 < least < math.inf
+            assert world.planner.is_worth_verifying(plan, step, 1.001 * least)
+            assert not rules[-1].goes_on(step, [0.6 * least, 0.39 * least])
+            assert rules[-1].goes_on(step, [0.6 * least, 0.41 * least]) == (step < DEPTH - 1)
+            reached = rules[-1].reached(step, [1.0, 0.5], [math.log(0.3)] * 2)
+            assert reached == pytest.approx([world.planner.head_probability(step, 0.3) * reach for reach in (1.0, 0.5)])
+        # What suffix trees earn beside the chains pays for the rows of both, and for no step of the head.
+        beside = world.planner.chain_rule(plan, [0.3] * DEPTH)
+        assert all(new <= old for new, old in zip(beside.least, rules[-1].least, strict=True))
+    assert all(dear > cheap for cheap, dear in zip(*(rule.least for rule in rules), strict=True))
 
 
 def test_a_head_that_lies_about_itself_is_found_out() -> None:

@@ -122,13 +122,15 @@ def test_a_draft_with_another_rotary_base_is_refused_with_both_numbers(toy_model
 def test_what_is_asked_of_a_fresh_draft_is_not_ignored_where_there_is_one(toy_model: Path, tmp_path: Path) -> None:
     store, fingerprint = DraftStore(tmp_path), target_fingerprint(toy_model)
     switches = ["fc_norm"]
-    ensure_lineage(store, toy_model, fingerprint, draft_vocab_size=4, seed=5, texts=["zzz"], switches=switches)
+    slim = {"draft_vocab_size": 4, "intermediate_size": 32}
+    ensure_lineage(store, toy_model, fingerprint, seed=5, texts=["zzz"], switches=switches, **slim)
     # Texts may have grown since.
     texts: list[dict[str, object]] = [{"texts": ["zzz"]}, {"texts": ["aaa"]}]
-    for alike in ({}, {"draft_vocab_size": 4}, {"seed": 5}, *texts, {"switches": switches}):
+    for alike in ({}, slim, {"seed": 5}, *texts, {"switches": switches}):
         assert ensure_lineage(store, toy_model, fingerprint, **alike) == 1  # type: ignore[arg-type]
     for other, says in (
         ({"draft_vocab_size": 8}, "of 8 is asked for, .* of 4 tokens"),
+        ({"intermediate_size": 48}, "of 48 is asked for, .* of 32"),
         ({"seed": 6}, "from seed 5: leave --seed 6 out"),
         ({"switches": ["norm_output"]}, "with norm_output is asked for, .* without it"),
     ):
