@@ -92,7 +92,7 @@ class ServingDraft:
 
     def read(self, pairs: UnreadPairs) -> None:
         """Keep the keys and values of pairs."""
-        self.network.read(pairs.flat_tokens, pairs.spans, pairs.features)
+        self.network.read(*pairs)
 
     def propose(
         self, pairs: UnreadPairs, reaches: Sequence[float], sources: Sequence[DraftSource], rule: ChainRule
@@ -104,14 +104,12 @@ class ServingDraft:
         The noise of sampled requests is drawn step by step, since it takes as long as the step: chains of greedy ones
         are one call of the kernels.
         """
-        temperatures = [source.sampling.temperature for source in sources]
-        tokens: Sequence[int] = pairs.flat_tokens
-        spans, fed = pairs.spans, pairs.features
+        is_greedy = all(source.sampling.temperature == 0 for source in sources)
+        tokens, spans, fed = pairs
         steps: list[Step] = []
         while True:
-            noise = [self._noise(source, span.end + 1) for source, span in zip(sources, spans, strict=True)]
-            asked = Asked(rule, len(steps), reaches, [temperature or 1.0 for temperature in temperatures], noise)
-            found, fed = self.network.propose(tokens, spans, fed, asked)
+            noise = None if is_greedy else [self._noise(*row) for row in zip(sources, spans, strict=True)]
+            found, fed = self.network.propose(tokens, spans, fed, rule.behind(len(steps)), reaches, noise)
             for step in found:
                 reaches = rule.reached(len(steps), reaches, step.logprobs)
                 steps.append(step)
@@ -119,13 +117,14 @@ class ServingDraft:
                 return steps
             tokens, spans = steps[-1].ids, [PairSpan(one.slot, one.end + len(found) - 1, 1) for one in spans]
 
-    def _noise(self, source: DraftSource, position: int) -> Tensor | None:
-        """The Gumbel noise [D] that verification adds at this position; none for a greedy request."""
-        if source.sampling.temperature == 0:
-            return None
-        uniform_V = shared_draws(source.seed, position, self._config.vocab_size)
+    def _noise(self, source: DraftSource, span: PairSpan) -> Noise:
+        """What verification adds at the position behind this pair's token."""
+        temperature = source.sampling.temperature
+        if temperature == 0:
+            return Noise(1.0, None)
+        uniform_V = shared_draws(source.seed, span.end + 1, self._config.vocab_size)
         # Top-k and top-p cut the target's distribution; the draft keeps its own tail and lets verification decide.
-        return torch.from_numpy(gumbel(uniform_V[self._drawn_ids])).to(self._wide)
+        return Noise(temperature, torch.from_numpy(gumbel(uniform_V[self._drawn_ids])).to(self._wide))
 
 
 def _copy(storage: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
@@ -146,39 +145,21 @@ class PairSpan(NamedTuple):
         return self.start + self.num_pairs
 
 
-@dataclass(frozen=True)
-class UnreadPairs:
-    """Pairs of the requests in slots `first_slot`…, at least one of each."""
+class UnreadPairs(NamedTuple):
+    """Pairs of several requests, at least one of each, one span after the other."""
 
-    tokens: Sequence[Sequence[int]]
-    """By request: token t+1 of the pairs at positions t = start, start + 1, …"""
-    starts: Sequence[int]
-    first_slot: int
+    tokens: Sequence[int]
+    """Token t+1 of the pair at position t."""
+    spans: Sequence[PairSpan]
     features: Tensor
     """The target's [S, L, 3d], by slot and position."""
 
-    @property
-    def flat_tokens(self) -> list[int]:
-        return list(itertools.chain.from_iterable(self.tokens))
 
-    @property
-    def spans(self) -> list[PairSpan]:
-        of_requests = zip(self.starts, self.tokens, strict=True)
-        return [PairSpan(slot, start, len(ids)) for slot, (start, ids) in enumerate(of_requests, self.first_slot)]
+class Noise(NamedTuple):
+    """Of one request's next position: its temperature, 1 where it is greedy, and the Gumbel noise [D], then none."""
 
-
-@dataclass(frozen=True)
-class Asked:
-    """Proposals that a network is asked for: by request how far it is reached, its temperature and the noise [D] of its
-    next position, with a temperature of 1 and none where it is greedy.
-    """
-
-    rule: ChainRule
-    num_done: int
-    """Of the rule's steps."""
-    reaches: Sequence[float]
-    temperatures: Sequence[float]
-    noise: Sequence[Tensor | None]
+    temperature: float
+    gumbel: Tensor | None
 
 
 class FusedDraft:
@@ -221,16 +202,22 @@ class FusedDraft:
         self._keep(tokens_N, spans, self._reduced(features_SLw, spans))
 
     def propose(
-        self, tokens_N: Sequence[int], spans: Sequence[PairSpan], fed: Tensor, asked: Asked
+        self,
+        tokens_N: Sequence[int],
+        spans: Sequence[PairSpan],
+        fed: Tensor,
+        rule: ChainRule,
+        reaches: Sequence[float],
+        noise: Sequence[Noise] | None,
     ) -> tuple[list[Step], Tensor]:
-        """Read pairs, span after span, and propose what follows: some of the steps that are asked for, at least one,
-        and the output [B, d] of the newest.
+        """Read pairs, span after span, and propose what follows: some of the rule's steps, at least one, and the output
+        [B, d] of the newest. The noise is that of the first step, none where all requests are greedy.
 
         It is fed with the target's features [S, L, 3d] by slot and position, or with what it returned for the tokens.
         """
         feature_Nd = self._reduced(fed, spans) if fed.ndim == 3 else fed
         output_Bd = self._layer(tokens_N, feature_Nd, spans)
-        return [self._draw(self._logits(output_Bd), asked)], output_Bd
+        return [self._draw(self._logits(output_Bd), noise)], output_Bd
 
     def _reduced(self, features_SLw: Tensor, spans: Sequence[PairSpan]) -> Tensor:
         """The three target features of pairs as one [N, d]."""
@@ -238,12 +225,16 @@ class FusedDraft:
         read_Nw = read_features(aux_Nw, self._config, self.weights, self._floors)
         return linear(read_Nw, self.weights["fc"])
 
-    def _draw(self, logits_BD: Tensor, asked: Asked) -> Step:
-        logits_BD = logits_BD.to(self._wide) / torch.tensor(asked.temperatures).to(logits_BD)[:, None]
-        sums_BD = logits_BD.clone()
-        for sums_D, noise_D in zip(sums_BD, asked.noise, strict=True):
-            if noise_D is not None:
-                sums_D += noise_D.to(sums_D)
+    def _draw(self, logits_BD: Tensor, noise: Sequence[Noise] | None) -> Step:
+        sums_BD = logits_BD = logits_BD.to(self._wide)
+        if noise is not None:
+            logits_BD = logits_BD / logits_BD.new_tensor([one.temperature for one in noise])[:, None]
+            sums_BD = torch.stack(
+                [
+                    row if one.gumbel is None else row + one.gumbel.to(row)
+                    for row, one in zip(logits_BD, noise, strict=True)
+                ]
+            )
         # Not argmax: on CPU it is slower.
         chosen_B1 = sums_BD.max(-1, keepdim=True).indices
         logprobs_B = logits_BD.log_softmax(-1).gather(-1, chosen_B1)[:, 0]
@@ -396,6 +387,7 @@ class KernelDraft:
         widths = torch.tensor([1, NUM_AUX_LAYERS]) * config.hidden_size
         self._floors = {int(width): width * torch.tensor(config.rms_norm_eps) for width in widths}
         self.cache = PanelSlots(1, num_slots, config.num_key_value_heads, length, config.head_dim)
+        self._output = torch.zeros(num_slots, config.hidden_size, dtype=torch.bfloat16)
         state = dict(model.named_parameters())
         weights = self.fused(state)
         pages = LargePages([weight.nbytes for weight in weights.values()])
@@ -444,16 +436,22 @@ class KernelDraft:
         self._run(Chain(), tokens_N, spans, features_SLw)
 
     def propose(
-        self, tokens_N: Sequence[int], spans: Sequence[PairSpan], fed: Tensor, asked: Asked
+        self,
+        tokens_N: Sequence[int],
+        spans: Sequence[PairSpan],
+        fed: Tensor,
+        rule: ChainRule,
+        reaches: Sequence[float],
+        noise: Sequence[Noise] | None,
     ) -> tuple[list[Step], Tensor]:
-        """What `FusedDraft.propose` says; all steps where no request is sampled."""
-        is_greedy = all(noise is None for noise in asked.noise)
-        output_Bd = fed if fed.ndim == 2 else fed.new_empty(len(spans), self._config.hidden_size)
-        steps = slice(asked.num_done, None if is_greedy else asked.num_done + 1)
-        rule = ChainRule(asked.rule.factors[steps], asked.rule.least[steps])
-        chain = Chain.of(rule, asked.reaches, asked.temperatures, asked.noise, output_Bd)
+        """What `FusedDraft.propose` says; all steps where no request is sampled. What it returns is one tensor, with
+        room for all slots.
+        """
+        chain = Chain.of(rule if noise is None else rule.first_step, reaches, self._output)
+        if noise is not None:
+            chain.sample(*zip(*noise, strict=True))
         self._run(chain, tokens_N, spans, fed if fed.ndim == 3 else None)
-        return chain.steps(len(spans)), output_Bd
+        return chain.steps(len(spans)), self._output
 
     def _run(
         self, chain: Chain, tokens_N: Sequence[int], spans: Sequence[PairSpan], features_SLw: Tensor | None

@@ -235,6 +235,14 @@ class ChainRule:
         """The most."""
         return len(self.factors)
 
+    def behind(self, num_steps: int) -> ChainRule:
+        """What is left of it after so many."""
+        return ChainRule(self.factors[num_steps:], self.least[num_steps:]) if num_steps else self
+
+    @property
+    def first_step(self) -> ChainRule:
+        return ChainRule(self.factors[:1], self.least[:1])
+
     def reached(self, step: int, reaches: Sequence[float], logprobs: Sequence[float]) -> list[float]:
         """Behind a step, from 0."""
         factor = self.factors[step]

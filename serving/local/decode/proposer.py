@@ -20,7 +20,7 @@ from torch import Tensor
 from serving.engine import GenerateRequest
 from serving.group_cache.sync import GroupSharing
 from serving.group_cache.texts import GroupKey
-from serving.local.draft import ServingDraft, UnreadPairs
+from serving.local.draft import PairSpan, ServingDraft, UnreadPairs
 from serving.local.request import ActiveRequest
 from serving.local.target.model import Target
 from serving.metrics import EngineMetrics
@@ -315,11 +315,12 @@ class DraftReader:
 
     def _taken(self, generations: Sequence[ActiveRequest], first_slot: int, num_pairs: int) -> UnreadPairs:
         """Up to `num_pairs` of each, at least one, which count as read."""
-        starts = [generation.num_pairs_read for generation in generations]
-        tokens = [
-            generation.tokens[start + 1 : start + 1 + num_pairs]
-            for generation, start in zip(generations, starts, strict=True)
-        ]
-        for generation, ids in zip(generations, tokens, strict=True):
+        tokens: list[int] = []
+        spans: list[PairSpan] = []
+        for slot, generation in enumerate(generations, first_slot):
+            start = generation.num_pairs_read
+            ids = generation.tokens[start + 1 : start + 1 + num_pairs]
+            tokens += ids
+            spans.append(PairSpan(slot, start, len(ids)))
             generation.num_pairs_read += len(ids)
-        return UnreadPairs(tokens, starts, first_slot, self._features)
+        return UnreadPairs(tokens, spans, self._features)

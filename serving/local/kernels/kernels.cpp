@@ -47,11 +47,9 @@ struct Draft {
 // than that step's `least`.
 struct Chain {
   int64_t num_steps;
-  const double* factors;      // [num_steps], of the draft's probabilities
   double most;                // that a probability counts as
-  const double* least;        // [num_steps]
-  double* reaches;            // [B], changed in place
-  const float* temperatures;  // [B]
+  double* rule;               // factors of the draft's probabilities and `least` [num_steps] each, and reaches [B]
+  const float* temperatures;  // [B]; or none, where all are greedy
   const float* const* noise;  // [B], [D] each or none: of the first step's position, and no other is computed with it
   int64_t* ids;               // [num_steps, B], the target's
   float* logprobs;            // [num_steps, B]
@@ -170,7 +168,8 @@ void choose(const Draft& draft, int64_t B, const Chain& chain, int64_t* ids, flo
   uint16_t* const all = logits.data();
   multiply(draft.head, B, x, all, draft.block.qkv.weight, threads);
   threads.each(B, [=, &draft, &chain](int64_t b) {
-    const Drawn drawn = draw(D, all + b * D, chain.temperatures[b], chain.noise[b]);
+    const Drawn drawn = chain.noise == nullptr ? draw(D, all + b * D, 1.0f, nullptr)
+                                               : draw(D, all + b * D, chain.temperatures[b], chain.noise[b]);
     ids[b] = draft.target_ids[drawn.id];
     logprobs[b] = drawn.logprob;
   });
@@ -247,6 +246,8 @@ EXPORTED void slipstream_draft(const Draft* draft, Chain* chain, int64_t N, int6
   uint16_t* const output = chain->num_steps == 0 ? nullptr : chain->output;
   run_layer(*draft, N, B, windows, place, tokens, features, output, threads);
   newest.assign(windows, windows + B);
+  const double *const factors = chain->rule, *const least = factors + chain->num_steps;
+  double* const reaches = chain->rule + 2 * chain->num_steps;
   for (int64_t step = 0; step < chain->num_steps; ++step) {
     int64_t* const ids = chain->ids + step * B;
     float* const logprobs = chain->logprobs + step * B;
@@ -254,8 +255,8 @@ EXPORTED void slipstream_draft(const Draft* draft, Chain* chain, int64_t N, int6
     chain->num_done = step + 1;
     double reach = 0;
     for (int64_t b = 0; b < B; ++b)
-      reach += chain->reaches[b] *= std::min(chain->most, chain->factors[step] * std::exp(double{logprobs[b]}));
-    if (step + 1 == chain->num_steps || !(reach > chain->least[step])) return;
+      reach += reaches[b] *= std::min(chain->most, factors[step] * std::exp(double{logprobs[b]}));
+    if (step + 1 == chain->num_steps || !(reach > least[step])) return;
     for (Window& window : newest) window = {window.slot, window.start + window.num_tokens, 1, nullptr};
     run_layer(*draft, B, B, newest.data(), place, ids, output, output, threads);
   }

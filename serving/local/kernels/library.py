@@ -115,14 +115,12 @@ class Draft(ctypes.Structure):
 
 
 class Chain(ctypes.Structure):
-    """What a draft is asked for, and what it proposes."""
+    """What a draft is asked for, and what it proposes. `Chain()` asks for nothing."""
 
     _fields_ = (
         ("num_steps", _number),
-        ("factors", ctypes.POINTER(_double)),
         ("most", _double),
-        ("least", ctypes.POINTER(_double)),
-        ("reaches", ctypes.POINTER(_double)),
+        ("rule", ctypes.POINTER(_double)),
         ("temperatures", ctypes.POINTER(_float)),
         ("noise", ctypes.POINTER(_pointer)),
         ("ids", ctypes.POINTER(_number)),
@@ -132,33 +130,24 @@ class Chain(ctypes.Structure):
     )
 
     @classmethod
-    def of(
-        cls,
-        rule: ChainRule,
-        reaches: Sequence[float],
-        temperatures: Sequence[float],
-        noise: Sequence[Tensor | None],
-        output_Bd: Tensor,
-    ) -> Chain:
-        """Noise is float32 [D]. `output_Bd` is what the first step is fed with, or holds that of the last one later.
-        Both have to live as long as this does.
+    def of(cls, rule: ChainRule, reaches: Sequence[float], output_Bd: Tensor) -> Chain:
+        """Greedy chains. `output_Bd`, bfloat16, is what the first step is fed with, or holds that of the last one
+        later, and has to live as long as this does.
         """
-        batch, num_steps = len(temperatures), rule.num_steps
+        batch, num_steps = len(reaches), rule.num_steps
         assert output_Bd.dtype == torch.bfloat16
         assert output_Bd.is_contiguous()
+        num_tokens = num_steps * batch
+        numbers = (_double * (2 * num_steps + batch))(*rule.factors, *rule.least, *reaches)
+        ids, logprobs = (_number * num_tokens)(), (_float * num_tokens)()
+        return cls(num_steps, MOST_CERTAIN, numbers, None, None, ids, logprobs, output_Bd.data_ptr())
+
+    def sample(self, temperatures: Sequence[float], noise: Sequence[Tensor | None]) -> None:
+        """Draw the only step with temperatures and the noise, float32 [D] or none, by request."""
+        assert self.num_steps == 1
         assert all(one is None or (one.dtype == torch.float32 and one.is_contiguous()) for one in noise)
-        return cls(
-            num_steps,
-            (_double * num_steps)(*rule.factors),
-            MOST_CERTAIN,
-            (_double * num_steps)(*rule.least),
-            (_double * batch)(*reaches),
-            (_float * batch)(*temperatures),
-            (_pointer * batch)(*map(pointer, noise)),
-            (_number * (num_steps * batch))(),
-            (_float * (num_steps * batch))(),
-            pointer(output_Bd),
-        )
+        self.temperatures = (_float * len(noise))(*temperatures)
+        self.noise = (_pointer * len(noise))(*map(pointer, noise))
 
     def steps(self, batch: int) -> list[Step]:
         """Those that were computed."""
@@ -276,17 +265,16 @@ class Kernels:
         and position, or with none the chain's output.
         """
         of_windows = _checked(windows, rotation, len(tokens_N), cache)
-        apart = 0
+        three, apart = None, 0
         if features_SLw is not None:
-            apart = features_SLw.stride(0)
+            num_slots, room, width = features_SLw.shape
+            three, apart = features_SLw.data_ptr(), features_SLw.stride(0)
             assert features_SLw.dtype == torch.bfloat16
-            assert features_SLw.shape[2] == draft.fc.K == features_SLw.stride(1)
-            assert all(window.slot < len(features_SLw) for window in windows)
-            assert all(window.start + window.num_tokens <= features_SLw.shape[1] for window in windows)
+            assert width == draft.fc.K == features_SLw.stride(1)
+            assert all(one.slot < num_slots and one.start + one.num_tokens <= room for one in windows)
         tokens = (_number * len(tokens_N))(*tokens_N)
         length = cache.shape[-1] // rotation[0].shape[1]
-        given = features_SLw if features_SLw is None else features_SLw.data_ptr()
-        self._call("draft", draft, chain, len(tokens_N), *of_windows, cache, length, tokens, given, apart)
+        self._call("draft", draft, chain, len(tokens_N), *of_windows, cache, length, tokens, three, apart)
 
     def likeliest(self, logits_MV: Tensor) -> Tensor:
         """The first of the largest of each row, in bfloat16: int64 [M]."""

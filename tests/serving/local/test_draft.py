@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from serving.local.draft import Asked, FusedDraft, KernelDraft, PairSpan, ServingDraft, StagedWeights, UnreadPairs
+from serving.local.draft import FusedDraft, KernelDraft, PairSpan, ServingDraft, StagedWeights, UnreadPairs
 from serving.local.kernels.build import found_kernels
 from serving.local.request import DraftSource, shared_draws
 from speculator.draft.checkpoint import SWITCHES, apply_state, draft_state
@@ -108,21 +108,22 @@ def _read(
     features = torch.zeros(SLOTS, LENGTH + 3, references[0].aux.shape[1]).to(references[0].aux)
     for slot, reference in enumerate(references, first):
         features[slot, : len(reference.aux)] = reference.aux
-    starts, junk = [0] * len(counts), [[1, 2, 3] for _ in counts]
+    starts = [0] * len(counts)
     *readings, last = zip(*counts, strict=True)
     for reading in readings:
         serving.read(_pairs(references, starts, reading, first, features))
         starts = [start + count for start, count in zip(starts, reading, strict=True)]
-        serving.read(UnreadPairs(junk, starts, first, torch.randn_like(features)))
+        spans = [PairSpan(slot, start, 3) for slot, start in enumerate(starts, first)]
+        serving.read(UnreadPairs([1, 2, 3] * len(counts), spans, torch.randn_like(features)))
     return _pairs(references, starts, last, first, features)
 
 
 def _pairs(
     references: Sequence[Reference], starts: Sequence[int], reading: Sequence[int], first: int, features: Tensor
 ) -> UnreadPairs:
-    spans = zip(references, starts, reading, strict=True)
-    tokens = [one.tokens[start : start + count].tolist() for one, start, count in spans]
-    return UnreadPairs(tokens, starts, first, features)
+    spans = [PairSpan(*row) for row in zip(range(first, SLOTS), starts, reading, strict=False)]
+    tokens = [token for one, span in zip(references, spans, strict=True) for token in one.tokens[span.start : span.end]]
+    return UnreadPairs([int(token) for token in tokens], spans, features)
 
 
 def _propose(serving: ServingDraft, pairs: UnreadPairs, sources: Sequence[DraftSource], num_steps: int) -> list[Step]:
@@ -132,16 +133,15 @@ def _propose(serving: ServingDraft, pairs: UnreadPairs, sources: Sequence[DraftS
 
 def _output(serving: ServingDraft, pairs: UnreadPairs, num_steps: int = 1) -> tuple[list[Step], Tensor]:
     """Of a greedy chain, and the layer's output [B, d] for its last step."""
-    batch = len(pairs.tokens)
+    batch = len(pairs.spans)
     steps: list[Step] = []
-    tokens, spans, fed = pairs.flat_tokens, pairs.spans, pairs.features
+    tokens, spans, fed = pairs
     rule = ChainRule([1.0] * num_steps, [-1.0] * num_steps)
     while len(steps) < num_steps:
-        asked = Asked(rule, len(steps), [1.0] * batch, [1.0] * batch, [None] * batch)
-        found, fed = serving.network.propose(tokens, spans, fed, asked)
-        tokens, spans = list(found[-1].ids), [PairSpan(one.slot, one.end + len(found) - 1, 1) for one in spans]
+        found, fed = serving.network.propose(tokens, spans, fed, rule.behind(len(steps)), [1.0] * batch, None)
+        tokens, spans = found[-1].ids, [PairSpan(one.slot, one.end + len(found) - 1, 1) for one in spans]
         steps += found
-    return steps, fed
+    return steps, fed[:batch].clone()
 
 
 def _error(ours: Tensor, theirs: Tensor) -> float:
