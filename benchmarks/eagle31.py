@@ -35,7 +35,7 @@ import torch
 from benchmarks.answers import RECORDING_DEFAULTS, add_recording_options, in_turn, recording
 from benchmarks.common.paired import Length, Runs, all_runs, gains, interval, last_length, later_length, lower_end
 from benchmarks.common.report import Median, Target, fill_in, finish, parser
-from serving.local.draft import PairSpan, ServingDraft, UnreadPairs
+from serving.local.draft import Pairs, PairSpan, ServingDraft
 from serving.local.request import DraftSource
 from slipstream.models import resolve_model
 from slipstream.replay import ReplayOptions, replay
@@ -108,9 +108,9 @@ def round_costs(arms: Sequence[str], model_dir: Path, *, num_rounds: int) -> dic
     tokens = torch.randint(draft.config.vocab_size, (_CONTEXT + 2,), generator=generator).tolist()
     source = DraftSource(SamplingParams(temperature=0), 0)
     for serving in drafts.values():
-        serving.read(UnreadPairs(tokens[:_CONTEXT], [PairSpan(0, 0, _CONTEXT)], features))
+        serving.read(Pairs(tokens[:_CONTEXT], [PairSpan(0, 0, _CONTEXT)], features))
     newest, rule = (
-        UnreadPairs(tokens[_CONTEXT:], [PairSpan(0, _CONTEXT, 2)], features),
+        Pairs(tokens[_CONTEXT:], [PairSpan(0, _CONTEXT, 2)], features),
         ChainRule([1.0] * DEPTH, [0.0] * DEPTH),
     )
     times: dict[str, list[float]] = {arm: [] for arm in arms}

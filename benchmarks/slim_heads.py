@@ -35,7 +35,7 @@ import torch
 from benchmarks.answers import RECORDING_DEFAULTS, add_recording_options, in_turn, recording
 from benchmarks.common.paired import Runs, all_runs
 from benchmarks.common.report import Target, fill_in, finish, parser
-from serving.local.draft import PairSpan, ServingDraft, UnreadPairs
+from serving.local.draft import Pairs, PairSpan, ServingDraft
 from serving.local.kernels.library import compute_with
 from serving.local.request import DraftSource
 from serving.local.target.model import Target as TargetModel
@@ -153,14 +153,14 @@ def shares(arms: Sequence[str], model_dir: Path, *, num_rounds: int, threads: in
     for slot in range(most):
         target.forward([tokens[:_CONTEXT]], first_slot=slot, starts=[0])
         for serving in drafts.values():
-            serving.read(UnreadPairs(tokens[:_CONTEXT], [PairSpan(slot, 0, _CONTEXT)], features))
+            serving.read(Pairs(tokens[:_CONTEXT], [PairSpan(slot, 0, _CONTEXT)], features))
     steps: dict[int, list[float]] = {batch: [] for batch in BATCHES}
     times: dict[tuple[str, int, int], list[float]] = {
         (name, batch, depth): [] for name in arms for batch in BATCHES for depth in DEPTHS
     }
     sources = [DraftSource(SamplingParams(temperature=0), 0)] * most
     for batch in BATCHES:
-        pairs = UnreadPairs(tokens[_CONTEXT:] * batch, [PairSpan(slot, _CONTEXT, 2) for slot in range(batch)], features)
+        pairs = Pairs(tokens[_CONTEXT:] * batch, [PairSpan(slot, _CONTEXT, 2) for slot in range(batch)], features)
         for _, name, depth in itertools.product(range(num_rounds), arms, DEPTHS):
             started_s = clock()
             hidden_Md, _ = target.forward([tokens[:1]] * batch, first_slot=0, starts=[_CONTEXT] * batch)

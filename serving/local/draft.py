@@ -90,12 +90,12 @@ class ServingDraft:
             raise
         self._installed, self.version = staged, staged.version
 
-    def read(self, pairs: UnreadPairs) -> None:
+    def read(self, pairs: Pairs) -> None:
         """Keep the keys and values of pairs."""
-        self.network.read(*pairs)
+        self.network.read(pairs)
 
     def propose(
-        self, pairs: UnreadPairs, reaches: Sequence[float], sources: Sequence[DraftSource], rule: ChainRule
+        self, pairs: Pairs, reaches: Sequence[float], sources: Sequence[DraftSource], rule: ChainRule
     ) -> list[Step]:
         """Read pairs, and propose a chain behind each request's newest one: target ids and the draft's
         log-probabilities, under the sampling that the request is served with. As many steps as the rule says, at least
@@ -105,17 +105,16 @@ class ServingDraft:
         are one call of the kernels.
         """
         is_greedy = all(source.sampling.temperature == 0 for source in sources)
-        tokens, spans, fed = pairs
         steps: list[Step] = []
         while True:
-            noise = None if is_greedy else [self._noise(*row) for row in zip(sources, spans, strict=True)]
-            found, fed = self.network.propose(tokens, spans, fed, rule.behind(len(steps)), reaches, noise)
+            noise = None if is_greedy else [self._noise(*row) for row in zip(sources, pairs.spans, strict=True)]
+            found, output_Bd = self.network.propose(pairs, rule.behind(len(steps)), reaches, noise)
             for step in found:
                 reaches = rule.reached(len(steps), reaches, step.logprobs)
                 steps.append(step)
             if not rule.goes_on(len(steps) - 1, reaches):
                 return steps
-            tokens, spans = steps[-1].ids, [PairSpan(one.slot, one.end + len(found) - 1, 1) for one in spans]
+            pairs = pairs.followed_by(found, output_Bd)
 
     def _noise(self, source: DraftSource, span: PairSpan) -> Noise:
         """What verification adds at the position behind this pair's token."""
@@ -145,14 +144,19 @@ class PairSpan(NamedTuple):
         return self.start + self.num_pairs
 
 
-class UnreadPairs(NamedTuple):
-    """Pairs of several requests, at least one of each, one span after the other."""
+class Pairs(NamedTuple):
+    """Those of several requests that the draft is to read, at least one of each, one span after the other."""
 
     tokens: Sequence[int]
     """Token t+1 of the pair at position t."""
     spans: Sequence[PairSpan]
     features: Tensor
-    """The target's [S, L, 3d], by slot and position."""
+    """The target's [S, L, 3d], by slot and position; or the draft's own [B, d], as it returned them."""
+
+    def followed_by(self, steps: Sequence[Step], output_Bd: Tensor) -> Pairs:
+        """The pair of each request behind these and the steps that were proposed there."""
+        spans = [PairSpan(one.slot, one.end + len(steps) - 1, 1) for one in self.spans]
+        return Pairs(steps[-1].ids, spans, output_Bd)
 
 
 class Noise(NamedTuple):
@@ -197,31 +201,24 @@ class FusedDraft:
             **{name: norm.to(self.device) for name, norm in norms.items()},
         }
 
-    def read(self, tokens_N: Sequence[int], spans: Sequence[PairSpan], features_SLw: Tensor) -> None:
-        """Keep the keys and values of pairs, span after span."""
-        self._keep(tokens_N, spans, self._reduced(features_SLw, spans))
+    def read(self, pairs: Pairs) -> None:
+        """Keep the keys and values of pairs."""
+        self._keep(pairs, self._reduced(pairs))
 
     def propose(
-        self,
-        tokens_N: Sequence[int],
-        spans: Sequence[PairSpan],
-        fed: Tensor,
-        rule: ChainRule,
-        reaches: Sequence[float],
-        noise: Sequence[Noise] | None,
+        self, pairs: Pairs, rule: ChainRule, reaches: Sequence[float], noise: Sequence[Noise] | None
     ) -> tuple[list[Step], Tensor]:
-        """Read pairs, span after span, and propose what follows: some of the rule's steps, at least one, and the output
-        [B, d] of the newest. The noise is that of the first step, none where all requests are greedy.
-
-        It is fed with the target's features [S, L, 3d] by slot and position, or with what it returned for the tokens.
+        """Read pairs and propose what follows: some of the rule's steps, at least one, and the output [B, d] of the
+        newest. The noise is that of the first step, none where all requests are greedy.
         """
-        feature_Nd = self._reduced(fed, spans) if fed.ndim == 3 else fed
-        output_Bd = self._layer(tokens_N, feature_Nd, spans)
+        output_Bd = self._layer(pairs)
         return [self._draw(self._logits(output_Bd), noise)], output_Bd
 
-    def _reduced(self, features_SLw: Tensor, spans: Sequence[PairSpan]) -> Tensor:
-        """The three target features of pairs as one [N, d]."""
-        aux_Nw = torch.cat([features_SLw[span.slot, span.start : span.end] for span in spans]).to(self.dtype)
+    def _reduced(self, pairs: Pairs) -> Tensor:
+        """Their features, one [N, d] of three of the target's."""
+        if pairs.features.ndim == 2:
+            return pairs.features
+        aux_Nw = torch.cat([pairs.features[one.slot, one.start : one.end] for one in pairs.spans]).to(self.dtype)
         read_Nw = read_features(aux_Nw, self._config, self.weights, self._floors)
         return linear(read_Nw, self.weights["fc"])
 
@@ -240,23 +237,24 @@ class FusedDraft:
         logprobs_B = logits_BD.log_softmax(-1).gather(-1, chosen_B1)[:, 0]
         return Step(self._target_ids[chosen_B1[:, 0]].tolist(), logprobs_B.tolist())
 
-    def _keep(self, tokens_N: Sequence[int], spans: Sequence[PairSpan], feature_Nd: Tensor) -> Tensor:
+    def _keep(self, pairs: Pairs, feature_Nd: Tensor) -> Tensor:
         """Store keys and values of pairs; queries, keys and values [N, H + 2G, h]."""
         index = [
-            tokens_N,
-            [span.slot for span in spans for _ in range(span.num_pairs)],
-            [position for span in spans for position in range(span.start, span.end)],
+            pairs.tokens,
+            [span.slot for span in pairs.spans for _ in range(span.num_pairs)],
+            [position for span in pairs.spans for position in range(span.start, span.end)],
         ]
         ids_N, slots_N, positions_N = torch.tensor(index, device=self.device)
         qkv_NHh = self._project(ids_N, feature_Nd, positions_N)
         self.cache.write(0, self.cache.lines(slots_N, positions_N[:, None]), qkv_NHh[:, self.num_queries :])
         return qkv_NHh
 
-    def _layer(self, tokens_N: Sequence[int], feature_Nd: Tensor, spans: Sequence[PairSpan]) -> Tensor:
+    def _layer(self, pairs: Pairs) -> Tensor:
         """Read pairs: the layer's output [B, d] at the newest of each span."""
-        qkv_NHh = self._keep(tokens_N, spans, feature_Nd)
+        feature_Nd, spans = self._reduced(pairs), pairs.spans
+        qkv_NHh = self._keep(pairs, feature_Nd)
         lengths = [span.end for span in spans]
-        if len(tokens_N) > len(spans):
+        if len(feature_Nd) > len(spans):
             ends = itertools.accumulate(span.num_pairs for span in spans)
             newest_B = torch.tensor([end - 1 for end in ends], device=self.device)
             feature_Nd, qkv_NHh = feature_Nd[newest_B], qkv_NHh[newest_B]
@@ -431,18 +429,12 @@ class KernelDraft:
             **{name: norm.to("cpu") for name, norm in norms.items()},
         }
 
-    def read(self, tokens_N: Sequence[int], spans: Sequence[PairSpan], features_SLw: Tensor) -> None:
+    def read(self, pairs: Pairs) -> None:
         """What `FusedDraft.read` says."""
-        self._run(Chain(), tokens_N, spans, features_SLw)
+        self._run(Chain(), pairs)
 
     def propose(
-        self,
-        tokens_N: Sequence[int],
-        spans: Sequence[PairSpan],
-        fed: Tensor,
-        rule: ChainRule,
-        reaches: Sequence[float],
-        noise: Sequence[Noise] | None,
+        self, pairs: Pairs, rule: ChainRule, reaches: Sequence[float], noise: Sequence[Noise] | None
     ) -> tuple[list[Step], Tensor]:
         """What `FusedDraft.propose` says; all steps where no request is sampled. What it returns is one tensor, with
         room for all slots.
@@ -450,15 +442,14 @@ class KernelDraft:
         chain = Chain.of(rule if noise is None else rule.first_step, reaches, self._output)
         if noise is not None:
             chain.sample(*zip(*noise, strict=True))
-        self._run(chain, tokens_N, spans, fed if fed.ndim == 3 else None)
-        return chain.steps(len(spans)), self._output
+        self._run(chain, pairs)
+        return chain.steps(len(reaches)), self._output
 
-    def _run(
-        self, chain: Chain, tokens_N: Sequence[int], spans: Sequence[PairSpan], features_SLw: Tensor | None
-    ) -> None:
-        assert 0 <= min(tokens_N) <= max(tokens_N) < len(self._embed)
-        windows = [KernelWindow(*span) for span in spans]
-        self._kernels.draft(self._draft, chain, windows, self._rotation, tokens_N, features_SLw, self.cache.storage[0])
+    def _run(self, chain: Chain, pairs: Pairs) -> None:
+        tokens, spans, features = pairs
+        assert 0 <= min(tokens) <= max(tokens) < len(self._embed)
+        windows, three = [KernelWindow(*span) for span in spans], features if features.ndim == 3 else None
+        self._kernels.draft(self._draft, chain, windows, self._rotation, tokens, three, self.cache.storage[0])
 
     def _norm_of(self, weight: Tensor) -> Norm:
         return Norm(len(weight), pointer(weight), pointer(self._floors[len(weight)]))

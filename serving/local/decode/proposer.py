@@ -20,7 +20,7 @@ from torch import Tensor
 from serving.engine import GenerateRequest
 from serving.group_cache.sync import GroupSharing
 from serving.group_cache.texts import GroupKey
-from serving.local.draft import PairSpan, ServingDraft, UnreadPairs
+from serving.local.draft import Pairs, PairSpan, ServingDraft
 from serving.local.request import ActiveRequest
 from serving.local.target.model import Target
 from serving.metrics import EngineMetrics
@@ -303,7 +303,7 @@ class DraftReader:
         if generation.num_pairs_unread:
             self._draft.read(self._taken([generation], slot, num_pairs))
 
-    def unread(self, generations: Sequence[ActiveRequest], *, first_slot: int = 0) -> tuple[UnreadPairs, int]:
+    def unread(self, generations: Sequence[ActiveRequest], *, first_slot: int = 0) -> tuple[Pairs, int]:
         """The pairs that the draft has to read before it proposes, and how many they were. Of many all but the last
         are read at once.
         """
@@ -313,7 +313,7 @@ class DraftReader:
                 self.read(slot, generation, _MAX_PAIRS_A_PASS)
         return self._taken(generations, first_slot, _MAX_PAIRS_A_PASS), num_pairs
 
-    def _taken(self, generations: Sequence[ActiveRequest], first_slot: int, num_pairs: int) -> UnreadPairs:
+    def _taken(self, generations: Sequence[ActiveRequest], first_slot: int, num_pairs: int) -> Pairs:
         """Up to `num_pairs` of each, at least one, which count as read."""
         tokens: list[int] = []
         spans: list[PairSpan] = []
@@ -323,4 +323,4 @@ class DraftReader:
             tokens += ids
             spans.append(PairSpan(slot, start, len(ids)))
             generation.num_pairs_read += len(ids)
-        return UnreadPairs(tokens, spans, self._features)
+        return Pairs(tokens, spans, self._features)

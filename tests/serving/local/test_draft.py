@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from serving.local.draft import FusedDraft, KernelDraft, PairSpan, ServingDraft, StagedWeights, UnreadPairs
+from serving.local.draft import FusedDraft, KernelDraft, Pairs, PairSpan, ServingDraft, StagedWeights
 from serving.local.kernels.build import found_kernels
 from serving.local.request import DraftSource, shared_draws
 from speculator.draft.checkpoint import SWITCHES, apply_state, draft_state
@@ -99,9 +99,7 @@ class Reference:
         self._pairs.append((torch.tensor([[token]]), output[:, None]))
 
 
-def _read(
-    serving: ServingDraft, references: Sequence[Reference], first: int, counts: Sequence[Sequence[int]]
-) -> UnreadPairs:
+def _read(serving: ServingDraft, references: Sequence[Reference], first: int, counts: Sequence[Sequence[int]]) -> Pairs:
     """All readings but the last, one after the other; leftovers of rejected proposals lie behind what was read before,
     and where the pairs go that are returned.
     """
@@ -114,34 +112,33 @@ def _read(
         serving.read(_pairs(references, starts, reading, first, features))
         starts = [start + count for start, count in zip(starts, reading, strict=True)]
         spans = [PairSpan(slot, start, 3) for slot, start in enumerate(starts, first)]
-        serving.read(UnreadPairs([1, 2, 3] * len(counts), spans, torch.randn_like(features)))
+        serving.read(Pairs([1, 2, 3] * len(counts), spans, torch.randn_like(features)))
     return _pairs(references, starts, last, first, features)
 
 
 def _pairs(
     references: Sequence[Reference], starts: Sequence[int], reading: Sequence[int], first: int, features: Tensor
-) -> UnreadPairs:
+) -> Pairs:
     spans = [PairSpan(*row) for row in zip(range(first, SLOTS), starts, reading, strict=False)]
     tokens = [token for one, span in zip(references, spans, strict=True) for token in one.tokens[span.start : span.end]]
-    return UnreadPairs([int(token) for token in tokens], spans, features)
+    return Pairs([int(token) for token in tokens], spans, features)
 
 
-def _propose(serving: ServingDraft, pairs: UnreadPairs, sources: Sequence[DraftSource], num_steps: int) -> list[Step]:
+def _propose(serving: ServingDraft, pairs: Pairs, sources: Sequence[DraftSource], num_steps: int) -> list[Step]:
     """So many steps, whatever their probability."""
     return serving.propose(pairs, [1.0] * len(sources), sources, ChainRule([1.0] * num_steps, [-1.0] * num_steps))
 
 
-def _output(serving: ServingDraft, pairs: UnreadPairs, num_steps: int = 1) -> tuple[list[Step], Tensor]:
+def _output(serving: ServingDraft, pairs: Pairs, num_steps: int = 1) -> tuple[list[Step], Tensor]:
     """Of a greedy chain, and the layer's output [B, d] for its last step."""
     batch = len(pairs.spans)
     steps: list[Step] = []
-    tokens, spans, fed = pairs
     rule = ChainRule([1.0] * num_steps, [-1.0] * num_steps)
     while len(steps) < num_steps:
-        found, fed = serving.network.propose(tokens, spans, fed, rule.behind(len(steps)), [1.0] * batch, None)
-        tokens, spans = found[-1].ids, [PairSpan(one.slot, one.end + len(found) - 1, 1) for one in spans]
+        found, output = serving.network.propose(pairs, rule.behind(len(steps)), [1.0] * batch, None)
+        pairs = pairs.followed_by(found, output)
         steps += found
-    return steps, fed[:batch].clone()
+    return steps, output[:batch].clone()
 
 
 def _error(ours: Tensor, theirs: Tensor) -> float:
