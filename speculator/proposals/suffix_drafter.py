@@ -41,6 +41,7 @@ from enum import IntEnum
 from heapq import heappop, heappush
 from typing import NamedTuple, TypeVar
 
+from speculator.proposals.acceptance_gate import AcceptanceGate, Features, features_of
 from speculator.proposals.draft_tree import NO_PROPOSALS, ROOT, DraftTree
 from speculator.proposals.estimates import Calibration
 from speculator.proposals.suffix_index import NEW_TEXT, SuffixIndex, Vote
@@ -97,6 +98,15 @@ class Guess(NamedTuple):
     places: list[int]
 
 
+class Judged(NamedTuple):
+    """A guess, and what the gate says of it."""
+
+    guess: Guess
+    probability: float
+    """That it is accepted, once reached: the calibrated one, corrected."""
+    features: Features
+
+
 @dataclass(frozen=True)
 class SuffixProposal:
     """A tree with its nodes in the order of their R, so that its first ones are the best tree of so many."""
@@ -104,7 +114,7 @@ class SuffixProposal:
     tree: DraftTree = NO_PROPOSALS
     chosen: Sequence[Guess] = ()
     """The nodes."""
-    guesses: Mapping[int, Sequence[Guess]] = field(default_factory=dict)
+    judged: Mapping[int, Sequence[Judged]] = field(default_factory=dict)
     """What was guessed behind each node, taken or not."""
 
     @property
@@ -120,14 +130,17 @@ class TreeGrower:
         self,
         indexes: Mapping[TextSource, SuffixIndex],
         tenants: Calibration,
+        gate: AcceptanceGate | None,
         *,
         alpha: float,
         width: int,
         min_reach: float,
     ) -> None:
-        """From these texts; `tenants` is what became of proposals in all of the tenant's requests."""
+        """From these texts; `tenants` is what became of proposals in all of the tenant's requests, and `gate` what was
+        learned of them, if anything is.
+        """
         self._indexes, self._alpha, self._width, self._min_reach = indexes, alpha, width, min_reach
-        self._tenants = tenants
+        self._tenants, self._gate = tenants, gate
         self._request = Calibration(REQUEST_MEMORY)
         """Of what is predicted for the tenant's requests together, in this one."""
 
@@ -136,43 +149,71 @@ class TreeGrower:
         if max_nodes <= 0:
             return SuffixProposal()
         parents: list[int] = []
-        chosen: list[Guess] = []
-        behind: dict[int, list[Guess]] = {}
+        chosen: list[Judged] = []
+        behind: dict[int, list[Judged]] = {}
         numbers = itertools.count()  # of equally likely ones the first is taken
-        waiting: list[tuple[float, int, int, int, Guess]] = []
+        waiting: list[tuple[float, int, int, int, Judged]] = []
 
-        def guess_behind(node: int, depth: int, reach: float, guesses: list[Guess]) -> None:
-            behind[node] = guesses
-            for guess in guesses:
-                if (reached := reach * guess.probability) >= self._min_reach:
-                    heappush(waiting, (-reached, next(numbers), node, depth, guess))
+        def guess_behind(node: int, depth: int, reach: float, judged: list[Judged]) -> None:
+            behind[node] = judged
+            for one in judged:
+                if (reached := reach * one.probability) >= self._min_reach:
+                    heappush(waiting, (-reached, next(numbers), node, depth, one))
 
         guess_behind(ROOT, 1, 1.0, self._first_guesses(context))
         while waiting and len(chosen) < max_nodes:
-            minus_reach, _, parent, depth, guess = heappop(waiting)
-            node = len(chosen)
+            minus_reach, _, parent, depth, judged = heappop(waiting)
+            node, guess = len(chosen), judged.guess
             parents.append(parent)
-            chosen.append(guess)
+            chosen.append(judged)
             if depth < guess.deepest and len(chosen) < max_nodes:
                 source, length = guess.kind.source, guess.length
                 votes = self._indexes[source].votes(guess.places)
-                guess_behind(node, depth + 1, -minus_reach, self._guesses(source, length, guess.deepest, votes))
-        tokens, probabilities = [guess.token for guess in chosen], [guess.probability for guess in chosen]
-        return SuffixProposal(DraftTree(tuple(tokens), tuple(parents), tuple(probabilities)), chosen, behind)
+                guesses = self._guesses(source, length, guess.deepest, votes)
+                guess_behind(node, depth + 1, -minus_reach, self._judge(guesses, guess.token))
+        guesses, probabilities = [one.guess for one in chosen], [one.probability for one in chosen]
+        tree = DraftTree(tuple(guess.token for guess in guesses), tuple(parents), tuple(probabilities))
+        return SuffixProposal(tree, guesses, behind)
 
     def learn(self, proposal: SuffixProposal, committed: Sequence[int]) -> None:
         """The text went on like this: what was guessed behind each node that it has passed was right or not."""
         node, tree = ROOT, proposal.tree
         for token in committed:
-            for guess in proposal.guesses.get(node, ()):
+            for guess, _, features in proposal.judged.get(node, ()):
                 accepted = guess.token == token
+                if self._gate is not None:
+                    self._gate.add(guess.probability, features, accepted=accepted)
                 self._request.add(guess.kind.rank, guess.usual, accepted=accepted)
                 self._tenants.add(guess.kind, guess.predicted, accepted=accepted)
             if (child := tree.child(node, token)) is None:
                 break
             node = child
 
-    def _first_guesses(self, context: Sequence[int]) -> list[Guess]:
+    def _judge(
+        self, guesses: Sequence[Guess], before: int, support: Mapping[int, Sequence[tuple[TextSource, int]]] | None = None
+    ) -> list[Judged]:
+        """By the gate; `support` has the lengths of the matches that name a token first, where all texts were asked."""
+        gate, judged = self._gate, list[Judged]()
+        for guess in guesses:
+            if gate is None:
+                judged.append(Judged(guess, guess.probability, ()))
+                continue
+            source, longest = guess.kind.source, -1
+            if support is not None:
+                longest = max((n for other, n in support.get(guess.token, ()) if other is not source), default=0)
+            features = features_of(
+                guess.token,
+                before,
+                guess.probability,
+                is_first=guess.kind.rank is Rank.FIRST,
+                age=self._indexes[source].age(guess.places[0]),
+                source=source,
+                support=longest,
+            )
+            judged.append(Judged(guess, gate.probability(guess.probability, features), features))
+        return judged
+
+    def _first_guesses(self, context: Sequence[int]) -> list[Judged]:
         """What may come next: by the match whose next token is most likely to be accepted, and what others name."""
         found: list[list[Guess]] = []
         for source, index in self._indexes.items():
@@ -183,8 +224,11 @@ class TreeGrower:
         if not found:
             return []
         best = max(found, key=lambda guesses: guesses[0].probability)
+        support: dict[int, list[tuple[TextSource, int]]] = {}
+        for first, *_ in found:
+            support.setdefault(first.token, []).append((first.kind.source, first.length - 1))
         if self._width == 1:
-            return best
+            return self._judge(best, context[-1], support)
         by_token = {guess.token: guess for guess in best}
         unnamed = 1 - best[0].probability
         for other in itertools.chain(*(guesses for guesses in found if guesses is not best)):
@@ -194,7 +238,7 @@ class TreeGrower:
             known = by_token.get(other.token)
             if known is None or beside.probability > known.probability:
                 by_token[other.token] = beside
-        return list(by_token.values())
+        return self._judge(list(by_token.values()), context[-1], support)
 
     def _guesses(self, source: TextSource, length: int, deepest: int, votes: Sequence[Vote]) -> list[Guess]:
         """By the votes behind a match of so many tokens."""
@@ -237,6 +281,8 @@ class SuffixConfig:
     min_reach: float = 0.05
     """A tree ends before a proposal that is reached and accepted with less than this probability. Whoever pays more
     than about 3% of a round for a proposal cuts it further: their probabilities say where."""
+    learns: bool = True
+    """Whether a gate learns to correct what calibration says; else that alone decides."""
     max_groups: int = 16
     """A tenant's groups; the one that was used least recently is dropped."""
     max_tenants: int = 16
@@ -268,6 +314,7 @@ class Tenant:
         self.groups = Recent(config.max_groups, lambda: SuffixIndex(GROUP_WINDOW, max_match=MAX_MATCH))
         """Answers to one prompt each, by the group's name."""
         self.calibration = Calibration()
+        self.gate = AcceptanceGate() if config.learns else None
         self.born_s = time.monotonic()
         self.target_age = 0
         """Changes of the target since the first text."""
@@ -336,7 +383,12 @@ class SuffixRequest:
         """Told what is committed."""
         self._newest = SuffixProposal()
         self._grower = TreeGrower(
-            self._indexes, tenant.calibration, alpha=config.alpha, width=config.width, min_reach=config.min_reach
+            self._indexes,
+            tenant.calibration,
+            tenant.gate,
+            alpha=config.alpha,
+            width=config.width,
+            min_reach=config.min_reach,
         )
 
     @property

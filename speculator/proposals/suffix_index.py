@@ -64,6 +64,10 @@ class SuffixIndex:
         """Tokens in the window."""
         return min(self._end, self._capacity)
 
+    def age(self, place: int) -> int:
+        """Tokens that were appended since the one at this place, and itself."""
+        return self._end - place
+
     def append(self, text: int, tokens: Sequence[int]) -> int:
         """Add tokens to the text with this handle (`NEW_TEXT` for the first ones); returns its handle from now on."""
         capacity, token_at, before, after = self._capacity, self._token, self._before, self._after
