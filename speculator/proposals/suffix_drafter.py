@@ -41,7 +41,7 @@ from enum import IntEnum
 from heapq import heappop, heappush
 from typing import NamedTuple, TypeVar
 
-from speculator.proposals.acceptance_gate import AcceptanceGate, Features, features_of
+from speculator.proposals.acceptance_gate import NOBODY_ASKED, AcceptanceGate, Features
 from speculator.proposals.draft_tree import NO_PROPOSALS, ROOT, DraftTree
 from speculator.proposals.estimates import Calibration
 from speculator.proposals.suffix_index import NEW_TEXT, SuffixIndex, Vote
@@ -50,6 +50,8 @@ DOUBT = 3.5
 """Imaginary places that disagree, at a match of one token."""
 REQUEST_MEMORY = 0.97
 """What a proposal still says about its request after another one."""
+_HOPELESS = 0.5
+"""Of the least reach: below it the gate is not asked."""
 
 
 class TextSource(IntEnum):
@@ -103,7 +105,9 @@ class Judged(NamedTuple):
 
     guess: Guess
     probability: float
-    """That it is accepted, once reached: the calibrated one, corrected."""
+    """That it is accepted, once reached: by the gate while that is used, else as calibrated."""
+    learned: float
+    """By the gate."""
     features: Features
 
 
@@ -121,6 +125,10 @@ class SuffixProposal:
     def sources(self) -> tuple[TextSource, ...]:
         """Of the nodes."""
         return tuple(guess.kind.source for guess in self.chosen)
+
+
+Support = dict[int, list[tuple[TextSource, int]]]
+"""The texts that name a token first, and how long they match."""
 
 
 class TreeGrower:
@@ -154,13 +162,16 @@ class TreeGrower:
         numbers = itertools.count()  # of equally likely ones the first is taken
         waiting: list[tuple[float, int, int, int, Judged]] = []
 
-        def guess_behind(node: int, depth: int, reach: float, judged: list[Judged]) -> None:
-            behind[node] = judged
-            for one in judged:
+        def guess_behind(
+            node: int, depth: int, reach: float, before: int, guesses: Sequence[Guess], support: Support | None = None
+        ) -> None:
+            behind[node] = self._judge(guesses, before, reach, support)
+            for one in behind[node]:
                 if (reached := reach * one.probability) >= self._min_reach:
                     heappush(waiting, (-reached, next(numbers), node, depth, one))
 
-        guess_behind(ROOT, 1, 1.0, self._first_guesses(context))
+        guesses, support = self._first_guesses(context)
+        guess_behind(ROOT, 1, 1.0, context[-1] if context else 0, guesses, support)
         while waiting and len(chosen) < max_nodes:
             minus_reach, _, parent, depth, judged = heappop(waiting)
             node, guess = len(chosen), judged.guess
@@ -170,38 +181,41 @@ class TreeGrower:
                 source, length = guess.kind.source, guess.length
                 votes = self._indexes[source].votes(guess.places)
                 guesses = self._guesses(source, length, guess.deepest, votes)
-                guess_behind(node, depth + 1, -minus_reach, self._judge(guesses, guess.token))
-        guesses, probabilities = [one.guess for one in chosen], [one.probability for one in chosen]
-        tree = DraftTree(tuple(guess.token for guess in guesses), tuple(parents), tuple(probabilities))
-        return SuffixProposal(tree, guesses, behind)
+                guess_behind(node, depth + 1, -minus_reach, guess.token, guesses)
+        tokens, probabilities = [one.guess.token for one in chosen], [one.probability for one in chosen]
+        tree = DraftTree(tuple(tokens), tuple(parents), tuple(probabilities))
+        return SuffixProposal(tree, [one.guess for one in chosen], behind)
 
     def learn(self, proposal: SuffixProposal, committed: Sequence[int]) -> None:
         """The text went on like this: what was guessed behind each node that it has passed was right or not."""
         node, tree = ROOT, proposal.tree
         for token in committed:
-            for guess, _, features in proposal.judged.get(node, ()):
+            for guess, _, learned, features in proposal.judged.get(node, ()):
                 accepted = guess.token == token
-                if self._gate is not None:
-                    self._gate.add(guess.probability, features, accepted=accepted)
+                if self._gate is not None and features:
+                    self._gate.add(guess.probability, learned, features, accepted=accepted)
                 self._request.add(guess.kind.rank, guess.usual, accepted=accepted)
                 self._tenants.add(guess.kind, guess.predicted, accepted=accepted)
             if (child := tree.child(node, token)) is None:
                 break
             node = child
 
-    def _judge(
-        self, guesses: Sequence[Guess], before: int, support: Mapping[int, Sequence[tuple[TextSource, int]]] | None = None
-    ) -> list[Judged]:
-        """By the gate; `support` has the lengths of the matches that name a token first, where all texts were asked."""
-        gate, judged = self._gate, list[Judged]()
+    def _judge(self, guesses: Sequence[Guess], before: int, reach: float, support: Support | None) -> list[Judged]:
+        """What may follow the token `before`, which is reached so often; `support` is known where all texts were asked.
+
+        Where calibration says that a tree would end far above a guess, nobody asks the gate.
+        """
+        judged, gate = list[Judged](), self._gate
+        is_used = gate is not None and gate.is_used
         for guess in guesses:
-            if gate is None:
-                judged.append(Judged(guess, guess.probability, ()))
+            if gate is None or reach * guess.probability < _HOPELESS * self._min_reach:
+                judged.append(Judged(guess, guess.probability, guess.probability, ()))
                 continue
-            source, longest = guess.kind.source, -1
+            source, longest = guess.kind.source, NOBODY_ASKED
             if support is not None:
-                longest = max((n for other, n in support.get(guess.token, ()) if other is not source), default=0)
-            features = features_of(
+                named_by = support.get(guess.token, ())
+                longest = max((length for other, length in named_by if other is not source), default=0)
+            learned, features = gate.judge(
                 guess.token,
                 before,
                 guess.probability,
@@ -210,10 +224,10 @@ class TreeGrower:
                 source=source,
                 support=longest,
             )
-            judged.append(Judged(guess, gate.probability(guess.probability, features), features))
+            judged.append(Judged(guess, learned if is_used else guess.probability, learned, features))
         return judged
 
-    def _first_guesses(self, context: Sequence[int]) -> list[Judged]:
+    def _first_guesses(self, context: Sequence[int]) -> tuple[list[Guess], Support]:
         """What may come next: by the match whose next token is most likely to be accepted, and what others name."""
         found: list[list[Guess]] = []
         for source, index in self._indexes.items():
@@ -222,13 +236,13 @@ class TreeGrower:
             if deepest and (votes := index.votes(match.places)):
                 found.append(self._guesses(source, match.length, deepest, votes))
         if not found:
-            return []
+            return [], {}
         best = max(found, key=lambda guesses: guesses[0].probability)
-        support: dict[int, list[tuple[TextSource, int]]] = {}
+        support: Support = {}
         for first, *_ in found:
             support.setdefault(first.token, []).append((first.kind.source, first.length - 1))
         if self._width == 1:
-            return self._judge(best, context[-1], support)
+            return best, support
         by_token = {guess.token: guess for guess in best}
         unnamed = 1 - best[0].probability
         for other in itertools.chain(*(guesses for guesses in found if guesses is not best)):
@@ -238,7 +252,7 @@ class TreeGrower:
             known = by_token.get(other.token)
             if known is None or beside.probability > known.probability:
                 by_token[other.token] = beside
-        return self._judge(list(by_token.values()), context[-1], support)
+        return list(by_token.values()), support
 
     def _guesses(self, source: TextSource, length: int, deepest: int, votes: Sequence[Vote]) -> list[Guess]:
         """By the votes behind a match of so many tokens."""
