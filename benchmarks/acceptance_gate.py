@@ -2,22 +2,22 @@
 
     python -m benchmarks.acceptance_gate [--quick] [--json FILE] [--prompts FILE.jsonl] [--traces FILE.rec] …
 
-The local engine answers real prompts once, greedily; no prompt is asked twice. Verification emits the same text whatever
-was proposed, so a replay that commits what is right of a tree, and one token more, counts what an engine would. Each arm
-replays all answers, `--clients` of them at a time, with a suffix drafter and a planner of its own, both those of the
-engines:
+The local engine answers real prompts once, greedily; no prompt is asked twice. Verification emits the same text
+whatever was proposed, so a replay that commits what is right of a tree, and one token more, counts what an engine
+would. Each arm replays all answers, `--clients` of them at a time, with a suffix drafter and a planner of its own, both
+those of the engines:
 
     calibration   `SuffixConfig(learns=False)`
     gate          what ships: the gate begins with nothing and learns from each verdict
     oracle        proposes what is right of the same trees: what no gate can pass
 
 `tree` is the local engine: a round takes `--step-ms`, and `--row-share` of that for each token in it, and the processor
-time in which proposals were made and learned from. `chain` is SGLang: one length for all requests, whose rows all count.
-The drafter in Python stands there for the compiled one, and its time does not count.
+time in which proposals were made and learned from. `chain` is SGLang: one length for all requests, whose rows all
+count. The drafter in Python stands there for the compiled one, and its time does not count.
 
 Gains are in tokens a second over calibration, on the answers behind the first quarter, with the paired bootstrapped 95%
 interval over answers. The calibration error is that of ten bins over all proposals that were reached. Arms take turns
-answer by answer in blocks of `--block`, so that a slow minute is everyone's.
+after each `--block` answers, so that a slow minute is everyone's.
 
 Targets, for trees: a gain of 3% with an interval above 0, and a calibration error of 2%.
 """
@@ -76,7 +76,7 @@ class Totals:
     def calibration_error(self) -> float:
         predicted, accepted = (np.array(column, float) for column in zip(*self.verdicts, strict=True))
         tenth = np.minimum((10 * predicted).astype(int), 9)
-        return sum(abs((predicted - accepted)[tenth == each].sum()) for each in range(10)) / len(tenth)
+        return float(sum(abs((predicted - accepted)[tenth == each].sum()) for each in range(10)) / len(tenth))
 
 
 @dataclass(eq=False)
@@ -147,13 +147,13 @@ class Arm:
     def _in_trees(self, grown: Sequence[DraftTree]) -> tuple[list[DraftTree], list[int], float]:
         """What the planner verifies of trees, rows of each request, and what the round takes."""
         batch = len(grown)
-        plan = self._rounds.plan([""] * batch, batch, [tree.reaches for tree in grown], head_depth=0, unread=[0] * batch)
+        plan = self._rounds.plan(
+            [""] * batch, batch, [tree.reaches for tree in grown], head_depth=0, unread=[0] * batch
+        )
         trees = [tree.first(plan.num_proposals) for tree in grown]
         rows = [len(tree.tokens) + 1 for tree in trees]
         seconds = self._seconds(sum(rows))
-        self._rounds.observe(
-            plan, num_proposals=max(rows) - 1, num_steps=0, num_pairs=0, draft_s=0.0, verify_s=seconds
-        )
+        self._rounds.observe(plan, num_proposals=max(rows) - 1, num_steps=0, num_pairs=0, draft_s=0.0, verify_s=seconds)
         return trees, rows, seconds
 
     def _in_chains(self, grown: Sequence[DraftTree]) -> tuple[list[DraftTree], list[int], float]:
@@ -172,8 +172,7 @@ class Arm:
         return trees, rows, seconds
 
     def _seconds(self, rows: int) -> float:
-        step_s: float = self._options.step_ms / 1000
-        return step_s * (1 + self._options.row_share * rows)
+        return float(self._options.step_ms / 1000 * (1 + self._options.row_share * rows))
 
 
 def _right_of(tree: DraftTree, one: _Running) -> list[int]:

@@ -81,10 +81,8 @@ class AcceptanceGate:
 
     def add(self, calibrated: float, learned: float, features: Features, *, accepted: bool) -> None:
         """Verification reached a proposal of which `judge` has said so."""
-        if accepted:
-            gained = log(learned / max(calibrated, _LEAST))
-        else:
-            gained = log((1 - learned) / (1 - calibrated))
+        bounded = calibrated if calibrated > _LEAST else _LEAST
+        gained = log(learned / bounded if accepted else (1 - learned) / (1 - bounded))
         self._advantage = _SCORE_MEMORY * self._advantage + gained
         weights, squares, error = self._weights, self._squares, accepted - learned
         for cell in features:

@@ -1,7 +1,8 @@
 """Suffix chains of a whole batch in one compiled call, and the windows of text that they come from.
 
-It proposes what `speculator.proposals.suffix_drafter` proposes with trees of width 1, from the same windows and with
-the same probabilities (tests/serving/sglang/proposals/test_chain_drafter.py compares them). There each token of each
+It proposes what `speculator.proposals.suffix_drafter` proposes with trees of width 1 and calibration alone, from the
+same windows and with the same probabilities (tests/serving/sglang/proposals/test_chain_drafter.py compares them). The
+learned gate of trees brings less than 2% here (benchmarks/results/acceptance_gate.md). There each token of each
 request costs some microseconds of Python, which a scheduler of 64 requests has not. What is compiled is in
 serving/sglang/proposals/compiled_chains.py; Numba, which compiles it, is a dependency of SGLang's own.
 
@@ -89,7 +90,7 @@ class ChainDrafter:
 
     def __init__(self, *, width: int, arena_tokens: int = ARENA_TOKENS) -> None:
         """Chains have at most `width` proposals. `arena_tokens` is a power of two."""
-        self._config, self._width = SuffixConfig(width=1), width
+        self._config, self._width = SuffixConfig(width=1, learns=False), width
         self._arena, self._blocks = Arena.of(arena_tokens), _Blocks(arena_tokens)
         self._windows = np.zeros((arena_tokens // _LEAST_BLOCK, 3), np.int64)
         self._free_windows: list[int] = list(range(len(self._windows)))

@@ -440,7 +440,7 @@ def test_a_request_that_copies_is_expected_to_copy_on() -> None:
 def test_only_proposals_that_were_reached_are_judged(accepted: int) -> None:
     """Matches of 7 and of 8 tokens are of different kinds: a rejected first proposal says nothing about the second."""
     passages = [list(range(start, start + 30)) for start in (100, 200)]
-    drafter = SuffixDrafter(SuffixConfig(min_reach=0.0))
+    drafter = SuffixDrafter(SuffixConfig(min_reach=0.0, learns=False))
     first = drafter.start(passages[0] + passages[1], tenant="a")
     first.commit([5, *passages[0][:7]])
     before = ask(first).probabilities[:2]
