@@ -19,7 +19,8 @@ with it, is taken to be accepted with probability
 
 Imaginary places that went on otherwise lower the frequency, fewer of them the longer the match. r is what was accepted
 lately over what was predicted: by source, length and rank for all requests of the tenant, times the same by rank for
-the request alone. An answer that copies its prompt copies on. What other matches name beside the best one is predicted
+the request alone. An answer that copies its prompt copies on. A gate that learns from each verdict then corrects p
+(speculator/proposals/acceptance_gate.py). What other matches name beside the best one is predicted
 (1 − p₁) times as often, p₁ being the probability of the first proposal. The expected number of accepted tokens of a
 tree is the sum of R over its nodes, R_k being the product of p over node k and those before it on its path.
 

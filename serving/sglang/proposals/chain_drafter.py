@@ -2,7 +2,7 @@
 
 It proposes what `speculator.proposals.suffix_drafter` proposes with trees of width 1 and calibration alone, from the
 same windows and with the same probabilities (tests/serving/sglang/proposals/test_chain_drafter.py compares them). The
-learned gate of trees brings less than 2% here (benchmarks/results/acceptance_gate.md). There each token of each
+learned gate of trees has little to decide here (benchmarks/results/acceptance_gate.md). There each token of each
 request costs some microseconds of Python, which a scheduler of 64 requests has not. What is compiled is in
 serving/sglang/proposals/compiled_chains.py; Numba, which compiles it, is a dependency of SGLang's own.
 
