@@ -283,6 +283,7 @@ def _trace_of(one: _Running) -> Trace:
     return replace(
         trace,
         header=header,
+        branches=None,
         rounds=VerifyRounds(
             # The first round stands at the answer's first token.
             position=np.array([header.num_prompt_tokens + at for at, _, _ in rounds], np.int32),

@@ -17,7 +17,7 @@ from speculator.host import json_line
 from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
 from speculator.redis.client import RedisKeys, redis_errors
 from speculator.redis.trace_deletion import remove_from_recording
-from speculator.trace import Trace, decode_trace
+from speculator.trace import BranchRows, Trace, decode_trace
 from trainer.release.gate import recorded_rounds
 from trainer.statistics import Acceptance
 
@@ -102,6 +102,7 @@ def summary(path: Path) -> dict[str, Any]:
             domains[domain].update(
                 traces=1, tokens=trace.num_tokens, completion_tokens=trace.num_completion_tokens,
                 proposals=int((trace.rounds.draft_tokens >= 0).sum()), accepted=int(trace.rounds.num_accepted.sum()),
+                branch_rows=trace.num_branches,
             )  # fmt: skip
             rounds[domain] += recorded_rounds(trace)
             versions.update(trace.rounds.draft_version.tolist())
@@ -125,7 +126,7 @@ def summary(path: Path) -> dict[str, Any]:
 
 
 def _counts(counts: Counter[str], rounds: Acceptance) -> dict[str, Any]:
-    names = ("traces", "tokens", "completion_tokens", "proposals", "accepted")
+    names = ("traces", "tokens", "completion_tokens", "proposals", "accepted", "branch_rows")
     return {
         **{name: counts[name] for name in names},
         "rounds": int(rounds.num_rounds),
@@ -182,7 +183,15 @@ def _row(trace: Trace) -> dict[str, Any]:
             _rounded(row[mask]) for row, mask in zip(trace.target_topk_logprobs, known, strict=True)
         ],
         "rounds": list(_round_rows(trace)),
+        "branches": [] if trace.branches is None else list(_branch_rows(trace.branches)),
     }
+
+
+def _branch_rows(rows: BranchRows) -> Iterator[dict[str, Any]]:
+    """A proposal is numbered among those of its round."""
+    for round_, node, ids, logprobs in zip(rows.round, rows.node, rows.topk_ids, rows.topk_logprobs, strict=True):
+        top = {"target_topk_ids": ids[ids >= 0].tolist(), "target_topk_logprobs": _rounded(logprobs[ids >= 0])}
+        yield {"round": int(round_), "proposal": int(node), **top}
 
 
 def _round_rows(trace: Trace) -> Iterator[dict[str, Any]]:

@@ -5,14 +5,16 @@ safetensors with a JSON header in the metadata; never pickle. Two things keep th
 with one float16 scale a token, and the leading rows without a target distribution (the prompt) do not travel: decoding
 restores their −1 and −inf.
 
-Shape letters: T tokens of the span, R verify rounds, d target hidden size, K kept target tokens, P proposals a round.
+Shape letters: T tokens of the span, R verify rounds, d target hidden size, K kept target tokens, P proposals a round,
+N rows behind rejections.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -25,9 +27,11 @@ from speculator.draft.eagle3 import NUM_AUX_LAYERS
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import TraceError, UnknownSchemaError
 
-SCHEMA_VERSION = 2
-READABLE_SCHEMAS = (1, SCHEMA_VERSION)
-"""Version 1 knew no target versions: its traces are of version 0, the target that the lineage began with."""
+SCHEMA_VERSION = 3
+READABLE_SCHEMAS = (1, 2, SCHEMA_VERSION)
+"""Version 1 knew no target versions: its traces are of version 0, the target that the lineage began with. Version 2
+knew no rows behind rejections.
+"""
 # Sizes that a damaged header must not be able to exceed: no rows cost no bytes, but their width costs memory.
 MAX_TOP_K = 4096
 NO_DRAFT = 0
@@ -88,6 +92,54 @@ class VerifyRounds:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BranchRows:
+    """Rows behind rejections: what the target computed after reading N rejected proposals, at least one.
+
+    `round` [N] int32 the verification's row in `VerifyRounds`, and `node` [N] int8 the proposal in it, in this order.
+    Its parent is the root, accepted and inside the span, or kept as well. `topk_ids` and `topk_logprobs` [N, K],
+    `hidden` [N, 3d] and its `scale` [N] are as `target_topk_*` and `aux_*` of the span's own tokens.
+    """
+
+    round: np.ndarray
+    node: np.ndarray
+    topk_ids: np.ndarray
+    topk_logprobs: np.ndarray
+    hidden: Tensor
+    scale: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.round)
+
+    def __getitem__(self, chosen: np.ndarray) -> BranchRows:
+        """Some of them, by index."""
+        picked: dict[str, Any] = {name: None if v is None else v[chosen] for name, v in vars(self).items()}
+        return BranchRows(**picked)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its arrays in memory."""
+        return sum(array.nbytes for array in vars(self).values() if array is not None)
+
+    @classmethod
+    def within(cls, parts: Sequence[BranchRows], rounds: VerifyRounds, end: int) -> BranchRows | None:
+        """The rows of all parts that a trace may have whose span ends before position `end`; None where it may have
+        none. Left out are rows of later rounds, rows behind accepted proposals that the end has cut off, and rows of
+        what nobody proposed.
+        """
+        if not parts:
+            return None
+        arrays = [{name: array for name, array in vars(part).items() if array is not None} for part in parts]
+        join = {name: torch.cat if isinstance(one, Tensor) else np.concatenate for name, one in arrays[0].items()}
+        joined: dict[str, Any] = {name: of_all([part[name] for part in arrays]) for name, of_all in join.items()}
+        rows = cls(**joined)
+        kept_N = np.flatnonzero(rows.round < len(rounds.position))
+        at_N = rows.round[kept_N], rows.node[kept_N]
+        has_parent_N = (rounds.position + rounds.num_accepted)[at_N[0]] < end
+        kept_N = kept_N[has_parent_N & (rounds.draft_tokens[at_N] >= 0)]
+        return rows[kept_N] if len(kept_N) else None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Trace:
     """One span. `target_topk_*` row t is the target's distribution *after* reading token t, at temperature 1.
 
@@ -106,10 +158,16 @@ class Trace:
     constrained: np.ndarray = field(repr=False)
     rounds: VerifyRounds = field(repr=False)
     aux_scale: Tensor | None = field(default=None, repr=False)
+    branches: BranchRows | None = field(default=None, repr=False)
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_branches(self) -> int:
+        """Rows behind rejections."""
+        return 0 if self.branches is None else len(self.branches)
 
     @property
     def num_completion_tokens(self) -> int:
@@ -117,12 +175,38 @@ class Trace:
         return self.header.first_position + self.num_tokens - self.header.num_prompt_tokens
 
 
+def judge(trace: Trace) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Compare the proposals of a trace, chains and trees, with its text. All are [R, P]: int64 depths, 0 for the root's
+    children; bool, whether a proposal's position is inside the span and its parent committed; and bool, whether it is
+    the committed token, too.
+    """
+    rounds, tokens_T = trace.rounds, trace.token_ids
+    R, P = rounds.draft_tokens.shape
+    start_R = rounds.position.astype(np.int64) - trace.header.first_position
+    depth_RP, judged_RP, accepted_RP = np.zeros((R, P), np.int64), np.zeros((R, P), bool), np.zeros((R, P), bool)
+    every = np.arange(R)
+    for node in range(P):
+        # Parents come before their children. The root is the last committed token.
+        parent_R = rounds.draft_parents[:, node].astype(np.int64)
+        is_root_R = parent_R < 0
+        depth_RP[:, node] = np.where(is_root_R, 0, depth_RP[every, parent_R] + 1)
+        at_R = start_R + 1 + depth_RP[:, node]
+        proposed_R = rounds.draft_tokens[:, node]
+        inside_R = at_R < len(tokens_T)
+        judged_RP[:, node] = inside_R & (proposed_R >= 0) & (is_root_R | accepted_RP[every, parent_R])
+        committed_R = tokens_T[np.minimum(at_R, len(tokens_T) - 1)]
+        accepted_RP[:, node] = judged_RP[:, node] & (proposed_R == committed_R)
+    return depth_RP, judged_RP, accepted_RP
+
+
 # A log-probability of a certain token may come out a rounding step above zero.
 _LOGPROB_SLACK = 1e-3
 _INT32_END = 1 << 31
 _FLOAT8_NAN = 0x7F
 """Of e4m3, but for its sign; it has no infinity."""
-_TOO_LARGE = "aux_hidden is too large for float8 with a float16 scale; record with features='bfloat16'"
+_TOO_LARGE = "{}_hidden is too large for float8 with a float16 scale; record with features='bfloat16'"
+_FIRST_WITH_BRANCHES = 3
+"""Schema version."""
 
 
 def check_trace(trace: Trace) -> None:
@@ -132,12 +216,14 @@ def check_trace(trace: Trace) -> None:
     _check_header(header)
     _check_arrays(trace)
     _check_rounds(trace)
+    if trace.branches is not None:
+        _check_branches(trace, trace.branches)
 
 
 def check_schema(version: int) -> None:
     """Raise UnknownSchemaError for a schema version that this code does not read."""
     if version not in READABLE_SCHEMAS:
-        readable = " and ".join(map(str, READABLE_SCHEMAS))
+        readable = ", ".join(map(str, READABLE_SCHEMAS))
         raise UnknownSchemaError(f"the trace has schema version {version}; this code reads versions {readable}")
 
 
@@ -171,36 +257,43 @@ def _check_arrays(trace: Trace) -> None:
     _require(trace.header.first_position + T <= _INT32_END, "the span ends beyond the last position")
     _require(trace.num_completion_tokens >= 0, "the span ends before the prompt does")
 
-    aux = trace.aux_hidden
-    expected = torch.bfloat16 if trace.aux_scale is None else torch.float8_e4m3fn
-    _require(aux.dtype == expected, f"aux_hidden is {aux.dtype}, expected {expected}")
-    _require(aux.dim() == 2 and aux.shape[0] == T, f"aux_hidden has shape {tuple(aux.shape)}, expected {T} rows")
-    width = aux.shape[1]
-    _require(width > 0 and width % NUM_AUX_LAYERS == 0, f"aux_hidden is {width} wide, not {NUM_AUX_LAYERS} × hidden")
-    if (scale := trace.aux_scale) is None:
-        _require(bool(torch.isfinite(aux).all()), "aux_hidden is not finite")
-    else:
-        _require(
-            scale.dtype == torch.float16 and scale.shape == (T,), f"aux_scale is {scale.dtype} {tuple(scale.shape)}"
-        )
-        _require(not bool(scale.isinf().any()), _TOO_LARGE)
-        is_number = (aux.view(torch.uint8) & _FLOAT8_NAN) != _FLOAT8_NAN
-        _require(not bool(scale.isnan().any()) and bool(is_number.all()), "aux_hidden is not finite")
-
-    ids, logprobs = trace.target_topk_ids, trace.target_topk_logprobs
-    _require(
-        ids.ndim == 2 and 0 < ids.shape[1] <= MAX_TOP_K,
-        f"target_topk_ids has shape {ids.shape}, expected [T, K] with K from 1 to {MAX_TOP_K}",
-    )
-    _check_array(ids, "target_topk_ids", np.int32, (T, ids.shape[1]))
-    _check_array(logprobs, "target_topk_logprobs", np.float16, ids.shape)
-    _require((ids >= -1).all(), "target_topk_ids has an id below −1")
-    # NaN compares false, so it fails here too.
-    _require((logprobs <= _LOGPROB_SLACK).all(), "target_topk_logprobs is above zero or not a number")
-    _require((logprobs[:, :-1] >= logprobs[:, 1:]).all(), "target_topk_logprobs is not sorted from the likeliest")
-    _require(np.isneginf(logprobs[ids == -1]).all(), "target_topk_logprobs has a value where there is no token")
+    _check_features(trace.aux_hidden, trace.aux_scale, "aux", T)
+    _check_distributions(trace.target_topk_ids, trace.target_topk_logprobs, "target_topk", T)
     _check_array(trace.constrained, "constrained", np.bool_, (T,))
     _require((trace.constrained.view(np.uint8) <= 1).all(), "constrained is neither true nor false")
+
+
+def _check_features(hidden: Tensor, scale: Tensor | None, name: str, num_rows: int) -> None:
+    expected = torch.bfloat16 if scale is None else torch.float8_e4m3fn
+    _require(hidden.dtype == expected, f"{name}_hidden is {hidden.dtype}, expected {expected}")
+    _require(
+        hidden.dim() == 2 and hidden.shape[0] == num_rows,
+        f"{name}_hidden has shape {tuple(hidden.shape)}, expected {num_rows} rows",
+    )
+    width = hidden.shape[1]
+    _require(width > 0 and width % NUM_AUX_LAYERS == 0, f"{name}_hidden is {width} wide, not {NUM_AUX_LAYERS} × hidden")
+    if scale is None:
+        _require(bool(torch.isfinite(hidden).all()), f"{name}_hidden is not finite")
+        return
+    has_scale = scale.dtype == torch.float16 and scale.shape == (num_rows,)
+    _require(has_scale, f"{name}_scale is {scale.dtype} {tuple(scale.shape)}")
+    _require(not bool(scale.isinf().any()), _TOO_LARGE.format(name))
+    is_number = (hidden.view(torch.uint8) & _FLOAT8_NAN) != _FLOAT8_NAN
+    _require(not bool(scale.isnan().any()) and bool(is_number.all()), f"{name}_hidden is not finite")
+
+
+def _check_distributions(ids: np.ndarray, logprobs: np.ndarray, name: str, num_rows: int) -> None:
+    _require(
+        ids.ndim == 2 and 0 < ids.shape[1] <= MAX_TOP_K,
+        f"{name}_ids has shape {ids.shape}, expected [{num_rows}, K] with K from 1 to {MAX_TOP_K}",
+    )
+    _check_array(ids, f"{name}_ids", np.int32, (num_rows, ids.shape[1]))
+    _check_array(logprobs, f"{name}_logprobs", np.float16, ids.shape)
+    _require((ids >= -1).all(), f"{name}_ids has an id below −1")
+    # NaN compares false, so it fails here too.
+    _require((logprobs <= _LOGPROB_SLACK).all(), f"{name}_logprobs is above zero or not a number")
+    _require((logprobs[:, :-1] >= logprobs[:, 1:]).all(), f"{name}_logprobs is not sorted from the likeliest")
+    _require(np.isneginf(logprobs[ids == -1]).all(), f"{name}_logprobs has a value where there is no token")
 
 
 def _check_rounds(trace: Trace) -> None:
@@ -232,6 +325,30 @@ def _check_rounds(trace: Trace) -> None:
     _require(((parents >= -1) & (parents < np.arange(P))).all(), "a proposal's parent does not precede it")
 
 
+def _check_branches(trace: Trace, branches: BranchRows) -> None:
+    version, N = trace.header.schema_version, len(branches)
+    _require(version >= _FIRST_WITH_BRANCHES, f"a trace of schema version {version} has no rows behind rejections")
+    _require(N > 0, "branch_round is empty: leave the rows behind rejections out")
+    _check_array(branches.round, "branch_round", np.int32, (N,))
+    _check_array(branches.node, "branch_node", np.int8, (N,))
+    _check_features(branches.hidden, branches.scale, "branch", N)
+    _require(branches.hidden.shape[1] == trace.aux_hidden.shape[1], "branch_hidden is not as wide as aux_hidden")
+    _check_distributions(branches.topk_ids, branches.topk_logprobs, "branch_topk", N)
+    _require(branches.topk_ids.shape[1] == trace.target_topk_ids.shape[1], "branch_topk_ids has another K")
+    _require((branches.topk_ids[:, 0] >= 0).all(), "branch_topk_ids has a row without a token")
+
+    R, P = trace.rounds.draft_tokens.shape
+    at_N = branches.round.astype(np.int64), branches.node.astype(np.int64)
+    _require(((at_N[0] >= 0) & (at_N[0] < R)).all(), "branch_round is no row of the rounds")
+    _require(((at_N[1] >= 0) & (at_N[1] < P)).all(), "branch_node is no proposal of its round")
+    _require((np.diff(at_N[0] * P + at_N[1]) > 0).all(), "the rows behind rejections are not in order")
+    _require((trace.rounds.draft_tokens[at_N] >= 0).all(), "branch_node is no proposal of its round")
+    _, _, known_RP = judge(trace)
+    known_RP[at_N] = True
+    parent_N = trace.rounds.draft_parents[at_N].astype(np.int64)
+    _require(((parent_N < 0) | known_RP[at_N[0], parent_N]).all(), "a row behind a rejection has no known parent")
+
+
 Features = Literal["float8", "bfloat16"]
 _NOTHING = torch.zeros(1)
 _FLOAT8_MAX = 448.0
@@ -250,8 +367,14 @@ _DTYPES = {
     "draft_version": torch.int32,
 }
 _FEATURE_DTYPES: dict[str, dict[str, torch.dtype]] = {
-    "float8": {"aux_hidden": torch.float8_e4m3fn, "aux_scale": torch.float16},
-    "bfloat16": {"aux_hidden": torch.bfloat16},
+    "float8": {"hidden": torch.float8_e4m3fn, "scale": torch.float16},
+    "bfloat16": {"hidden": torch.bfloat16},
+}
+_BRANCH_DTYPES = {
+    "branch_round": torch.int32,
+    "branch_node": torch.int8,
+    "branch_topk_ids": torch.int32,
+    "branch_topk_logprobs": torch.float16,
 }
 # What the readers of hostile bytes raise: a header may name any type, any shape and any depth.
 _NOT_A_TRACE = (
@@ -286,21 +409,29 @@ def encode_trace(trace: Trace, *, features: Features = "float8") -> bytes:
         "num_accepted": rounds.num_accepted,
         "draft_version": rounds.draft_version,
     }
+    branches = trace.branches
+    if branches is not None:
+        arrays |= {name: getattr(branches, name.removeprefix("branch_")) for name in _BRANCH_DTYPES}
     tensors = {name: torch.from_numpy(np.require(array, requirements=["C", "W"])) for name, array in arrays.items()}
-    aux, scale = trace.aux_hidden.detach().cpu(), trace.aux_scale
-    if features == "float8":
-        if scale is None:
-            aux, scale = quantised(aux)
-            _require(not bool(scale.isinf().any()), _TOO_LARGE)
-        tensors["aux_scale"] = scale
-    elif scale is not None:
-        aux = _restored(aux, scale)
-    tensors["aux_hidden"] = aux.contiguous()
+    tensors |= _stored("aux", trace.aux_hidden, trace.aux_scale, features)
+    if branches is not None:
+        tensors |= _stored("branch", branches.hidden, branches.scale, features)
     try:
         header = msgspec.json.encode(trace.header).decode()
     except UnicodeEncodeError as error:
         raise TraceError("the trace header is not valid text") from error
     return _serialised(tensors, {"header": header, "features": features})
+
+
+def _stored(name: str, hidden: Tensor, scale: Tensor | None, features: Features) -> dict[str, Tensor]:
+    """Features in the form in which they travel."""
+    hidden = hidden.detach().cpu()
+    if features == "bfloat16":
+        return {f"{name}_hidden": (hidden if scale is None else _restored(hidden, scale)).contiguous()}
+    if scale is None:
+        hidden, scale = quantised(hidden)
+        _require(not bool(scale.isinf().any()), _TOO_LARGE.format(name))
+    return {f"{name}_hidden": hidden.contiguous(), f"{name}_scale": scale}
 
 
 def _serialised(tensors: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
@@ -336,7 +467,10 @@ def decode_trace(data: bytes) -> Trace:
     features = metadata.get("features", "")
     if features not in get_args(Features):
         raise TraceError(f"the trace has features in the unknown form {features!r}")
-    _check_tensors(tensors, _DTYPES | _FEATURE_DTYPES[features])
+    dtypes = _DTYPES | {f"aux_{name}": dtype for name, dtype in _FEATURE_DTYPES[features].items()}
+    if header.schema_version >= _FIRST_WITH_BRANCHES and "branch_round" in tensors:
+        dtypes |= _BRANCH_DTYPES | {f"branch_{name}": dtype for name, dtype in _FEATURE_DTYPES[features].items()}
+    _check_tensors(tensors, dtypes)
     trace = _assemble(header, tensors)
     check_trace(trace)
     return trace
@@ -399,26 +533,39 @@ def _check_tensors(tensors: dict[str, Tensor], dtypes: dict[str, torch.dtype]) -
 
 
 def _assemble(header: TraceHeader, tensors: dict[str, Tensor]) -> Trace:
-    aux = tensors["aux_hidden"]
     T = tensors["token_ids"].numel()
-    if aux.dim() != 2:
-        raise TraceError(f"aux_hidden has shape {tuple(aux.shape)}, expected [T, 3d]")
-    if "aux_scale" in tensors:
-        scale = tensors["aux_scale"]
-        if scale.shape != aux.shape[:1]:
-            raise TraceError(f"aux_scale has shape {tuple(scale.shape)}, expected {tuple(aux.shape[:1])}")
-        aux = _restored(aux, scale)
+    aux = _read_features(tensors, "aux")
     arrays = {name: tensors[name].numpy() for name in _DTYPES}
     names = ("position", "draft_tokens", "draft_logprobs", "draft_parents", "num_accepted", "draft_version")
     return Trace(
         header=header,
         token_ids=arrays["token_ids"],
         aux_hidden=aux,
+        branches=None if "branch_round" not in tensors else _assemble_branches(tensors),
         target_topk_ids=_restore_rows(arrays["target_topk_ids"], T, -1),
         target_topk_logprobs=_restore_rows(arrays["target_topk_logprobs"], T, -np.inf),
         constrained=arrays["constrained"],
         rounds=VerifyRounds(**{name: arrays[name] for name in names}),
     )
+
+
+def _assemble_branches(tensors: dict[str, Tensor]) -> BranchRows:
+    arrays: dict[str, Any] = {name.removeprefix("branch_"): tensors[name].numpy() for name in _BRANCH_DTYPES}
+    if arrays["round"].ndim != 1 or arrays["topk_ids"].ndim != 2 or arrays["topk_ids"].shape[1] > MAX_TOP_K:
+        raise TraceError(f"branch_topk_ids has shape {arrays['topk_ids'].shape}, expected [N, K]")
+    return BranchRows(hidden=_read_features(tensors, "branch"), **arrays)
+
+
+def _read_features(tensors: dict[str, Tensor], name: str) -> Tensor:
+    """As bfloat16."""
+    hidden, scale = tensors[f"{name}_hidden"], tensors.get(f"{name}_scale")
+    if hidden.dim() != 2:
+        raise TraceError(f"{name}_hidden has shape {tuple(hidden.shape)}, expected rows of 3d")
+    if scale is None:
+        return hidden
+    if scale.shape != hidden.shape[:1]:
+        raise TraceError(f"{name}_scale has shape {tuple(scale.shape)}, expected {tuple(hidden.shape[:1])}")
+    return _restored(hidden, scale)
 
 
 def _restore_rows(labelled: np.ndarray, T: int, fill: float) -> np.ndarray:

@@ -273,7 +273,8 @@ def memory_bytes(trace: Trace) -> int:
         rounds.num_accepted,
         rounds.draft_version,
     )
-    return trace.aux_hidden.nbytes + sum(array.nbytes for array in arrays)
+    of_branches = 0 if trace.branches is None else trace.branches.num_bytes
+    return trace.aux_hidden.nbytes + sum(array.nbytes for array in arrays) + of_branches
 
 
 def make_header(

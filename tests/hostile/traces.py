@@ -13,7 +13,7 @@ from speculator.redis.client import RedisKeys
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_stream import TraceStream
 from speculator.trace import check_trace, decode_trace, encode_trace
-from tests.fixtures.traces import make_trace
+from tests.fixtures.traces import make_trace, with_branches
 from tests.hostile.judge import Choose, FailureError, Inputs, Outcome, garbled
 
 MODEL_KEY = "hostile"
@@ -22,6 +22,7 @@ KEYS = RedisKeys(model_key=MODEL_KEY)
 
 def original(choose: Choose) -> bytes:
     trace = make_trace(choose(1000), T=1 + choose(20), K=1 + choose(5), R=choose(5), P=choose(4))
+    trace = with_branches(trace) if choose(2) else trace
     return encode_trace(trace, features="float8" if choose(2) else "bfloat16")
 
 

@@ -17,7 +17,7 @@ from speculator.host import now_ms
 from speculator.recording import RecordingReader
 from speculator.redis.trace_stream import TraceStream
 from speculator.trace import Trace, encode_trace
-from tests.fixtures.traces import make_trace
+from tests.fixtures.traces import make_trace, with_branches
 from trainer.release.gate import recorded_rounds
 from trainer.statistics import Acceptance
 
@@ -26,7 +26,9 @@ Refused = Callable[..., str]
 
 def domain_traces(fingerprint: str) -> list[Trace]:
     return [
-        make_trace(seed, trace_id=f"trace-{seed}", domain="ab"[seed % 2], target_fingerprint=fingerprint, R=5)
+        with_branches(
+            make_trace(seed, trace_id=f"trace-{seed}", domain="ab"[seed % 2], target_fingerprint=fingerprint, R=5)
+        )
         for seed in range(6)
     ]
 
@@ -106,6 +108,7 @@ def test_info_counts_what_is_there(
     assert document["traces"] == 6
     assert document["tokens"] == sum(trace.num_tokens for trace in filled)
     assert document["proposals"] == sum(int((trace.rounds.draft_tokens >= 0).sum()) for trace in filled)
+    assert document["branch_rows"] == sum(trace.num_branches for trace in filled) > 0
     assert document["bytes"] == out.stat().st_size
     assert (document["cut_off_bytes"], document["damaged_entries"]) == (0, 0)
     assert {name: counts["traces"] for name, counts in document["domains"].items()} == {"a": 3, "b": 3}
@@ -140,6 +143,12 @@ def test_export_writes_one_line_a_trace_with_everything_but_the_features(
             assert found["position"] == position
             assert found["tokens"] == tokens[tokens >= 0].tolist()
             assert len(found["logprobs"]) == len(found["parents"]) == len(found["tokens"])
+        assert len(row["branches"]) == trace.num_branches
+        for found in row["branches"]:
+            assert trace.branches is not None
+            assert (found["round"], found["proposal"]) in zip(trace.branches.round, trace.branches.node, strict=True)
+            assert len(found["target_topk_ids"]) == len(found["target_topk_logprobs"]) > 0
+    assert any(row["branches"] for row in rows)
 
 
 def test_what_cannot_work_is_said_in_one_line(

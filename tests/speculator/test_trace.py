@@ -18,12 +18,20 @@ from hypothesis import strategies as st
 
 from speculator.errors import TraceError, UnknownSchemaError
 from speculator.trace import MAX_TOP_K, SCHEMA_VERSION, Trace, check_trace, decode_trace, encode_trace, quantised
-from tests.fixtures.traces import make_header, make_trace, with_rounds
+from tests.fixtures.traces import make_header, make_trace, with_branches, with_rounds
 
 seeds = st.integers(0, 2**32 - 1)
+
+
+def made(seed: int, *, keeps_rejected: bool, **about: Any) -> Trace:
+    trace = make_trace(seed, **about)
+    return with_branches(trace, seed) if keeps_rejected else trace
+
+
 traces = st.builds(
-    make_trace,
+    made,
     seeds,
+    keeps_rejected=st.booleans(),
     T=st.integers(1, 20),
     d=st.integers(1, 9),
     K=st.integers(1, 5),
@@ -43,6 +51,10 @@ def assert_same_but_features(one: Trace, other: Trace) -> None:
         np.testing.assert_array_equal(
             getattr(one.rounds, field.name), getattr(other.rounds, field.name), field.name, strict=True
         )
+    assert (one.branches is None) == (other.branches is None)
+    if one.branches is not None:
+        for name in ("round", "node", "topk_ids", "topk_logprobs"):
+            np.testing.assert_array_equal(getattr(one.branches, name), getattr(other.branches, name), strict=True)
 
 
 @given(traces)
@@ -51,6 +63,8 @@ def test_bfloat16_features_come_back_exactly(trace: Trace) -> None:
     decoded = decode_trace(encode_trace(trace, features="bfloat16"))
     assert_same_but_features(decoded, trace)
     assert torch.equal(decoded.aux_hidden, trace.aux_hidden)
+    if decoded.branches is not None and trace.branches is not None:
+        assert torch.equal(decoded.branches.hidden, trace.branches.hidden)
 
 
 @given(traces)
@@ -76,6 +90,10 @@ def test_features_that_come_in_float8_travel_as_they_are(trace: Trace) -> None:
     small, scale = quantised(trace.aux_hidden)
     there = dataclasses.replace(trace, aux_hidden=small, aux_scale=scale)
     assert read_tensors(encode_trace(there)) == read_tensors(encode_trace(trace))
+    if (rows := trace.branches) is not None:
+        of_rows, their_scale = quantised(rows.hidden)
+        there = dataclasses.replace(there, branches=dataclasses.replace(rows, hidden=of_rows, scale=their_scale))
+        assert read_tensors(encode_trace(there)) == read_tensors(encode_trace(trace))
     kept = decode_trace(encode_trace(there, features="bfloat16")).aux_hidden
     assert torch.equal(kept, decode_trace(encode_trace(trace)).aux_hidden)
 
@@ -117,6 +135,16 @@ def test_rows_without_a_distribution_do_not_travel() -> None:
     assert full - bare == pytest.approx(300 * K * (4 + 2), abs=64)
 
 
+def test_rows_behind_rejections_take_as_much_as_others_and_none_take_nothing() -> None:
+    trace = make_trace(T=60, d=64, K=64, R=30, P=4, labelled_from=0)
+    rows = with_branches(trace)
+    assert rows.branches is not None
+    of_each = 3 * 64 + 2 + 64 * (4 + 2) + 4 + 1
+    more = len(encode_trace(rows)) - len(encode_trace(trace))
+    assert more == pytest.approx(len(rows.branches) * of_each, abs=600)
+    assert b"branch" not in encode_trace(trace)
+
+
 def test_read_only_and_strided_arrays_encode() -> None:
     trace = make_trace(K=4)
     trace.token_ids.flags.writeable = False
@@ -151,17 +179,28 @@ def test_an_unknown_schema_version_is_refused_by_name() -> None:
         encode_trace(dataclasses.replace(make_trace(), header=make_header(schema_version=99)))
 
 
-def test_traces_from_before_there_were_target_versions_are_read_and_written_again() -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_traces_of_former_schemas_are_read_and_written_again(version: int) -> None:
     data = encode_trace(make_trace())
     length = struct.unpack("<Q", data[:8])[0]
     metadata = json.loads(data[8 : 8 + length])["__metadata__"]
-    header = json.loads(metadata["header"]) | {"schema_version": 1}
-    del header["target_version"]
+    header = json.loads(metadata["header"]) | {"schema_version": version}
+    if version == 1:
+        del header["target_version"]
     metadata["header"] = json.dumps(header)
     old = decode_trace(safetensors.torch.save(safetensors.torch.load(data), metadata))
-    assert (old.header.schema_version, old.header.target_version) == (1, 0)
+    assert (old.header.schema_version, old.header.target_version, old.branches) == (version, 0, None)
     assert decode_trace(encode_trace(old)).header == old.header
     assert decode_trace(encode_trace(make_trace(target_version=7))).header.target_version == 7
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_former_schema_has_no_rows_behind_rejections(version: int) -> None:
+    trace = with_branches(make_trace(P=4))
+    with pytest.raises(TraceError, match="extra tensors: branch_hidden, branch_node, branch_round"):
+        decode_trace(rewrite(encode_trace(trace), header={"schema_version": version}))
+    with pytest.raises(TraceError, match=f"version {version} has no rows"):
+        encode_trace(dataclasses.replace(trace, header=make_header(schema_version=version)))
 
 
 @pytest.mark.parametrize(
@@ -203,6 +242,30 @@ def test_a_wrong_header_is_refused(header: dict[str, Any]) -> None:
 def test_wrong_tensors_are_refused(tensors: dict[str, torch.Tensor | None]) -> None:
     with pytest.raises(TraceError):
         decode_trace(rewrite(encode_trace(make_trace()), **tensors))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        ({"branch_colour": torch.zeros(1)}, "extra tensors: branch_colour"),
+        ({"branch_node": None}, "missing or extra tensors: branch_node"),
+        ({"branch_scale": None}, "branch_scale"),
+        ({"branch_round": None}, "branch_hidden, branch_node, branch_scale, branch_topk_ids, branch_topk_logprobs"),
+        ({"branch_round": torch.zeros(1, dtype=torch.int32)}, "branch_node has shape"),
+        ({"branch_round": torch.tensor(0, dtype=torch.int32)}, "branch_topk_ids"),
+        ({"branch_round": torch.zeros(0, dtype=torch.int32)}, "branch_round is empty"),
+        ({"branch_topk_ids": torch.zeros(0, 1 << 40, dtype=torch.int32)}, "branch_topk_ids"),
+        ({"branch_topk_ids": torch.zeros(1, 1, dtype=torch.int32)}, "branch_topk_ids has shape"),
+        ({"branch_hidden": torch.zeros(1).to(torch.float8_e4m3fn)}, "branch_hidden has shape"),
+        ({"branch_scale": torch.ones(1, dtype=torch.float16)}, "branch_scale has shape"),
+    ],
+    ids=str,
+)
+def test_wrong_tensors_behind_rejections_are_refused_by_name(
+    tensors: dict[str, torch.Tensor | None], says: str
+) -> None:
+    with pytest.raises(TraceError, match=says):
+        decode_trace(rewrite(encode_trace(with_branches(make_trace(P=4))), **tensors))
 
 
 def test_a_width_without_rows_costs_no_memory() -> None:
@@ -265,7 +328,7 @@ def test_random_bytes_are_refused(data: bytes) -> None:
 @given(seeds, st.sampled_from(["float8", "bfloat16"]), st.data())
 @settings(max_examples=300, deadline=None)
 def test_damaged_bytes_decode_to_a_checked_trace_or_are_refused(seed: int, features: Any, data: st.DataObject) -> None:
-    encoded = bytearray(encode_trace(make_trace(seed, T=4, d=1, K=2, R=2, P=2), features=features))
+    encoded = bytearray(encode_trace(with_branches(make_trace(seed, T=4, d=1, K=2, R=2, P=2)), features=features))
     for _ in range(data.draw(st.integers(1, 4))):
         start = data.draw(st.integers(0, len(encoded)))
         end = start + data.draw(st.integers(0, 8))
@@ -277,7 +340,7 @@ def test_damaged_bytes_decode_to_a_checked_trace_or_are_refused(seed: int, featu
 @settings(max_examples=200, deadline=None)
 def test_damaged_values_decode_to_a_checked_trace_or_are_refused(seed: int, data: st.DataObject) -> None:
     """Damage behind the container's header, where safetensors notices nothing."""
-    encoded = bytearray(encode_trace(make_trace(seed, T=4, d=1, K=2, R=2, P=2)))
+    encoded = bytearray(encode_trace(with_branches(make_trace(seed, T=4, d=1, K=2, R=2, P=2))))
     first = 8 + struct.unpack("<Q", encoded[:8])[0]
     for _ in range(data.draw(st.integers(1, 4))):
         encoded[data.draw(st.integers(first, len(encoded) - 1))] = data.draw(st.integers(0, 255))
@@ -312,6 +375,23 @@ def sampled(**params: float) -> Trace:
     return make_trace(sampling=msgspec.structs.replace(make_header().sampling, **params))
 
 
+ROWS = with_branches(GOOD).branches
+assert ROWS is not None
+assert ROWS.round.tolist()[0] == ROWS.round.tolist()[1], "the case needs a rejected proposal behind another"
+
+
+def bad_rows(**arrays: Any) -> Trace:
+    assert ROWS is not None
+    return bad(branches=dataclasses.replace(ROWS, **arrays))
+
+
+def without_first() -> Trace:
+    """A rejected proposal is kept, and the one before it is not."""
+    assert ROWS is not None
+    kept = {name: value[1:] for name, value in vars(ROWS).items() if value is not None}
+    return bad(branches=dataclasses.replace(ROWS, **kept))
+
+
 BAD: dict[str, Trace] = {
     "no tokens": bad(token_ids=np.zeros(0, np.int32)),
     "token_ids has a negative id": bad(token_ids=changed(GOOD.token_ids, 0, -1)),
@@ -343,6 +423,18 @@ BAD: dict[str, Trace] = {
     "draft_version is negative": with_rounds(GOOD, draft_version=np.full(3, -1, np.int32)),
     "no valid draft_logprobs": with_rounds(GOOD, draft_logprobs=np.full((3, 4), np.nan, np.float16)),
     "does not precede it": with_rounds(GOOD, draft_parents=np.zeros((3, 4), np.int8)),
+    "branch_round is int64": bad_rows(round=ROWS.round.astype(np.int64)),
+    "branch_round is no row": bad_rows(round=changed(ROWS.round, -1, 3)),
+    "branch_node is no proposal": bad_rows(node=changed(ROWS.node, -1, 4)),
+    "rejections are not in order": bad_rows(node=ROWS.node[::-1], round=ROWS.round[::-1]),
+    "has no known parent": without_first(),
+    "branch_hidden is not finite": bad_rows(hidden=ROWS.hidden / 0),
+    "branch_hidden is not as wide": bad_rows(hidden=ROWS.hidden[:, :3]),
+    "branch_topk_ids has another K": bad_rows(topk_ids=ROWS.topk_ids[:, :3], topk_logprobs=ROWS.topk_logprobs[:, :3]),
+    "branch_topk_ids has a row without": bad_rows(
+        topk_ids=changed(ROWS.topk_ids, 0, -1), topk_logprobs=changed(ROWS.topk_logprobs, 0, -np.inf)
+    ),
+    "branch_topk_logprobs is above": bad_rows(topk_logprobs=changed(ROWS.topk_logprobs, (0, 0), 0.5)),
 }
 
 

@@ -208,7 +208,7 @@ def test_a_recording_is_whole_when_it_cannot_be_rewritten(tmp_path: Path) -> Non
 def test_a_trace_of_another_schema_is_not_kept(tmp_path: Path) -> None:
     path = recording(tmp_path / "a.rec", [trace_of(0, "bo")])
     header = msgspec.structs.replace(trace_of(1, "bo").header)
-    payload = encode_trace(trace_of(1, "bo")).replace(b'schema_version\\":2', b'schema_version\\":7')
+    payload = encode_trace(trace_of(1, "bo")).replace(b'schema_version\\":3', b'schema_version\\":7')
     with RecordingWriter(path, HEADER) as writer:
         writer.append(payload, trace_id=header.trace_id)
     assert remove_from_recording(path, is_annas).unreadable == 1

@@ -223,7 +223,7 @@ def test_what_a_trace_says_about_itself_travels_along(desk: Desk, traces: list[T
 
 def test_an_unknown_schema_and_an_empty_span_are_set_aside(desk: Desk, traces: list[Trace]) -> None:
     payload = encode_trace(traces[0])
-    desk.stream.append(payload.replace(b'schema_version\\":2', b'schema_version\\":9'), trace_id="future")
+    desk.stream.append(payload.replace(b'schema_version\\":3', b'schema_version\\":9'), trace_id="future")
     tensors = safetensors.torch.load(payload)
     header_end = 8 + int.from_bytes(payload[:8], "little")
     metadata = json.loads(payload[8:header_end])["__metadata__"]
