@@ -99,7 +99,7 @@ def replay(
     if num_steps is None:
         num_steps = max(PASSES * split.num_learnt_tokens // config.batch_tokens, 1)
     curve = [_point(learner, split, options, config, step=0, trained_tokens=0)]
-    trained_tokens = num_skipped = 0
+    trained_tokens = trained_branches = num_skipped = 0
     losses: list[float] = []
     order_seed = options.seed if options.order_seed is None else options.order_seed
     feed = Feed(split.learnt, config, num_steps=num_steps, seed=order_seed)
@@ -108,6 +108,7 @@ def replay(
         report = learner.step(pack(windows, max_context=config.max_context))
         num_skipped += not report.applied
         trained_tokens += sum(window.num_bases for window in windows) if report.applied else 0
+        trained_branches += report.num_branches if report.applied else 0
         losses.append(report.loss)
         on_step(step + 1, num_steps)
         if (step + 1) * options.num_points // num_steps > step * options.num_points // num_steps:
@@ -128,6 +129,7 @@ def replay(
         "held_out_traces": len(split.held_out),
         "unusable_traces": split.num_unusable,
         "trained_tokens": trained_tokens,
+        "trained_branches": trained_branches,
         "accept_length": curve[-1]["accept_length"],
         "recorded_accept_length": round(split.recorded.length, _DIGITS),
         "curve": curve,

@@ -19,7 +19,7 @@ from speculator.recording import RecordingHeader, RecordingReader, RecordingWrit
 from speculator.trace import encode_trace
 from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
-from tests.fixtures.traces import make_trace
+from tests.fixtures.traces import make_trace, with_branches
 from tests.slipstream.conftest import RunCli
 from tests.trainer.answers import answer_traces
 from tests.trainer.learning.test_batch import with_trees
@@ -90,6 +90,20 @@ def test_the_order_of_learning_may_have_a_seed_of_its_own(toy_recording: Path, t
     assert first["curve"][0] == other["curve"][0]
     assert first["curve"][-1]["loss"] != other["curve"][-1]["loss"]
     assert first["learnt_tokens"] == other["learnt_tokens"]
+
+
+def test_rows_behind_rejections_are_learned_from_where_the_loss_asks(toy_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "branches.rec"
+    header = RecordingHeader(target_fingerprint=target_fingerprint(toy_model), model="toy", created_ms=1)
+    with RecordingWriter(path, header) as writer:
+        for index, trace in enumerate(answer_traces(toy_model, num_traces=10)):
+            kept = with_branches(with_trees(trace, seed=index), rounds={1, 4}, vocab_size=40)
+            writer.append(encode_trace(kept), trace_id=trace.header.trace_id)
+    without, branches = run(path, toy_model), run(path, toy_model, loss="branches")
+    assert (without["trained_branches"], branches["skipped_steps"]) == (0, 0)
+    assert branches["trained_branches"] > 20
+    assert branches["trained_tokens"] == without["trained_tokens"]
+    assert branches["curve"][-1] != without["curve"][-1]
 
 
 def test_learning_raises_the_predicted_acceptance(toy_recording: Path, toy_model: Path) -> None:

@@ -5,8 +5,8 @@ an attention mask keeps the spans apart. Only base positions (see trainer/learni
 before the first base, most of the prompt, give keys and values and nothing else.
 
 Shape letters: T tokens of the span, R rows from the first base to the span's end, N base positions of the batch,
-J judged proposals, C context positions of the batch, M = C + N keys, K kept target tokens, w = 3d feature width,
-V target vocabulary.
+J judged proposals, C context positions of the batch, M = C + N keys, B rows behind rejections, K kept target tokens,
+w = 3d feature width, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,15 @@ from torch import Tensor
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import TraceError
 from speculator.trace import Trace, Verification
-from trainer.learning.labels import Labels, Verdicts, make_labels, make_text_ahead, make_verdicts
+from trainer.learning.labels import (
+    Branches,
+    Labels,
+    Verdicts,
+    make_branches,
+    make_labels,
+    make_text_ahead,
+    make_verdicts,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +38,9 @@ class Example:
     """One trace, ready to learn from. Row r belongs to span index `first_base` + r, and there are R = T − first_base.
 
     `token_ids` [T] int64, `aux` [T, w] bfloat16, `labels` of R rows, `draft_ids` [R] int64: the draft id of the row's
-    own token, −1 outside the draft vocabulary. `verdicts` counts bases from `first_base`. `text_ahead` [R − 2] int64:
-    how many of the next tokens of a base earlier text proposed rightly in service. The chain of `answer_base` drafts
-    the answer's second token; bases before it lie in the prompt.
+    own token, −1 outside the draft vocabulary. `verdicts` and `branches` count bases from `first_base`. `text_ahead`
+    [R − 2] int64: how many of the next tokens of a base earlier text proposed rightly in service. The chain of
+    `answer_base` drafts the answer's second token; bases before it lie in the prompt.
     """
 
     trace_id: str
@@ -48,6 +56,7 @@ class Example:
     draft_ids: Tensor
     verdicts: Verdicts
     text_ahead: Tensor
+    branches: Branches | None = None
 
     @property
     def num_bases(self) -> int:
@@ -58,7 +67,8 @@ class Example:
     def num_bytes(self) -> int:
         tables = (*vars(self.labels).values(), *vars(self.verdicts).values())
         tensors = (self.token_ids, self.aux, self.draft_ids, self.text_ahead, *tables)
-        return sum(tensor.nbytes for tensor in tensors)
+        num_bytes: int = sum(tensor.nbytes for tensor in tensors)
+        return num_bytes if self.branches is None else num_bytes + self.branches.num_bytes
 
 
 def make_example(trace: Trace, draft_ids_V: Tensor, *, feature_width: int, window: int | None = None) -> Example:
@@ -89,7 +99,7 @@ def make_example(trace: Trace, draft_ids_V: Tensor, *, feature_width: int, windo
         raise TraceError("no position has both a target distribution and a following token")
     if not bool(torch.isfinite(labels.probs).all()):
         raise TraceError("a target distribution has no probability at all")
-    header = trace.header
+    header, rows = trace.header, trace.branches
     return Example(
         trace_id=header.trace_id,
         domain=header.domain,
@@ -104,6 +114,7 @@ def make_example(trace: Trace, draft_ids_V: Tensor, *, feature_width: int, windo
         draft_ids=draft_ids_V[token_ids_T[first_base:]],
         verdicts=make_verdicts(trace, draft_ids_V, first_base=first_base),
         text_ahead=make_text_ahead(trace, first_base=first_base, num_bases=len(token_ids_T) - first_base - 2),
+        branches=None if rows is None else make_branches(trace, rows, draft_ids_V, first_base=first_base),
     )
 
 
@@ -134,6 +145,23 @@ class Context:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BranchPairs:
+    """What the draft reads behind rejections: `token_ids` [B], `aux` [B, w], absolute `positions` [B]; `mask`
+    [B, M + B] bool says which keys (context, bases, then these) each sees: the text before its path, and its path;
+    `labels` of B rows.
+    """
+
+    token_ids: Tensor
+    aux: Tensor
+    positions: Tensor
+    mask: Tensor
+    labels: Labels
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Batch:
     """A few spans in one row.
 
@@ -155,26 +183,23 @@ class Batch:
     draft_ids: Tensor
     labels: Labels
     verdicts: Verdicts
+    branches: BranchPairs | None = None
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on the device of the draft that reads it. Examples stay in the CPU's memory."""
-        if self.rows.device == device:
-            return self
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(
-            self,
-            **moved,
-            context=_moved(self.context, device),
-            labels=_moved(self.labels, device),
-            verdicts=_moved(self.verdicts, device),
-        )
+        return self if self.rows.device == device else _moved(self, device)
 
 
-_Tensors = TypeVar("_Tensors", Context, Labels, Verdicts)
+_Tensors = TypeVar("_Tensors", Batch, Context, Labels, Verdicts, BranchPairs)
 
 
 def _moved(tensors: _Tensors, device: torch.device) -> _Tensors:
-    return replace(tensors, **{name: tensor.to(device) for name, tensor in vars(tensors).items()})
+    """All of its tensors, and those of what it holds."""
+    held = {name: value for name, value in vars(tensors).items() if value is not None}
+    moved: dict[str, Any] = {
+        name: v.to(device) if isinstance(v, Tensor) else _moved(v, device) for name, v in held.items()
+    }
+    return replace(tensors, **moved)
 
 
 def pack(windows: Sequence[Window], *, max_context: int) -> Batch:
@@ -197,19 +222,44 @@ def pack(windows: Sequence[Window], *, max_context: int) -> Batch:
         next_tokens=joined("context_next_tokens"), aux=joined("context_aux"), positions=joined("context_positions")
     )
     positions_N, spans_N = joined("positions"), joined("spans")
-    same_span_NM = spans_N[:, None] == torch.cat([joined("context_spans"), spans_N])
-    causal_NM = torch.cat([context.positions, positions_N]) <= positions_N[:, None]
+    key_spans_M = torch.cat([joined("context_spans"), spans_N])
+    key_positions_M = torch.cat([context.positions, positions_N])
     return Batch(
         context=context,
         aux=joined("aux"),
         positions=positions_N,
         rows=joined("rows"),
         last_rows=joined("last_rows"),
-        mask=same_span_NM & causal_NM,
+        mask=(spans_N[:, None] == key_spans_M) & (key_positions_M <= positions_N[:, None]),
         token_ids=joined("token_ids"),
         draft_ids=joined("draft_ids"),
         labels=Labels(**joined_fields(Labels)),
         verdicts=Verdicts(**joined_fields(Verdicts)),
+        branches=_pairs(windows, key_spans_M, key_positions_M),
+    )
+
+
+def _pairs(windows: Sequence[Window], key_spans_M: Tensor, key_positions_M: Tensor) -> BranchPairs | None:
+    """Of the branches whose bases are the windows'; None where there are none."""
+    found, starts, spans = [], [], []
+    for span, window in enumerate(windows):
+        example, branches = window.example, window.example.branches
+        if branches is not None:
+            found.append(branches.within(window.start, window.start + window.num_bases))
+            starts.append(found[-1].bases + example.first_position + example.first_base)
+            spans.append(torch.full_like(starts[-1], span))
+    if not sum(map(len, found)):
+        return None
+    starts_B, spans_B = torch.cat(starts), torch.cat(spans)
+    before_BM = (spans_B[:, None] == key_spans_M) & (key_positions_M < starts_B[:, None])
+    paths_BB = torch.block_diag(*(one.paths for one in found))  # type: ignore[no-untyped-call]
+    labels = {each.name: torch.cat([getattr(one.labels, each.name) for one in found]) for each in fields(Labels)}
+    return BranchPairs(
+        token_ids=torch.cat([one.token_ids for one in found]),
+        aux=torch.cat([one.aux for one in found]),
+        positions=starts_B + torch.cat([one.paths.sum(1) - 1 for one in found]),
+        mask=torch.cat([before_BM, paths_BB.bool()], 1),
+        labels=Labels(**labels),
     )
 
 

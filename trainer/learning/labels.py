@@ -39,8 +39,8 @@ are bases too where the trace has their distributions, and context only where it
 **Verdicts.** A round at position p was drafted by the chain of base p−1, and a proposal at depth k of its tree (the
 root's children have depth 0) is for position p+1+k: it belongs to step k, and the target judged it by row p+k *if its
 parent was committed*. In a chain these are the accepted proposals and the first rejected one; in a tree also the
-siblings of accepted nodes. Nodes below a rejected one were judged under a text that the trace does not have; they are
-left out. A round at p = 2 proposes `D X Y` where `D E` was committed:
+siblings of accepted nodes. Nodes below a rejected one were judged under a text that nobody committed; they have no
+verdict. A round at p = 2 proposes `D X Y` where `D E` was committed:
 
     D  step 0, accepted (row 2)      X  step 1, rejected (row 3)      Y  below X: no verdict
 
@@ -48,8 +48,17 @@ A proposal is accepted when it is the committed token. Verification emits the sa
 (speculator/draft/verification.py), and under rejection sampling, of single proposals or of blocks, a rejected token is
 never the one that replaces it: q has more of it than p.
 
+**Branches.** A row behind a rejection is the target's distribution after the text up to a rejected proposal x. The
+draft in service that had this text would read the pair (x, target's feature of x's parent) in its first step, behind
+the pairs of the text before it: so that is what it learns from, and the label is the row. The parent of the first
+rejected proposal is committed, and its feature is in the span; that of a later one is in its parent's row. Above, at
+p = 2, X stands at position 4 in the place of E. If the rows of X and Y were kept:
+
+    X  reads feature 3 (D), X    behind the pairs of positions 0 … 2              predicts from the row of X
+    Y  reads feature of X, Y     behind the same pairs, and the pair of X         predicts from the row of Y
+
 Shape letters: T tokens of the span, R rows (in `make_verdicts`, rounds), P proposals a round, J verdicts, S states,
-K kept target tokens, D draft vocabulary, V target vocabulary.
+N rows behind rejections, w = 3d feature width, K kept target tokens, D draft vocabulary, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -63,7 +72,8 @@ from torch import Tensor
 
 from speculator.draft.sampling_params import SamplingParams
 from speculator.draft.verification import served_logits
-from speculator.trace import NO_DRAFT, Trace
+from speculator.errors import TraceError
+from speculator.trace import NO_DRAFT, BranchRows, Trace, judge
 
 GREEDY_LABEL_TEMPERATURE = 1.0
 """Temperature of the labels of greedy requests."""
@@ -138,6 +148,36 @@ class Verdicts:
         return Verdicts(**{name: tensor[chosen] for name, tensor in vars(self).items()})
 
 
+@dataclass(frozen=True, kw_only=True)
+class Branches:
+    """N rows behind rejections.
+
+    `bases` [N] int64 the position of the committed pair in whose place the first of its path stands; `paths` [N, N]
+    bool which rows it comes after, itself included; `token_ids` [N] int64 and `aux` [N, w] bfloat16 the pair that the
+    draft reads; `labels` of N rows.
+    """
+
+    bases: Tensor
+    paths: Tensor
+    token_ids: Tensor
+    aux: Tensor
+    labels: Labels
+
+    def __len__(self) -> int:
+        return len(self.bases)
+
+    def within(self, start: int, end: int) -> Branches:
+        """Those of bases from `start` to before `end`."""
+        chosen_N = (self.bases >= start) & (self.bases < end)
+        own = {name: value[chosen_N] for name, value in vars(self).items()}
+        return Branches(**{**own, "paths": own["paths"][:, chosen_N]})
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = (self.bases, self.paths, self.token_ids, self.aux, *vars(self.labels).values())
+        return sum(tensor.nbytes for tensor in tensors)
+
+
 def draft_ids_by_target_id(d2t_D: Tensor, vocab_size: int) -> Tensor:
     """[V] int64: the draft id of every target token, −1 outside the draft vocabulary. `d2t_D` holds offsets."""
     draft_ids_D = torch.arange(d2t_D.numel())
@@ -200,34 +240,21 @@ def make_verdicts(trace: Trace, draft_ids_V: Tensor, *, first_base: int) -> Verd
     Proposals outside the draft vocabulary, of rounds before the first base and beyond the span's end are left out.
     """
     rounds, tokens_T = trace.rounds, trace.token_ids
-    R, P = rounds.draft_tokens.shape
     start_R = rounds.position.astype(np.int64) - trace.header.first_position
-    step_RP, judged_RP, accepted_RP = np.zeros((R, P), np.int64), np.zeros((R, P), bool), np.zeros((R, P), bool)
-    committed_RP = np.zeros((R, P), np.int64)
-    every = np.arange(R)
-    for node in range(P):
-        # Parents come before their children. The root is the last committed token.
-        parent_R = rounds.draft_parents[:, node].astype(np.int64)
-        is_root_R = parent_R < 0
-        step_RP[:, node] = np.where(is_root_R, 0, step_RP[every, parent_R] + 1)
-        at_R = start_R + 1 + step_RP[:, node]
-        proposed_R = rounds.draft_tokens[:, node]
-        inside_R = at_R < len(tokens_T)
-        judged_RP[:, node] = inside_R & (proposed_R >= 0) & (is_root_R | accepted_RP[every, parent_R])
-        committed_RP[:, node] = tokens_T[np.minimum(at_R, len(tokens_T) - 1)]
-        accepted_RP[:, node] = judged_RP[:, node] & (proposed_R == committed_RP[:, node])
+    depth_RP, judged_RP, accepted_RP = judge(trace)
+    committed_RP = tokens_T[np.minimum(start_R[:, None] + 1 + depth_RP, len(tokens_T) - 1)]
     tokens_RP = rounds.draft_tokens
     is_drafts_R = (rounds.draft_version != NO_DRAFT) & (start_R - 1 >= first_base)
     known_RP = judged_RP & (tokens_RP < len(draft_ids_V)) & is_drafts_R[:, None]
     round_J, node_J = np.nonzero(known_RP)
     verdicts = Verdicts(
         bases=torch.from_numpy(start_R[round_J] - 1 - first_base),
-        steps=torch.from_numpy(step_RP[round_J, node_J]),
+        steps=torch.from_numpy(depth_RP[round_J, node_J]),
         draft_ids=draft_ids_V[torch.from_numpy(tokens_RP[round_J, node_J]).long()],
         logprobs=torch.from_numpy(rounds.draft_logprobs[round_J, node_J]).float(),
         accepted=torch.from_numpy(accepted_RP[round_J, node_J]),
         versions=torch.from_numpy(rounds.draft_version[round_J]).long(),
-        committed=draft_ids_V[torch.from_numpy(committed_RP[round_J, node_J])],
+        committed=draft_ids_V[torch.from_numpy(committed_RP[round_J, node_J]).long()],
     )
     return verdicts[verdicts.draft_ids >= 0]
 
@@ -244,3 +271,36 @@ def make_text_ahead(trace: Trace, *, first_base: int, num_bases: int) -> Tensor:
         for step in range(max(-base, 0), min(accepted, num_bases - base)):
             ahead_N[base + step] = accepted - step
     return ahead_N
+
+
+def make_branches(trace: Trace, rows: BranchRows, draft_ids_V: Tensor, *, first_base: int) -> Branches:
+    """The trace's rows behind rejections; `bases` counts from span index `first_base`.
+
+    Where the span's own distribution is constrained at their base, they have no label. Raises TraceError for a token
+    that the target does not have, and for a row without any probability.
+    """
+    rounds, (depth_RP, _, _) = trace.rounds, judge(trace)
+    start_R = rounds.position.astype(np.int64) - trace.header.first_position
+    bases, aux, paths = list[int](), list[Tensor](), torch.eye(len(rows), dtype=torch.bool)
+    known: dict[tuple[int, int], int] = {}
+    for row, (round_, node) in enumerate(zip(rows.round.tolist(), rows.node.tolist(), strict=True)):
+        known[round_, node] = row
+        parent = known.get((round_, int(rounds.draft_parents[round_, node])))
+        if parent is None:
+            bases.append(int(start_R[round_] + depth_RP[round_, node]))
+            aux.append(trace.aux_hidden[bases[-1]])
+        else:
+            bases.append(bases[parent])
+            aux.append(rows.hidden[parent])
+            paths[row] |= paths[parent]
+    token_ids_N = torch.from_numpy(rounds.draft_tokens[rows.round, rows.node]).long()
+    ids_NK, logprobs_NK = torch.from_numpy(rows.topk_ids), torch.from_numpy(rows.topk_logprobs)
+    if max(int(token_ids_N.max()), int(ids_NK.max())) >= len(draft_ids_V):
+        raise TraceError(f"a token id behind a rejection is outside the target's vocabulary of {len(draft_ids_V)}")
+    constrained_N = torch.from_numpy(trace.constrained)[bases]
+    labels = make_labels(ids_NK, logprobs_NK, constrained_N, trace.header.sampling, draft_ids_V)
+    if not bool(torch.isfinite(labels.probs).all()):
+        raise TraceError("a target distribution behind a rejection has no probability at all")
+    return Branches(
+        bases=torch.tensor(bases) - first_base, paths=paths, token_ids=token_ids_N, aux=torch.stack(aux), labels=labels
+    )

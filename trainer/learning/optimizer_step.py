@@ -204,7 +204,7 @@ class Learner:
     def _loss(self, batch: Batch | None) -> BatchLoss:
         if batch is None:
             nothing = self.draft.fc.weight.new_zeros(())
-            return BatchLoss(on_text=nothing, reinforced=nothing, dropped=nothing)
+            return BatchLoss(on_text=nothing, reinforced=nothing, dropped=nothing, off_path=nothing)
         device = self.draft.embed.device
         with autocast(device, is_wanted=self._config.autocast):
             return ttt_loss(

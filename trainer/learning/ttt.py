@@ -7,13 +7,14 @@ parts of a batch: each divides its sum by the number of all.
 proposals are the tokens that were committed. That is what happens in service: the target emits a fixed next token, and
 the first proposal that differs ends the round. So a deeper step is trained on exactly the chains that reach it, and
 costs only their share of the work. States that an older draft reached, and that a verdict speaks about, can be asked
-for.
+for. Rows behind rejections are learned from in one pass beside the first step, and not unrolled.
 
 No two batches have the same shapes, and oneDNN takes longer to compile a kernel for a new one than to multiply matrices
 as small as these. So their rows are filled up with zeros, whose results are cut off again, to one of a few numbers.
 
 Shape letters: N base positions, K steps of a chain, S states of a step (chains still alive), P of them and what fills
-up, J judged proposals, M keys, R rows, H query heads, G key heads, h head size, d hidden size, D draft vocabulary.
+up, J judged proposals, B rows behind rejections, M keys, R rows, H query heads, G key heads, h head size, d hidden
+size, D draft vocabulary.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speculator.draft.eagle3 import Eagle3Draft
-from trainer.learning.batch import Batch, Context
+from trainer.learning.batch import Batch, BranchPairs, Context
 from trainer.learning.labels import Verdicts
 from trainer.learning.losses.expected_length import ExpectedLength
 from trainer.learning.losses.mix import LossMix
@@ -46,15 +47,18 @@ class Counts:
     """Judged proposals that a term of the loss was about."""
     num_rewarded: int = 0
     """Verdicts that say accepted."""
+    num_branches: int = 0
+    """Rows behind rejections that a term of the loss was about."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLoss(Counts):
-    """The sums of `ttt_loss`'s three parts over a batch, discounted and weighted, and the counts of what they sum."""
+    """The sums of `ttt_loss`'s parts over a batch, discounted and weighted, and the counts of what they sum."""
 
     on_text: Tensor
     reinforced: Tensor
     dropped: Tensor
+    off_path: Tensor
     first_steps: tuple[tuple[int, int], ...] = ()
     """Of each trace: of how many bases the draft's likeliest first proposal was the committed token, and of how many
     labelled ones.
@@ -72,27 +76,29 @@ class BatchLoss(Counts):
 
     def mean_over(self, counts: Counts) -> Tensor:
         """This batch's part of a loss that is about all that `counts` says."""
-        return (self.on_text + self.reinforced + self.dropped) / max(counts.num_labels, 1)
+        return (self.on_text + self.reinforced + self.dropped + self.off_path) / max(counts.num_labels, 1)
 
 
 def ttt_loss(draft: Eagle3Draft, batch: Batch, mix: LossMix, *, num_steps: int, baseline: float) -> BatchLoss:
     """The loss of a batch, with γ = `mix.step_discount`:
 
-        (Σ_k γ^k Σ_states (committed-text terms)  +  Σ_k γ^k Σ_verdicts (proposal terms)) / N
+        (Σ_k γ^k (Σ_states (committed-text terms)  +  Σ_verdicts (proposal terms))  +  Σ_branches (branch terms)) / N
 
-    N counts base positions with a label: a verdict weighs as much as a state, however few there are. Under `chains=own`
+    N counts base positions with a label: a verdict, or a row behind a rejection, weighs as much as a state, however few
+    there are. Under `chains=own`
     chains that ended add nothing, so a deeper step weighs as much as it is reached, and states that only an older draft
     reached enter no committed-text term.
     """
-    on_text = reinforced = dropped = draft.fc.weight.new_zeros(())
-    num_labels = num_accepted = num_verdicts = num_rewarded = 0
+    on_text = reinforced = dropped = off_path = draft.fc.weight.new_zeros(())
+    num_labels = num_accepted = num_verdicts = num_rewarded = num_branches = 0
     first_steps: tuple[tuple[int, int], ...] = ()
     verdicts = _recorded(mix, batch, num_steps)
     lengths = ExpectedLength(len(batch.rows), batch.rows.device) if mix.expected_length else None
     wanted_NK = None if verdicts is None else _states_of(verdicts, batch, num_steps)
     if mix.chains == "all":
         wanted_NK = torch.ones(len(batch.rows), num_steps, dtype=torch.bool, device=batch.rows.device)
-    for proposals in unroll(draft, batch, num_steps=num_steps, wanted_NK=wanted_NK):
+    attention = ChainAttention.of(draft, batch)
+    for proposals in unroll(draft, batch, num_steps=num_steps, wanted_NK=wanted_NK, attention=attention):
         labels = batch.labels[proposals.label_rows]
         logits_SD = labels.tempered(proposals.logits)
         weight = mix.step_discount**proposals.step
@@ -106,6 +112,10 @@ def ttt_loss(draft: Eagle3Draft, batch: Batch, mix: LossMix, *, num_steps: int, 
         if proposals.step == 0:
             num_labels = int(proposals.own.sum())
             first_steps = _by_trace(batch, proposals)
+            if mix.uses_branches and batch.branches is not None:
+                num_branches = len(batch.branches)
+                logits_BD = branch_logits(draft, batch.branches, attention)
+                off_path = mix.on_branches(batch.branches.labels.tempered(logits_BD), batch.branches.labels)
         if mix.uses_verdicts:
             states_J, judged = _judged_here(verdicts, proposals, len(batch.rows))
             terms = mix.on_proposals(logits_SD[states_J], labels[states_J], judged, baseline=baseline)
@@ -116,12 +126,14 @@ def ttt_loss(draft: Eagle3Draft, batch: Batch, mix: LossMix, *, num_steps: int, 
         on_text=on_text,
         reinforced=reinforced,
         dropped=dropped,
+        off_path=off_path,
         first_steps=first_steps,
         num_bases=len(batch.rows),
         num_labels=num_labels,
         num_accepted=num_accepted,
         num_verdicts=num_verdicts,
         num_rewarded=num_rewarded,
+        num_branches=num_branches,
     )
 
 
@@ -194,15 +206,21 @@ class UnrolledStep:
 
 
 def unroll(
-    draft: Eagle3Draft, batch: Batch, *, num_steps: int, wanted_NK: Tensor | None = None
+    draft: Eagle3Draft,
+    batch: Batch,
+    *,
+    num_steps: int,
+    wanted_NK: Tensor | None = None,
+    attention: ChainAttention | None = None,
 ) -> Iterator[UnrolledStep]:
     """Yield one `UnrolledStep` a step, until `num_steps` or until no chain is alive.
 
     `wanted_NK` [N, num_steps] bool asks for states besides those that the draft's own chains reach: the chain of base n
     then goes on along the text until the last of them. Vocabulary-sized work is done only for states that are own or
-    wanted and whose label exists; a chain without a label ends there.
+    wanted and whose label exists; a chain without a label ends there. `attention` is the batch's own, for a caller that
+    goes on with its keys.
     """
-    attention = _ChainAttention(_context_keys(draft, batch.context), batch.mask)
+    attention = attention or ChainAttention.of(draft, batch)
     feature_Sd = _fuse(draft, _filled(batch.aux))[: len(batch.rows)]
     chains_S = torch.arange(len(batch.rows), device=batch.rows.device)
     own_S = torch.ones_like(chains_S, dtype=torch.bool)
@@ -247,8 +265,20 @@ def _propose(
     )
 
 
+def branch_logits(draft: Eagle3Draft, pairs: BranchPairs, attention: ChainAttention) -> Tensor:
+    """[B, D] what the draft proposes behind rejected proposals; `attention` has taken the first step of their batch."""
+    feature_1Pd = draft(
+        _filled(pairs.token_ids)[None],
+        _fuse(draft, _filled(pairs.aux))[None],
+        _filled(pairs.positions)[None],
+        attention.beside(pairs.mask),
+    )
+    logits_PD: Tensor = draft.logits(feature_1Pd[0])
+    return logits_PD[: len(pairs)]
+
+
 def _keep(
-    keep_S: Tensor, attention: _ChainAttention, chains_S: Tensor, own_S: Tensor, feature_Sd: Tensor
+    keep_S: Tensor, attention: ChainAttention, chains_S: Tensor, own_S: Tensor, feature_Sd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     if bool(keep_S.all()):
         return chains_S, own_S, feature_Sd
@@ -283,10 +313,15 @@ def _context_keys(draft: Eagle3Draft, context: Context) -> tuple[Tensor, Tensor]
     return key[:, :, :num_keys], heads(attention.v_proj(x_1Cw))[:, :, :num_keys]
 
 
-class _ChainAttention:
+class ChainAttention:
     """Attention of the chains. Step 0 sees the context and the bases through the mask; a deeper step sees the same
     keys as its base did, and besides them only its own chain's keys.
     """
+
+    @classmethod
+    def of(cls, draft: Eagle3Draft, batch: Batch) -> ChainAttention:
+        """Of the batch's chains, before their first step."""
+        return cls(_context_keys(draft, batch.context), batch.mask)
 
     def __init__(self, context: tuple[Tensor, Tensor], mask_NM: Tensor) -> None:
         self._context = context
@@ -303,6 +338,13 @@ class _ChainAttention:
         rows_P = _filled(chains)
         self._mask_PM = self._mask_PM[rows_P]
         self._chain = [(key[:, :, rows_P], value[:, :, rows_P]) for key, value in self._chain]
+
+    def beside(self, mask_BM: Tensor) -> ChainAttention:
+        """Of other rows, which see the same keys and their own through this mask; after the first step."""
+        assert self._shared is not None
+        num_keys = self._shared[0].shape[2] - self._num_missing
+        key, value = (shared[:, :, :num_keys] for shared in self._shared)
+        return ChainAttention((key, value), mask_BM)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self._shared is None:

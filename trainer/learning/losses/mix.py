@@ -7,7 +7,7 @@ target at temperature 1 and s its likeliest token alone; for a sampled one they 
 
 Losses on states over committed text (`chains=own`: those that the draft's own chains reach; `chains=all`: every step
 from every position, as EAGLE-3 is published) have their formulas in `text.py` and `expected_length.py`, those on
-proposals in `proposals.py`.
+proposals in `proposals.py`, those on rows behind rejections in `branches.py`.
 
 No term's gradient is larger than √2 times its weights, in the norm over z, except reverse KL's, which has the logarithm
 of its least price, and `expected_length`'s, which may be as many times that as a chain has steps.
@@ -17,7 +17,8 @@ since every term is summed over what it is about and divided by the batch's labe
 (trainer/learning/ttt.py). `aurora` alone is the published recipe: λ = 1, the ten likeliest tokens, all chains, no
 discount.
 
-Shape letters: S states, J proposals, W rejected ones, K kept target tokens, D draft vocabulary.
+Shape letters: S states, J proposals, W rejected ones, B rows behind rejections, K kept target tokens, D draft
+vocabulary.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from speculator.errors import ConfigError
 from trainer.learning.labels import Labels, Verdicts
+from trainer.learning.losses.branches import branch_kl
 from trainer.learning.losses.correction import Correction
 from trainer.learning.losses.proposals import discard, margin, policy_gradient
 from trainer.learning.losses.text import (
@@ -44,7 +46,10 @@ from trainer.learning.losses.text import (
 )
 
 DEFAULT_LOSS = "cross_entropy=1,log_acceptance=1,step_discount=1"
-PRESETS = {"aurora": "forward_kl=1,discard=1,discard_top_k=10,chains=all,step_discount=1"}
+PRESETS = {
+    "aurora": "forward_kl=1,discard=1,discard_top_k=10,chains=all,step_discount=1",
+    "branches": f"{DEFAULT_LOSS},branch_reverse_kl=1",
+}
 
 VerdictSource = Literal["recorded", "fresh"]
 Chains = Literal["own", "all"]
@@ -65,6 +70,8 @@ class LossMix:
     policy_gradient: float = 0.0
     discard: float = 0.0
     margin: float = 0.0
+    branch_forward_kl: float = 0.0
+    branch_reverse_kl: float = 0.0
     correction: Correction = field(default_factory=Correction)
     verdicts: VerdictSource = "recorded"
     chains: Chains = "own"
@@ -181,6 +188,15 @@ class LossMix:
                 dropped = dropped + self.margin * (weights_W * leads_W).sum()
         return reinforced, dropped
 
+    @property
+    def uses_branches(self) -> bool:
+        return bool(self.branch_forward_kl or self.branch_reverse_kl)
+
+    def on_branches(self, logits_BD: Tensor, labels: Labels) -> Tensor:
+        """Σ of the terms behind rejections, weighted, over B rows with tempered logits."""
+        weights = {"forward": self.branch_forward_kl, "reverse": self.branch_reverse_kl}
+        return branch_kl(logits_BD, labels.draft_ids, labels.probs, labels.tail, **weights).sum()
+
     def length_rate(self, logits_SD: Tensor, labels: Labels) -> Tensor:
         """[S] float32: how often each state's proposal is accepted, for `ExpectedLength`."""
         return acceptance_rate(logits_SD, labels.draft_ids, labels.served, labels.served_tail)
@@ -189,7 +205,10 @@ class LossMix:
 _STATE_LOSSES = (
     *("forward_kl", "reverse_kl", "acceptance", "log_acceptance", "cross_entropy", "lk_hybrid", "coupled_acceptance"),
 )
-LOSS_NAMES = (*_STATE_LOSSES, "expected_length", "policy_gradient", "discard", "margin")
+LOSS_NAMES = (
+    *(*_STATE_LOSSES, "expected_length", "policy_gradient", "discard", "margin"),
+    *("branch_forward_kl", "branch_reverse_kl"),
+)
 _CORRECTION_SETTINGS = {"clip_low": "low", "clip_high": "high", "positive": "positive", "negative": "negative"}
 _SETTINGS = ("correction", *_CORRECTION_SETTINGS, "verdicts", "chains", "discard_top_k", "step_discount")
 
