@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from serving.acceptance import AcceptanceByLength, LengthKey
 from serving.capture.recorder import DROP_REASONS, RecorderStats
+from serving.capture.sampling import BRANCH_OUTCOMES
 from serving.hotswap.follower import SwapLog
 from serving.speedup import (
     BASELINE,
@@ -54,6 +55,11 @@ VERIFICATIONS_BY_LENGTH = (
     "Verifications by source of their proposals, and by how long the text (context) or the answer before them was",
 )
 VERIFIED_TOKENS_BY_LENGTH = "slipstream_verified_tokens_by_length", "Tokens that they earned, bonus included"
+BRANCH_ROWS = (
+    "slipstream_capture_branch_rows",
+    "Rows of rejected proposals that were drawn for a trace, by outcome: kept in it, over their budget, or cut with "
+    "the end of their answer",
+)
 SUFFIX_TOKENS = "slipstream_suffix_tokens", "Tokens of earlier text that are kept to propose from"
 DRAFT_VERSION = "slipstream_draft_version", "Draft version in service"
 DEPTH = "slipstream_depth", "Most proposals a round"
@@ -142,6 +148,9 @@ class EngineMetrics:
             "the target had moved, or the engine stopped or forgot a tenant meanwhile",
             registry=registry,
         )
+        self.branch_rows = Counter(*BRANCH_ROWS, ["outcome"], registry=registry)
+        for outcome in BRANCH_OUTCOMES:
+            self.branch_rows.labels(outcome)
         self.capture_failures = Counter(
             "slipstream_capture_failures", "Traces and distributions that could not be made (a bug)", registry=registry
         )
@@ -315,6 +324,7 @@ def trace_metrics(
     num_bytes: int | None,
     num_tokens: int | None,
     share: float | None,
+    branch_rows: Mapping[str, int] | None = None,
 ) -> Iterator[Metric]:
     """A recorder's accounts; None is left out. Every reason of its own stands there from the start."""
     yield CounterMetricFamily("slipstream_traces_captured", "Finished traces that capture was to record", captured)
@@ -331,6 +341,11 @@ def trace_metrics(
         "Share of finished traces that capture keeps: below 1 where Redis or the trainer cannot take all",
         share,
     )
+    if branch_rows is not None:
+        rows = CounterMetricFamily(*BRANCH_ROWS, labels=["outcome"])
+        for outcome, count in {**dict.fromkeys(BRANCH_OUTCOMES, 0), **branch_rows}.items():
+            rows.add_metric([outcome], count)
+        yield rows
 
 
 def by_length_metrics(verifications: Mapping[LengthKey, int], tokens: Mapping[LengthKey, int]) -> Iterator[Metric]:

@@ -14,6 +14,8 @@ settles depends on what the trainer takes, not on how many engines there are: ea
 know of one another.
 
 Which traces are kept is drawn without a look at them, so those that are kept speak for the traffic.
+
+Rows behind rejections have a share and a budget of their own: `BranchSampler`.
 """
 
 from __future__ import annotations
@@ -48,7 +50,39 @@ _LEAST_WATCHED_S = 25.0
 _LONGEST_S = 10.0
 """Between two looks that are further apart the trainer may have had nothing to do."""
 
+BRANCH_OUTCOMES = ("kept", "budget", "cut")
+"""What becomes of rows behind rejections that were drawn: they are in a trace, were over the budget, or lie behind the
+end of their answer."""
+DEFAULT_BRANCH_SHARE, MAX_BRANCH_SHARE = 0.02, 0.1
+BRANCH_ROOM = 0.25
+"""Most rows behind rejections for each committed one, which takes as many bytes in a trace."""
+
 log = structlog.get_logger(__name__)
+
+
+class BranchSampler:
+    """Draws the verifications of captured requests that keep the rows of all their rejected proposals.
+
+    A verification computes features and a distribution at every proposal, and a trace needs those of the committed
+    ones. At most `BRANCH_ROOM` times as many are kept as were committed. For one thread: it never waits and needs
+    nothing of the device. The same verifications are drawn in every run.
+    """
+
+    def __init__(self, share: float, *, over_budget: Callable[[int], object]) -> None:
+        """`over_budget` is told how many rows were drawn and had no room."""
+        self._share, self._over_budget, self._rng = share, over_budget, random.Random(0)
+        self._room = 0.0
+
+    def keeps(self, *, num_committed: int, num_rejected: int) -> bool:
+        """Whether this verification keeps its rejected rows; call it for every one, since committed rows make room."""
+        self._room += BRANCH_ROOM * num_committed
+        if num_rejected <= 0 or self._rng.random() >= self._share:
+            return False
+        if num_rejected > self._room:
+            self._over_budget(num_rejected)
+            return False
+        self._room -= num_rejected
+        return True
 
 
 class WatchedStream(Protocol):

@@ -26,7 +26,7 @@ from serving.local.request import ActiveRequest, RoundRecord, TopK
 from serving.local.target.model import Target
 from serving.metrics import EngineMetrics
 from speculator.errors import type_and_place
-from speculator.trace import Trace, VerifyRounds
+from speculator.trace import BranchRows, Trace, VerifyRounds
 from speculator.tracing import record
 
 log = structlog.get_logger(__name__)
@@ -126,6 +126,11 @@ class LocalCapture:
             if rows > 0:
                 at = top.position - start
                 kept.ids[at : at + rows], kept.logprobs[at : at + rows] = top.ids[:rows], top.logprobs[:rows]
+        rounds = _rounds(generation.rounds)
+        branches = BranchRows.within(generation.rejected, rounds, start + length)
+        num_drawn, num_kept = sum(map(len, generation.rejected)), 0 if branches is None else len(branches)
+        self._metrics.branch_rows.labels("kept").inc(num_kept)
+        self._metrics.branch_rows.labels("cut").inc(num_drawn - num_kept)
         request = generation.request
         return Trace(
             header=make_header(
@@ -145,7 +150,8 @@ class LocalCapture:
             target_topk_ids=kept.ids,
             target_topk_logprobs=kept.logprobs,
             constrained=np.zeros(length, np.bool_),
-            rounds=_rounds(generation.rounds),
+            rounds=rounds,
+            branches=branches,
         )
 
     def _run(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from serving.capture.sampling import DEFAULT_BRANCH_SHARE
 from speculator.host import num_cores
 
 DtypeName = Literal["bfloat16", "float32", "float64"]
@@ -43,6 +44,8 @@ class LocalEngineConfig:
     """Prompt positions kept in a trace."""
     prompt_labels: int = 128
     """Of those, the last ones whose target distribution is kept: they teach at a tenth of a decoded token's cost."""
+    branch_share: float = DEFAULT_BRANCH_SHARE
+    """Share of the rejected proposals whose features and target distribution are kept in traces, too."""
     num_threads: int | None = None
     """None: all cores but one."""
 

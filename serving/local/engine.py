@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from serving.acceptance import AcceptanceByLength
+from serving.capture.sampling import BranchSampler
 from serving.engine import Chunk, EngineHealth, EngineInfo, GenerateRequest, SwapReport, TargetReport, WatchedRound
 from serving.group_cache.sync import GroupSharing
 from serving.local.capture import LocalCapture
@@ -91,7 +92,15 @@ class LocalEngine:
             draft=self._draft,
             planner=planner,
             texts=self.texts,
-            runner=RoundRunner(config, target, self._draft, planner, label=self.capture.label, send=self._outbox.send),
+            runner=RoundRunner(
+                config,
+                target,
+                self._draft,
+                planner,
+                label=self.capture.label,
+                send=self._outbox.send,
+                branches=BranchSampler(config.branch_share, over_budget=metrics.branch_rows.labels("budget").inc),
+            ),
             capture=self.capture,
             observer=self._observer,
             metrics=metrics,

@@ -24,6 +24,7 @@ from speculator.draft.verification import draws
 from speculator.host import now_ms
 from speculator.proposals.draft_tree import DraftTree
 from speculator.proposals.suffix_drafter import SuffixRequest
+from speculator.trace import BranchRows
 from speculator.tracing import Parent
 
 
@@ -89,6 +90,8 @@ class ActiveRequest:
     """Those in which earlier text proposed."""
     rounds: list[RoundRecord] = field(default_factory=list)
     topk: list[TopK] = field(default_factory=list)
+    rejected: list[BranchRows] = field(default_factory=list)
+    """Of the rounds that were drawn for it."""
     finish_reason: FinishReason | None = None
     can_share_prefix_kv: bool = True
     """False once its keys and values are of other weights than the target has: siblings then read for themselves."""
@@ -121,7 +124,8 @@ class ActiveRequest:
     def frozen(self) -> ActiveRequest:
         """As it is now, for another thread: what is generated from here on does not show there."""
         frozen = copy.copy(self)
-        frozen.tokens, frozen.rounds, frozen.topk = list(self.tokens), list(self.rounds), list(self.topk)
+        frozen.tokens, frozen.rounds = list(self.tokens), list(self.rounds)
+        frozen.topk, frozen.rejected = list(self.topk), list(self.rejected)
         return frozen
 
     def begin_anew(self) -> None:

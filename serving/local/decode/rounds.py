@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from serving.capture.sampling import BranchSampler
 from serving.local.config import LocalEngineConfig
 from serving.local.decode.proposer import DraftReader, Proposal, Proposals, Proposer, VerifiedProposal
 from serving.local.draft import ServingDraft
@@ -21,7 +23,7 @@ from serving.local.target.model import Target
 from speculator.draft.verification import emit, served_logprobs
 from speculator.proposals.draft_tree import NO_PROPOSALS, DraftTree
 from speculator.proposals.planner import Plan, RoundPlanner
-from speculator.trace import NO_DRAFT
+from speculator.trace import NO_DRAFT, BranchRows
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,15 @@ class RoundRunner:
         *,
         label: Callable[[TopK, Tensor], object],
         send: Callable[[], None],
+        branches: BranchSampler,
     ) -> None:
         """`label` is to fill in what is unknown of a prompt's positions, from their final hidden states, later; `send`
-        sends what was committed to those that wait for it.
+        sends what was committed to those that wait for it; `branches` draws the rounds that keep rejected rows.
         """
         self._target, self._draft, self._planner, self._label, self._send = target, draft, planner, label, send
         self._capture_topk = min(config.capture_topk, target.embed.shape[0])
         self._prompt_labels = config.prompt_labels
+        self._branches = branches
         self._reader = DraftReader(target, draft)
         self._proposer = Proposer(draft, self._reader, planner, suffix_depth=config.suffix_depth)
         self.features = self._reader.features
@@ -217,6 +221,8 @@ class RoundRunner:
         if generation.capture:
             generation.topk.append(TopK(start, *self._target.ranking.top(logits_PV, self._capture_topk)))
         generation.num_rounds += 1
+        if generation.capture:
+            self._keep_rejected(generation, proposal.tree, path, aux_Tw, logits_TV)
         if proposal.tree.tokens:
             generation.num_suffix_rounds += proposal.is_suffix
             version = NO_DRAFT if proposal.is_suffix else self._draft.version
@@ -228,6 +234,25 @@ class RoundRunner:
             "suffix" if proposal.is_suffix else "head",
             num_proposed=len(proposal.tree.tokens),
             logprobs=logprobs,
+        )
+
+    def _keep_rejected(
+        self, generation: ActiveRequest, tree: DraftTree, path: list[int], aux_Tw: Tensor, logits_TV: Tensor
+    ) -> None:
+        """Keep what the rows of rejected proposals hold, where this verification is drawn for it."""
+        nodes = [node for node in range(len(tree.tokens)) if node not in path]
+        if not self._branches.keeps(num_committed=1 + len(path), num_rejected=len(nodes)):
+            return
+        rows = [node + 1 for node in nodes]
+        topk_ids, topk_logprobs = self._target.ranking.top(logits_TV[rows], self._capture_topk)
+        generation.rejected.append(
+            BranchRows(
+                round=np.full(len(nodes), len(generation.rounds), np.int32),
+                node=np.array(nodes, np.int8),
+                topk_ids=topk_ids,
+                topk_logprobs=topk_logprobs,
+                hidden=aux_Tw[rows].to("cpu", torch.bfloat16),
+            )
         )
 
     def _take_piece(
