@@ -56,6 +56,8 @@ class EngineReport:
     appended: int | None
     pending: int | None
     dropped_by_reason: Mapping[str, int]
+    branch_rows: Mapping[str, int]
+    """Of rejected proposals, that were drawn for a trace, by what became of them."""
     trace_bytes: int | None
     trace_tokens: int | None
     capture_share: float | None
@@ -140,6 +142,7 @@ _COUNTS = (
 _COUNTS_BY = (
     *("rounds", "decode_ms", "round_tokens", "proposals", "accepted", "text_proposals", "text_accepted"),
     *("verifications_by_length", "tokens_by_length", "dropped_by_reason", "verdicts", "group_text", "group_text_lags"),
+    "branch_rows",
 )
 _MEANS = (
     *("speedup", "speedup_lower", "speedup_upper", "speedup_estimated", "baseline_ms_per_token"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from serving.capture.sampling import DEFAULT_FLOOR
+from serving.capture.sampling import DEFAULT_BRANCH_SHARE, DEFAULT_FLOOR, MAX_BRANCH_SHARE
 from speculator.errors import ConfigError
 from speculator.host import memory_bytes, unusable
 from speculator.trace import Features
@@ -55,6 +55,9 @@ class PluginSettings(BaseSettings):
     """How traces carry features: float8 with a scale, or bfloat16 at twice the size."""
     context_window: int = Field(default=512, ge=1)
     """Prompt positions kept in a trace."""
+    branch_share: float = Field(default=DEFAULT_BRANCH_SHARE, ge=0, le=MAX_BRANCH_SHARE)
+    """Share of the rejected proposals whose features and target distribution are kept in traces, too, at most a quarter
+    as many as were committed. Of trees, `--speculative-eagle-topk` above 1, none are."""
     capture_bytes_per_s: int = Field(default=0, ge=0)
     """Budget of encoded traces; requests above it are not captured. 0 sets no limit."""
     capture_floor: float = Field(default=DEFAULT_FLOOR, gt=0, le=1)

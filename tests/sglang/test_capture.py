@@ -62,7 +62,7 @@ def plugged(model_dir: Path, draft_store: DraftStore, tmp_path_factory: pytest.T
         model_dir,
         draft_store,
         flags=("--chunked-prefill-size", "32", "--max-running-requests", "8"),
-        settings={"CAPTURE_FEATURES": "bfloat16", "CONTEXT_WINDOW": "200"},
+        settings={"CAPTURE_FEATURES": "bfloat16", "CONTEXT_WINDOW": "200", "BRANCH_SHARE": "0.1"},
     ) as server:
         yield server
 
@@ -116,6 +116,49 @@ def test_features_and_distributions_are_hugging_faces(
 ) -> None:
     """At every position of every trace, prompts in chunks and behind cached prefixes among them."""
     check_against_hugging_face(model_dir, answers, traces)
+
+
+def test_rows_behind_rejections_are_those_of_a_prompt_that_ends_there(
+    plugged: Plugged, answers: dict[str, dict[str, Any]], traces: dict[str, Trace]
+) -> None:
+    """SGLang reads the same text anew, up to and with the rejected proposal. A neighbour's row is far off."""
+    found = []
+    for request_id, trace in traces.items():
+        rows, rounds, answer = trace.branches, trace.rounds, answers[request_id]
+        for row in range(trace.num_branches):
+            assert rows is not None
+            round_, node = int(rows.round[row]), int(rows.node[row])
+            assert node >= rounds.num_accepted[round_]
+            text = [*answer["prompt_ids"], *answer["output_ids"]][: rounds.position[round_] + 1]
+            found.append((rows, row, [*text, *rounds.draft_tokens[round_, : node + 1].tolist()]))
+    num_rejected = sum(
+        int((one.rounds.draft_tokens >= 0).sum() - one.rounds.num_accepted.sum()) for one in traces.values()
+    )
+    assert 0.04 < len(found) / num_rejected < 0.16
+    kept = int(
+        plugged.wait_for(lambda report: "kept" in report["branch_rows"])["branch_rows"].split(",")[0].split("=")[1]
+    )
+    assert kept == len(found)
+    chosen = found[:: max(len(found) // 24, 1)]
+    asked = [plugged.server.generate(text, max_new_tokens=2, ignore_eos=True) for _, _, text in chosen]
+    read = plugged.traces(len(chosen))
+    errors, misplaced, differences = [], [], []
+    for (rows, row, text), one in zip(chosen, asked, strict=True):
+        trace = read[one["meta_info"]["id"]]
+        last = len(text) - 1 - trace.header.first_position
+        feature = trace.aux_hidden[last].float()
+        errors.append(float((rows.hidden[row].float() - feature).norm() / feature.norm()))
+        other = rows.hidden[(row + 1) % len(rows)].float()
+        misplaced.append(float((other - feature).norm() / feature.norm()))
+        logprobs = dict(
+            zip(trace.target_topk_ids[last].tolist(), trace.target_topk_logprobs[last].tolist(), strict=True)
+        )
+        likeliest = zip(rows.topk_ids[row, :4].tolist(), rows.topk_logprobs[row, :4].tolist(), strict=True)
+        differences += [abs(logprobs[token] - value) for token, value in likeliest]
+    assert max(errors) < 0.1
+    assert float(np.median(misplaced)) > 0.3
+    assert max(differences) < 0.5
+    assert float(np.median(differences)) < 0.1
 
 
 def test_they_are_whatever_the_temperatures_of_a_batch(plugged: Plugged, model_dir: Path) -> None:

@@ -67,6 +67,8 @@ class CopiedVerification:
     tickets: tuple[Ticket, ...]
     counts: tuple[int, ...]
     """Nodes that were committed, of each request."""
+    sizes: tuple[int, ...]
+    """Nodes whose rows were copied: all of a chain where the rejected ones are kept."""
     num_nodes: int
     draft_version: int
     is_tree: bool
@@ -116,6 +118,8 @@ class TraceAssembler:
         """Of running requests, those that began first in front."""
         self.dropped: collections.Counter[str] = collections.Counter()
         """Requests that were captured and whose trace was not made, by reason."""
+        self.branch_rows: collections.Counter[str] = collections.Counter()
+        """Rows behind rejections, by outcome; the scheduler's thread counts those over the budget."""
         self._thread = threading.Thread(target=self._run, name="slipstream-assembler", daemon=True)
         self._thread.start()
 
@@ -203,8 +207,10 @@ class TraceAssembler:
         with self._failing(tickets):
             host = self._arrived(alike)
             counts = [count for verification in alike for count in verification.counts]
+            sizes = [size for verification in alike for size in verification.sizes]
             num_nodes, draft_version, is_tree, _ = alike[0].kind
-            found = committed(host, tickets, counts, num_nodes=num_nodes, draft_version=draft_version, is_tree=is_tree)
+            trees = (host, tickets, counts, sizes)
+            found = committed(*trees, num_nodes=num_nodes, draft_version=draft_version, is_tree=is_tree)
             self._grow(list(found))
 
     @contextlib.contextmanager
@@ -279,6 +285,8 @@ class TraceAssembler:
         if trace is None:
             ticket.dropped = "nothing_computed"
             return
+        num_drawn = sum(map(len, span.rejected))
+        self.branch_rows.update(kept=trace.num_branches, cut=num_drawn - trace.num_branches)
         self._on_trace(trace)
         record(ticket.parent, "capture", time.perf_counter() - started_s, tokens=trace.num_tokens)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from serving.capture.filter import CaptureFilter
 from serving.capture.recorder import TraceRecorder
-from serving.capture.sampling import CaptureSampler
+from serving.capture.sampling import BRANCH_OUTCOMES, BranchSampler, CaptureSampler
 from serving.sglang.capture.assembler import CopiedVerification, Prefill, TraceAssembler
 from serving.sglang.capture.device_reads import LEAST_PROBABILITY, DraftProbe, HostCopier, Packed, TextRows
 from serving.sglang.capture.request import (
@@ -124,6 +124,9 @@ class StepCapture:
     ) -> None:
         self._settings, self.assembler, self._probe = settings, assembler, probe
         self._budget, self._sampler = budget, sampler
+        self._branches = BranchSampler(
+            settings.branch_share, over_budget=lambda num_rows: assembler.branch_rows.update(budget=num_rows)
+        )
         self._device, self._copier = device, HostCopier(device)
         self._top_tokens = TopTokens(settings.capture_topk, on_host=device.is_host)
         self._quantises = not device.is_host and settings.capture_features == "float8"
@@ -198,7 +201,8 @@ class StepCapture:
     def verified(self, accepted: Sequence[int]) -> None:
         """The accepted proposals of each request of the oldest verification that was launched.
 
-        From here on it is known which rows were committed: these alone take their way to the host.
+        From here on it is known which rows were committed: these take their way to the host, and of a share of the
+        chains the rejected ones.
         """
         if not self._launched:
             return
@@ -212,7 +216,8 @@ class StepCapture:
             self._hand_over(launched, launched.by_tree, [1 + accepted[index] for index in launched.indices])
 
     def _hand_over(self, launched: _Launched, by_tree: Packed, counts: Sequence[int]) -> None:
-        front = self._device.upload(_positions(counts, launched.num_nodes))
+        sizes = self._sizes(launched, counts)
+        front = self._device.upload(_positions(sizes, launched.num_nodes))
         # SGLang has moved the features of a tree's accepted path to the front; its logits stay where the nodes are.
         walked = front
         if launched.nodes is not None:
@@ -228,12 +233,31 @@ class StepCapture:
                 launched.indices,
                 launched.tickets,
                 tuple(counts),
+                sizes,
                 launched.num_nodes,
                 launched.draft_version,
                 is_tree=launched.nodes is not None,
                 has_text=launched.has_text,
             )
         )
+
+    def _sizes(self, launched: _Launched, counts: Sequence[int]) -> tuple[int, ...]:
+        """How many of its first nodes each request keeps: the committed ones, or all of a chain that is drawn.
+
+        A tree's rejected features are overwritten by those of its accepted path.
+        """
+        if launched.nodes is not None:
+            return tuple(counts)
+        return tuple(
+            launched.num_nodes if self._keeps_rejected(ticket, count, launched.num_nodes - count) else count
+            for ticket, count in zip(launched.tickets, counts, strict=True)
+        )
+
+    def _keeps_rejected(self, ticket: Ticket, num_committed: int, num_rejected: int) -> bool:
+        span = ticket.growing
+        if span is None or span.request.constrained:
+            return False
+        return self._branches.keeps(num_committed=num_committed, num_rejected=num_rejected)
 
     def on_release(self, request: Any) -> None:
         """The request gives up its cache: it has ended, was aborted, or was retracted and will be prefilled again."""
@@ -436,6 +460,7 @@ class TracePipeline:
             "pending": stats.pending,
             "dropped": stats.dropped + sum(lost.values()),
             "dropped_by_reason": ",".join(f"{reason}={count}" for reason, count in sorted(dropped.items())),
+            "branch_rows": ",".join(f"{outcome}={self._assembler.branch_rows[outcome]}" for outcome in BRANCH_OUTCOMES),
             "trace_bytes": stats.bytes_appended,
             "trace_tokens": stats.tokens_appended,
             "capture_share": round(stats.share, 4),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from serving.engine import CapturePolicy
 from serving.request_metadata import POLICY_KEY, TARGET_KEY, Marks
 from speculator.draft.sampling_params import SamplingParams
 from speculator.host import now_ms
-from speculator.trace import Trace, Verification, VerifyRounds
+from speculator.trace import BranchRows, Trace, Verification, VerifyRounds
 from speculator.tracing import Parent, joined
 
 _GREEDY_TOP_K = 1
@@ -163,6 +163,8 @@ class Rounds:
     """[k, P] int32: in front, as many as were accepted, the tokens along the accepted path."""
     draft_version: np.ndarray
     """[k] int32"""
+    rejected: BranchRows | None = None
+    """Their `round` counts these; `hidden` may be the bytes of float8_e4m3."""
 
 
 @dataclass
@@ -175,6 +177,8 @@ class RequestSpan:
     rows: list[Rows] = field(default_factory=list)
     rounds: list[Rounds] = field(default_factory=list)
     num_bytes: int = 0
+    rejected: list[BranchRows] = field(default_factory=list)
+    num_rounds: int = 0
     is_cut: bool = False
 
     def add_rows(self, rows: Rows) -> None:
@@ -189,11 +193,16 @@ class RequestSpan:
 
     def clear(self) -> None:
         """Drop what was captured."""
-        self.rows, self.rounds, self.num_bytes = [], [], 0
+        self.rows, self.rounds, self.rejected, self.num_bytes = [], [], [], 0
 
     def add_rounds(self, rounds: Rounds) -> None:
-        if not self.is_cut:
-            self.rounds.append(rounds)
+        if self.is_cut:
+            return
+        self.rounds.append(rounds)
+        if (rows := rounds.rejected) is not None:
+            self.rejected.append(replace(rows, round=rows.round + np.int32(self.num_rounds)))
+            self.num_bytes += rows.num_bytes
+        self.num_rounds += len(rounds.position)
 
     def trace(self, tokens: list[int], origin: Origin) -> Trace | None:
         """The trace of an answer that ended; `tokens` are the prompt and the served completion.
@@ -214,6 +223,10 @@ class RequestSpan:
         constrained = np.zeros(length, np.bool_)
         if request.constrained:
             constrained[max(request.num_prompt_tokens - 1 - start, 0) :] = True
+        rounds = self._rounds(tokens, start + length)
+        branches = BranchRows.within(self.rejected, rounds, start + length)
+        if branches is not None and scales:
+            branches = replace(branches, hidden=branches.hidden.view(torch.float8_e4m3fn))
         return Trace(
             header=make_header(
                 request_id=request.request_id,
@@ -233,7 +246,8 @@ class RequestSpan:
             target_topk_ids=ids,
             target_topk_logprobs=logprobs,
             constrained=constrained,
-            rounds=self._rounds(tokens, start + length),
+            rounds=rounds,
+            branches=branches,
         )
 
     def _distributions(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:

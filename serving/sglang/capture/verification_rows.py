@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from serving.sglang.capture.request import Rounds, Rows
-from speculator.trace import NO_DRAFT
+from speculator.trace import NO_DRAFT, BranchRows
 
 T = TypeVar("T")
 
@@ -54,6 +55,7 @@ def committed(
     host: Mapping[str, Tensor],
     owners: Sequence[T],
     counts: Sequence[int],
+    sizes: Sequence[int],
     *,
     num_nodes: int,
     draft_version: int,
@@ -61,31 +63,48 @@ def committed(
 ) -> Iterator[tuple[T, Rows, Rounds | None]]:
     """The committed rows of each owner, and what the verifications say about its proposals.
 
-    Of B trees of N nodes `counts` [B] nodes were committed, R in all. `host` holds of those, tree by tree along the
-    accepted path, features [R, w] (in float8 with their scale [R]), topk_ids and topk_logprobs [R, K]; of all trees
-    seq_lens [B], and, for N > 1, draft_token, next_token, next_sibling [B, N] and draft_logprobs [B, N − 1]; of trees
-    that are no chains also their path [B, A]; where earlier text was proposed, is_text and num_proposals [B]. Where
-    nothing was proposed (N = 1) there are no rounds. An owner of several trees in a row gets their rows in one piece.
+    Of B trees of N nodes `counts` [B] nodes were committed, and `sizes` [B] have rows, R in all: as many, or all nodes
+    of a chain whose rejected ones are kept. `host` holds of those, tree by tree along the accepted path, features
+    [R, w] (in float8 with their scale [R]), topk_ids and topk_logprobs [R, K]; of all trees seq_lens [B], and, for
+    N > 1, draft_token, next_token, next_sibling [B, N] and draft_logprobs [B, N − 1]; of trees that are no chains also
+    their path [B, A]; where earlier text was proposed, is_text and num_proposals [B]. Where nothing was proposed
+    (N = 1) there are no rounds. An owner of several trees in a row gets their rows in one piece.
     """
     ids, logprobs = in_order(host["topk_ids"], host["topk_logprobs"])
     positions = host["seq_lens"].tolist()
     rounds = _rounds(host, counts, draft_version, is_tree) if num_nodes > 1 else None
-    num_committed = np.array(counts)
-    first_row = np.cumsum(num_committed) - num_committed
+    num_committed, num_rows = np.array(counts), np.array(sizes)
+    first_row = np.cumsum(num_rows) - num_rows
+
+    def rows_of(picked: np.ndarray, features: str) -> dict[str, Any]:
+        index = torch.from_numpy(picked)
+        return {
+            features: host["features"].index_select(0, index),
+            "scale": host["scale"].index_select(0, index) if "scale" in host else None,
+            "topk_ids": ids[picked],
+            "topk_logprobs": logprobs[picked],
+        }
+
     for owner, chosen in _runs(owners, positions, counts):
         trees = np.array(chosen)
-        sizes = num_committed[trees]
-        # Rows of a tree follow each other, those of a run's trees do not.
-        picked = np.repeat(first_row[trees] - np.cumsum(sizes) + sizes, sizes) + np.arange(sizes.sum())
-        index = torch.from_numpy(picked)
-        rows = Rows(
-            start=positions[chosen[0]],
-            features=host["features"].index_select(0, index),
-            scale=host["scale"].index_select(0, index) if "scale" in host else None,
-            topk_ids=ids[picked],
-            topk_logprobs=logprobs[picked],
-        )
-        yield owner, rows, None if rounds is None else _of_trees(rounds, trees)
+        first, taken = first_row[trees], num_committed[trees]
+        rows = Rows(start=positions[chosen[0]], **rows_of(_ranges(first, taken), "features"))
+        if rounds is None:
+            yield owner, rows, None
+            continue
+        rejected, left = None, num_rows[trees] - taken
+        if left.any():
+            rejected = BranchRows(
+                round=np.repeat(np.arange(len(trees), dtype=np.int32), left),
+                node=_ranges(taken - 1, left).astype(np.int8),
+                **rows_of(_ranges(first + taken, left), "hidden"),
+            )
+        yield owner, rows, replace(_of_trees(rounds, trees), rejected=rejected)
+
+
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Numbers that follow each other from each start on, as many as its length, one range behind the other."""
+    return np.repeat(starts - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
 
 
 def _runs(owners: Sequence[T], positions: Sequence[int], counts: Sequence[int]) -> list[tuple[T, list[int]]]:

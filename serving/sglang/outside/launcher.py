@@ -29,7 +29,7 @@ from typing import IO
 
 import httpx
 
-from serving.capture.sampling import DEFAULT_FLOOR
+from serving.capture.sampling import DEFAULT_BRANCH_SHARE, DEFAULT_FLOOR
 from speculator.errors import ConfigError, EngineDeadError
 from speculator.host import free_port
 
@@ -79,6 +79,7 @@ class SglangStart:
     capture_filter: str | None = None
     share_groups: bool = False
     capture_floor: float = DEFAULT_FLOOR
+    branch_share: float = DEFAULT_BRANCH_SHARE
     extra: tuple[str, ...] = ()
     """Arguments of SGLang's own, passed last."""
 
@@ -152,6 +153,7 @@ def environment(options: SglangOptions, inherited: Mapping[str, str]) -> dict[st
         "SLIPSTREAM_CONTEXT_WINDOW": str(options.context_window),
         "SLIPSTREAM_CAPTURE_BYTES_PER_S": str(options.capture_bytes_per_s),
         "SLIPSTREAM_CAPTURE_FLOOR": str(options.capture_floor),
+        "SLIPSTREAM_BRANCH_SHARE": str(options.branch_share),
         "SLIPSTREAM_STREAM_MAX_BYTES": str(options.stream_max_bytes),
         "SLIPSTREAM_TRACE_TTL_HOURS": str(options.trace_ttl_hours),
         "SLIPSTREAM_CAPTURE_FILTER": options.capture_filter or "",

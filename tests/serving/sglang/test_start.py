@@ -217,6 +217,8 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         ("POLL_S", "0"),
         ("CAPTURE_FEATURES", "int4"),
         ("CAPTURE_BYTES_PER_S", "-1"),
+        ("BRANCH_SHARE", "0.11"),
+        ("BRANCH_SHARE", "-0.01"),
     ],
 )
 def test_bad_settings_are_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:

@@ -16,7 +16,7 @@ import torch
 from fastapi import HTTPException
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from serving.capture.sampling import CaptureSampler
+from serving.capture.sampling import BRANCH_ROOM, CaptureSampler
 from serving.request_metadata import HEADER, OTHER_TARGET, Marks
 from serving.sglang.capture.assembler import Gathering
 from serving.sglang.capture.capture import ByteBudget, StepCapture, TracePipeline
@@ -86,6 +86,84 @@ def test_rounds_of_earlier_text_are_no_drafts() -> None:
     }
     assert rounds["text"].draft_logprobs[0].tolist() == [-0.25, -0.25, 0]
     assert rounds["text"].draft_tokens[1].tolist() == [31, 32, 33]
+
+
+@pytest.mark.parametrize("gather_s", [0, 10])
+@pytest.mark.parametrize("device", [HostDevice(), SlowDevice()], ids=["host", "device"])
+def test_of_some_chains_the_rejected_rows_are_kept_as_the_target_computed_them(device: Device, gather_s: float) -> None:
+    """Beside a request that opted out, whose rows go nowhere, and one under a grammar."""
+    torch.manual_seed(0)
+    rng, traces = np.random.default_rng(0), list[Trace]()
+    capture = make_capture(traces, device=device, gathering=Gathering(gather_s), branch_share=0.1)
+    requests = [Request([1, 2, 3], "a"), Request([4, 5], "b", custom_params={"slipstream": {"capture": False}})]
+    requests += [Request([6, 7, 8, 9], "c"), Request([6, 7], "constrained", min_p=0.5)]
+    prefill(capture, requests)
+    for request in requests:
+        request.output_ids = [10]
+    computed: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
+    num_rejected = num_committed = 0
+    for _ in range(150):
+        positions = [len(request.origin_input_ids) + len(request.output_ids) - 1 for request in requests]
+        accepted = rng.integers(0, 4, 4).tolist()
+        num_rejected += sum(3 - accepted[row] for row in (0, 2))
+        num_committed += sum(1 + accepted[row] for row in (0, 2))
+
+        def seen(hook: Any, objects: list[Any], positions: list[int] = positions) -> object:
+            if objects:
+                output = objects[1].logits_output
+                of_each = zip(output.hidden_states.split(4), output.next_token_logits.split(4), strict=True)
+                for request, position, (hidden, logits) in zip(requests, positions, of_each, strict=True):
+                    computed[request.rid, position] = hidden.clone(), logits.clone()
+            return hook()
+
+        # Not the token that the harness takes for the target's own.
+        chains = rng.integers(0, 30, (4, 3)).tolist()
+        verify(capture, requests, positions, chains, accepted, step=seen)
+    for request in requests:
+        end(capture, request)
+    settle(capture)
+    found = {trace.header.request_id: decode_trace(encode_trace(trace)) for trace in traces}
+    assert found.keys() == {"a", "c", "constrained"}
+    assert found["constrained"].branches is None
+    num_kept = 0
+    for name in ("a", "c"):
+        rows, rounds = found[name].branches, found[name].rounds
+        assert rows is not None
+        num_kept += len(rows)
+        for row, (round_, node) in enumerate(zip(rows.round.tolist(), rows.node.tolist(), strict=True)):
+            assert node >= rounds.num_accepted[round_]
+            hidden, logits = computed[name, int(rounds.position[round_])]
+            top = logits[node + 1].log_softmax(-1).topk(KEPT)
+            assert rows.topk_ids[row].tolist() == top.indices.tolist()
+            np.testing.assert_allclose(rows.topk_logprobs[row], top.values.numpy(), atol=2e-3)
+            torch.testing.assert_close(rows.hidden[row].float(), hidden[node + 1].float(), rtol=0.07, atol=0.02)
+        # All that were rejected in a verification, or none.
+        for round_ in set(rows.round.tolist()):
+            assert rows.node[rows.round == round_].tolist() == [*range(rounds.num_accepted[round_], 3)]
+    assert 0.05 * num_rejected < num_kept < 0.15 * num_rejected
+    assert num_kept <= BRANCH_ROOM * num_committed
+    assert (capture.assembler.branch_rows["kept"], capture.assembler.branch_rows["cut"]) == (num_kept, 0)
+    assert capture.assembler.held_bytes == 0
+
+
+def test_rows_behind_rejections_beyond_their_budget_are_counted_and_not_copied() -> None:
+    """Hardly anything is accepted, and 15 proposals are rejected at a time."""
+    traces: list[Trace] = []
+    probe = DraftProbe(num_slots=4, max_batch=4, max_proposals=15, topk=1, device=torch.device("cpu"))
+    capture = make_capture(traces, probe=probe, branch_share=0.1)
+    request = Request([1, 2, 3])
+    prefill(capture, [request])
+    request.output_ids = [10]
+    for number in range(400):
+        verify(capture, [request], [3 + number], [[*range(15)]], [0])
+    end(capture, request)
+    settle(capture)
+    (trace,) = traces
+    kept = trace.num_branches
+    assert 0.2 * 400 < kept <= BRANCH_ROOM * 400
+    over = capture.assembler.branch_rows["budget"]
+    assert over > 0
+    assert kept + over == pytest.approx(0.1 * 400 * 15, rel=0.4)
 
 
 def test_retracted_requests_start_again() -> None:

@@ -19,7 +19,7 @@ from serving.sglang.capture.request import (
     SpanRequest,
 )
 from speculator.draft.sampling_params import SamplingParams
-from speculator.trace import Trace, check_trace
+from speculator.trace import BranchRows, Trace, check_trace
 
 WIDTH, KEPT = 6, 4
 
@@ -177,3 +177,47 @@ def test_a_giant_answer_is_cut() -> None:
     held = span.num_bytes
     span.add_rows(rows(MAX_COMPLETION_TOKENS + 50, 1, 1))
     assert span.num_bytes == held
+
+
+def rejected_rows(rounds: list[int], nodes: list[int]) -> BranchRows:
+    num = len(nodes)
+    return BranchRows(
+        round=np.array(rounds, np.int32),
+        node=np.array(nodes, np.int8),
+        hidden=torch.tensor(nodes)[:, None].repeat(1, WIDTH).bfloat16(),
+        topk_ids=np.tile(np.arange(KEPT, dtype=np.int32), (num, 1)),
+        topk_logprobs=np.tile(np.array([-0.5, -1.5, -2.5, -3.5], np.float16), (num, 1)),
+    )
+
+
+@pytest.mark.parametrize(("num_served", "kept"), [(5, [(0, 0), (0, 1), (1, 2)]), (4, [(0, 0), (0, 1)]), (1, [])])
+def test_rows_behind_rejections_go_with_the_text_before_them(num_served: int, kept: list[tuple[int, int]]) -> None:
+    """The second round accepts two proposals; an end token in the midst of them cuts off the third one's row."""
+    span = RequestSpan(request())
+    span.add_rows(rows(0, 5, 1))
+    span.add_rounds(dataclasses.replace(round_(5, [21, 22], []), rejected=rejected_rows([0, 0], [0, 1])))
+    span.add_rows(rows(5, 1, 1))
+    before = span.num_bytes
+    span.add_rounds(dataclasses.replace(round_(6, [31, 32, 33], [31, 32]), rejected=rejected_rows([0], [2])))
+    assert span.num_bytes - before == WIDTH * 2 + KEPT * (4 + 2) + 4 + 1
+    span.add_rows(rows(6, 3, 3))
+    trace = trace_of(span, [1, 2, 3, 4, 5, *[20, 30, 31, 32, 40][:num_served]])
+    assert sum(map(len, span.rejected)) == 3
+    if not kept:
+        assert trace is None
+        return
+    assert trace is not None
+    assert trace.branches is not None
+    assert [*zip(trace.branches.round.tolist(), trace.branches.node.tolist(), strict=True)] == kept
+    assert trace.branches.hidden[:, 0].tolist() == [node for _, node in kept]
+
+
+def test_what_fills_up_a_row_of_text_has_no_row_behind_a_rejection() -> None:
+    span = RequestSpan(request())
+    span.add_rows(rows(0, 5, 1))
+    span.add_rounds(dataclasses.replace(round_(5, [21, -1], []), rejected=rejected_rows([0, 0], [0, 1])))
+    span.add_rows(rows(5, 1, 1))
+    trace = trace_of(span, [1, 2, 3, 4, 5, 20, 30])
+    assert trace is not None
+    assert trace.branches is not None
+    assert trace.branches.node.tolist() == [0]

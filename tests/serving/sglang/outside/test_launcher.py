@@ -75,6 +75,7 @@ def test_environment_for_the_plugin(make_options: MakeOptions) -> None:
         "SLIPSTREAM_CONTEXT_WINDOW": "512",
         "SLIPSTREAM_CAPTURE_BYTES_PER_S": "5",
         "SLIPSTREAM_CAPTURE_FLOOR": "0.01",
+        "SLIPSTREAM_BRANCH_SHARE": "0.02",
         "SLIPSTREAM_STREAM_MAX_BYTES": "1000",
         "SLIPSTREAM_TRACE_TTL_HOURS": "0",
         "SLIPSTREAM_CAPTURE_FILTER": "",
@@ -86,13 +87,13 @@ def test_environment_for_the_plugin(make_options: MakeOptions) -> None:
 def test_the_plugin_reads_that_environment(make_options: MakeOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     from serving.sglang.settings import is_enabled, load_settings
 
-    options = make_options(capture=True, context_window=99, share_groups=True)
+    options = make_options(capture=True, context_window=99, share_groups=True, branch_share=0.1)
     made = environment(options, {})
     for name, value in made.items():
         monkeypatch.setenv(name, value)
     settings = load_settings()
     assert is_enabled(made)
-    given = ("capture", "share_groups", "control_share", "plain_share")
+    given = ("capture", "share_groups", "control_share", "plain_share", "branch_share")
     for name in ("redis_url", "store", "engine_id", "model_key", "target_fingerprint", *given):
         assert getattr(settings, name) == getattr(options, name)
     assert (settings.context_window, settings.capture_bytes_per_s, settings.stream_max_bytes) == (99, 0, 1000)
