@@ -49,7 +49,10 @@ def _never(_: Values) -> bool:
 
 
 _CAPTURE = Rule(
-    ("capture_floor", "capture_filter", "stream_max_bytes", "context_window", "capture_bytes_per_s"),
+    (
+        *("capture_floor", "capture_filter", "stream_max_bytes", "context_window", "branch_share"),
+        "capture_bytes_per_s",
+    ),
     _set("capture"),
     "has no effect without --capture",
     is_refused=False,

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from serving.capture.sampling import MAX_BRANCH_SHARE
 from slipstream.cli import effects
 from speculator.errors import ConfigError
 
@@ -83,6 +84,16 @@ HeadOffShare = Annotated[
         max=0.5,
         callback=finite,
         help="Local engine: share of drafting rounds that may not ask the draft head; measures what the head adds.",
+    ),
+]
+BranchShare = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        max=MAX_BRANCH_SHARE,
+        callback=finite,
+        envvar="SLIPSTREAM_BRANCH_SHARE",
+        help="Share of the rejected proposals whose features and target distribution are kept in traces, too.",
     ),
 ]
 ContextWindow = Annotated[int, typer.Option(min=1, help="Prompt positions kept in a trace.")]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from serving.capture.sampling import DEFAULT_FLOOR
+from serving.capture.sampling import DEFAULT_BRANCH_SHARE, DEFAULT_FLOOR
 from slipstream.cli import effects
 from slipstream.cli import options as options
 from slipstream.cli.effects import check_options, check_variables, warn_of_unread_variables
@@ -42,6 +42,7 @@ def serve(
     control_share: options.ControlShare = 0.02,
     plain_share: options.PlainShare = 0.03,
     context_window: options.ContextWindow = 512,
+    branch_share: options.BranchShare = DEFAULT_BRANCH_SHARE,
     draft_vocab_size: DraftVocab = None,
     vocab_from: VocabFrom = None,
     dtype: options.ServeDtype = "bfloat16",
@@ -146,6 +147,7 @@ def sglang(
     control_share: options.ControlShare = 0.02,
     plain_share: options.PlainShare = 0.03,
     context_window: options.ContextWindow = 512,
+    branch_share: options.BranchShare = DEFAULT_BRANCH_SHARE,
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32"], typer.Option(help="Number type of the target.")
     ] = "bfloat16",

@@ -58,9 +58,10 @@ def test_of_capture_while_it_is_off_is_a_warning(
 ) -> None:
     common = ("serve", "--model", toy_model, "--redis-url", NOWHERE, "--store", tmp_path, "--port", 0)
     monkeypatch.setenv("SLIPSTREAM_CAPTURE_FLOOR", "0.5")
+    monkeypatch.setenv("SLIPSTREAM_BRANCH_SHARE", "0.05")
     monkeypatch.setenv("SLIPSTREAM_CAPTURE_FILTER", "")
     found = warned(*common, "--context-window", 64)
-    assert found.keys() == {"SLIPSTREAM_CAPTURE_FLOOR", "--context-window"}
+    assert found.keys() == {"SLIPSTREAM_CAPTURE_FLOOR", "SLIPSTREAM_BRANCH_SHARE", "--context-window"}
     assert "without --capture" in found["--context-window"]
     assert warned(*common, "--context-window", 64, "--capture") == {}
 
