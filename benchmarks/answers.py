@@ -12,8 +12,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.common.drafts import last_good
 from benchmarks.common.engines import engine_with
-from benchmarks.replayed import Answer
+from benchmarks.replayed import DEPTH, Answer
 from serving.engine import CapturePolicy, GenerateRequest
 from serving.local.engine import LocalEngine
 from slipstream.demo.topics import Prompt, built_in_prompts, read_prompts
@@ -25,6 +26,7 @@ from speculator.errors import ConfigError, TraceError
 from speculator.host import cache_root, now_ms
 from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
 from speculator.trace import Trace, encode_trace
+from tests.fixtures.decoding import FixedPlanner
 from trainer.learning.batch import make_example
 from trainer.learning.labels import draft_ids_by_target_id
 
@@ -75,10 +77,12 @@ def recording(
     model_dir: Path,
     choose: Choice = from_both_halves,
     *,
-    engine: Mapping[str, int] | None = None,
+    engine: Mapping[str, float] | None = None,
+    store: Path | None = None,
 ) -> Path:
-    """The path of a recording of answers, greedy unless `arguments.temperature` says otherwise, and decoded plainly;
-    made now where the cache has none. `engine` has settings of `LocalEngineConfig` that are to be others.
+    """The path of a recording of answers, greedy unless `arguments.temperature` says otherwise, and decoded plainly, or
+    with the last good draft of a `store`, which then proposes in every round; made now where the cache has none.
+    `engine` has settings of `LocalEngineConfig` that are to be others.
 
     Raises what `choose` does, by default ConfigError where the prompts have one domain only.
     """
@@ -91,6 +95,7 @@ def recording(
         "num_slots": 16,
         "max_waiting": len(chosen),
         "prefill_chunk": 256,
+        **({} if store is None else {"depth": DEPTH, "suffix_depth": 0}),
         **(engine or {}),
     }
     texts = [(prompt.domain, prompt.text) for prompt in chosen]
@@ -102,6 +107,9 @@ def recording(
         texts,
         *([temperature] if temperature else []),
     )
+    draft = fresh_draft(model_dir, seed=0) if store is None else last_good(store, model_dir)
+    if store is not None:
+        about += (hashlib.sha256(draft.fc.weight.detach().numpy().tobytes()).hexdigest(),)
     key = hashlib.sha256(repr(about).encode())
     path: Path = arguments.cache / f"{key.hexdigest()[:16]}.rec"
     if path.exists():
@@ -116,8 +124,9 @@ def recording(
         def keep(trace: Trace) -> None:
             writer.append(encode_trace(trace), trace_id=trace.header.trace_id)
 
-        draft = fresh_draft(model_dir, seed=0)
-        with engine_with(model_dir, draft, arguments.threads, settings=settings, on_trace=keep) as running:
+        planner = None if store is None else FixedPlanner()
+        wiring = {"on_trace": keep, "planner": planner}
+        with engine_with(model_dir, draft, arguments.threads, settings=settings, **wiring) as running:
             asyncio.run(_ask_all(running, chosen, arguments.max_tokens, temperature))
     temporary.rename(path)
     return path

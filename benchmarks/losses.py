@@ -2,7 +2,7 @@
 
     python -m benchmarks.losses [--quick] [--json FILE] [--prompts FILE.jsonl] [--traces FILE.rec] [--runs FILE.jsonl]
                                 [--arms default null margin …] [--steps 150] [--seeds 3] [--temperature 0.8]
-                                [--store FOLDER]
+                                [--store FOLDER] [--branch-share 0.1]
 
 The local engine answers real prompts, one domain after the other, without a draft, or the traces are those of a
 recording (`slipstream traces record`). A draft of every arm then learns from them in as many steps
@@ -13,7 +13,9 @@ the later half, which varies less.
 
 The arm `null` is the default with its traces in another order: what it gains or loses is noise. Arms with `recorded` in
 their names judge proposals of the drafts that served, and are refused where a recording has none; those with `fresh`
-judge the likeliest proposals of the draft that learns.
+judge the likeliest proposals of the draft that learns. Arms of `branches` learn from rows behind rejections, and are
+refused where a recording has none; `--branch-share` records some: the store's draft proposes in every round, and the
+rows of this share of the rejected proposals are kept.
 
 Target: the null arm's 90% interval (Student's t) contains 0. With `--runs` each finished run is a line of that file at
 once, and what the file holds already is not run again: remove it where the code or the trainer's settings have changed.
@@ -55,6 +57,8 @@ ARMS = {
     "expected_length": f"{_ENTROPY},expected_length=1",
     "default_expected_length": f"{DEFAULT_LOSS},expected_length=0.5",
     "coupled": f"{_ENTROPY},coupled_acceptance=1",
+    "branches_forward": f"{DEFAULT_LOSS},branch_forward_kl=1",
+    "branches_reverse": "branches",
 }
 DEPTH = 4
 
@@ -62,7 +66,7 @@ DEPTH = 4
 def main() -> None:
     arguments = _arguments()
     model_dir = resolve_model(arguments.model)
-    path = arguments.traces or recording(arguments, model_dir, in_turn)
+    path = arguments.traces or _recorded(arguments, model_dir)
     arms = _usable(arguments.arms, path)
     began = "" if arguments.store is None else f" from {arguments.store.name}"
 
@@ -94,13 +98,27 @@ def main() -> None:
     finish(rows, _targets(runs, arms, arguments.seeds), document, arguments.json)
 
 
+def _recorded(arguments: argparse.Namespace, model_dir: Path) -> Path:
+    if not arguments.branch_share:
+        return recording(arguments, model_dir, in_turn)
+    if arguments.store is None:
+        raise ConfigError("--branch-share needs a draft that proposes: give its --store")
+    return recording(
+        arguments, model_dir, in_turn, engine={"branch_share": arguments.branch_share}, store=arguments.store
+    )
+
+
 def _usable(arms: list[str], path: Path) -> list[str]:
-    """`default` first. Raises ConfigError where an arm judges proposals that the recording has none of."""
+    """`default` first. Raises ConfigError where an arm learns from what the recording has none of."""
     judges = [arm for arm in arms if arm.endswith("_recorded")]
-    if judges:
+    branches = [arm for arm in arms if arm.startswith("branches_")]
+    if judges or branches:
         with RecordingReader(path) as reader:
-            if not any((trace.rounds.draft_version != NO_DRAFT).any() for trace in reader.traces()):
-                raise ConfigError(f"{path} has no proposals of a draft: leave out {', '.join(judges)}")
+            found = [(bool((one.rounds.draft_version != NO_DRAFT).any()), one.num_branches) for one in reader.traces()]
+        if judges and not any(of_draft for of_draft, _ in found):
+            raise ConfigError(f"{path} has no proposals of a draft: leave out {', '.join(judges)}")
+        if branches and not any(num for _, num in found):
+            raise ConfigError(f"{path} has no rows behind rejections: leave out {', '.join(branches)}")
     return list(dict.fromkeys([DEFAULT, *arms]))
 
 
@@ -134,9 +152,10 @@ def _arguments() -> argparse.Namespace:
     add_recording_options(options)
     options.add_argument("--temperature", type=float, default=0.0, help="of the answers that are recorded")
     options.add_argument("--runs", type=Path, metavar="FILE.jsonl", help="keep every run here, and go on from it")
-    without_recorded = [arm for arm in ARMS if not arm.endswith("_recorded")]
-    options.add_argument("--arms", nargs="+", choices=ARMS, default=without_recorded)
+    of_any = [arm for arm in ARMS if not arm.endswith("_recorded") and not arm.startswith("branches_")]
+    options.add_argument("--arms", nargs="+", choices=ARMS, default=of_any)
     options.add_argument("--store", type=Path, metavar="FOLDER", help="begin with its newest draft")
+    options.add_argument("--branch-share", type=float, default=0.0, help="of the rejected rows, that are recorded")
     options.add_argument("--steps", type=int, help="optimiser steps of a run; default 150, quick 12")
     options.add_argument("--seeds", type=int, help="seeds 0, 1, …; default 3, quick 1")
     arguments = options.parse_args()
