@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli.options import Depth, DraftVocab, Dtype, JsonFile, Model, SuffixDepth, check_output, finite
+from slipstream.cli.options import Depth, Dtype, JsonFile, Model, SuffixDepth, check_output, finite
 from slipstream.demo import TENANTS
 from slipstream.logs import configure_logs
 from slipstream.models import BUNDLED_MODEL, resolve_model
@@ -44,7 +44,9 @@ def demo(
     depth: Depth = 4,
     suffix_depth: SuffixDepth = 16,
     context_length: Annotated[int, typer.Option(min=16, help="Prompt and completion tokens together.")] = 4096,
-    draft_vocab_size: DraftVocab = None,
+    draft_vocab_size: Annotated[
+        int, typer.Option(min=2, help="Tokens that the draft can propose: those of the prompts, and the frequent ones.")
+    ] = 4096,
     dtype: Dtype = "bfloat16",
     seed: Annotated[int, typer.Option(help="Seed of the fresh draft and of the traffic's order.")] = 0,
 ) -> None:

@@ -53,6 +53,7 @@ from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
 from speculator.redis.trace_stream import TraceStream, cap_for
+from speculator.target_folder import check_folder
 from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
 
@@ -66,6 +67,8 @@ _HEAD_OFF_SHARE = 0.25
 """Of the drafting rounds, for the A/B of the draft head beside remembered text."""
 _PLAIN_SHARE = 0.06
 """Of the rounds, for the end-to-end speedup: twice what a server has, or a short demo would see too few stretches."""
+_MLP_WIDTH = 512
+"""Of the draft: a slim head costs half as much (benchmarks/slim_heads.py)."""
 _STRETCH_S = 60.0
 _PLAIN_S = 8.0
 _LEAST_PLAIN_S = 2.0
@@ -90,7 +93,7 @@ class DemoOptions:
     depth: int
     suffix_depth: int
     context_length: int
-    draft_vocab_size: int | None
+    draft_vocab_size: int
     seed: int
     dtype: str
 
@@ -110,12 +113,17 @@ def run_demo(options: DemoOptions, console: Console) -> DemoRun:
         if stream.lag().appended:
             raise ConfigError(f"Redis already holds traces of this model: pass an empty --redis-url or drop {key}")
         store = DraftStore(kept / "drafts")
+        # Of one list, so that no prompt is asked of both servers.
+        asked = options.prompts or built_in_prompts()
+        width = check_folder(options.model_dir)["intermediate_size"]
         begun_with = ensure_lineage(
             store,
             options.model_dir,
             fingerprint,
             draft_vocab_size=options.draft_vocab_size,
+            intermediate_size=min(_MLP_WIDTH, width),
             seed=options.seed,
+            texts=[prompt.text for prompt in asked],
         )
         keys = make_keys(kept / "keys.json")
         write_synced(kept / "metrics.key", keys[METRICS].encode())
@@ -145,8 +153,6 @@ def run_demo(options: DemoOptions, console: Console) -> DemoRun:
             wait_until_ready(each, [server, plain], timeout_s=_READY_TIMEOUT_S)
         console.print(f"page: {url}/#key={keys[GUEST]}", soft_wrap=True)
         console.print(f"openai client: {url}/v1, API key {keys[GUEST]}", soft_wrap=True)
-        # Of one list, so that no prompt is asked of both.
-        asked = options.prompts or built_in_prompts()
         prompts = TenantTraffic(asked, TENANTS[: options.tenants], options.seed)
         traffic, plain_traffic = (
             Traffic(
