@@ -98,7 +98,8 @@ def replay(
     num_steps = options.num_steps
     if num_steps is None:
         num_steps = max(PASSES * split.num_learnt_tokens // config.batch_tokens, 1)
-    curve = [_point(learner, split, options, config, step=0, trained_tokens=0)]
+    scores = held_out_scores(learner.averaged, split.held_out, config, depths=options.depths)
+    curve = [_point(split, scores, options.depths, step=0, trained_tokens=0)]
     trained_tokens = trained_branches = num_skipped = 0
     losses: list[float] = []
     order_seed = options.seed if options.order_seed is None else options.order_seed
@@ -112,9 +113,9 @@ def replay(
         losses.append(report.loss)
         on_step(step + 1, num_steps)
         if (step + 1) * options.num_points // num_steps > step * options.num_points // num_steps:
-            curve.append(
-                _point(learner, split, options, config, step=step + 1, trained_tokens=trained_tokens, losses=losses)
-            )
+            scores = held_out_scores(learner.averaged, split.held_out, config, depths=options.depths)
+            point = _point(split, scores, options.depths, step=step + 1, trained_tokens=trained_tokens, losses=losses)
+            curve.append(point)
             progress(f"step {step + 1} of {num_steps}: {curve[-1]['accept_length']} tokens a verification")
             losses.clear()
     return {
@@ -133,6 +134,7 @@ def replay(
         "accept_length": curve[-1]["accept_length"],
         "recorded_accept_length": round(split.recorded.length, _DIGITS),
         "curve": curve,
+        "held_out": _by_trace(split.held_out, [own[max(options.depths)] for own in scores]),
         "seconds": round(time.perf_counter() - started_s, 1),
     }
 
@@ -239,40 +241,53 @@ class Feed:
 
 
 @contextmanager
-def _as_the_gate(draft: Eagle3Draft, config: TrainerConfig) -> Iterator[Eagle3Draft]:
+def _as_the_gate(draft: Eagle3Draft, config: TrainerConfig) -> Iterator[None]:
     """Matrices are multiplied as the gate does it (trainer/release/gate.py), by default in bfloat16 where
     that is fast."""
     # Autocast converts each weight once, and not for every answer, where it might have a gradient.
     draft.requires_grad_(True)
     try:
         with autocast(draft.embed.device, is_wanted=config.autocast):
-            yield draft
+            yield
     finally:
         draft.requires_grad_(False)
 
 
+def held_out_scores(
+    draft: Eagle3Draft, examples: Sequence[Example], config: TrainerConfig, *, depths: Sequence[int]
+) -> list[dict[int, Acceptance]]:
+    """What the draft would commit on each of these traces, by depth, computed as the gate does."""
+    with _as_the_gate(draft, config):
+        return [predict_acceptance(draft, [example], depths=depths) for example in examples]
+
+
+def _by_trace(examples: Sequence[Example], scores: Sequence[Acceptance]) -> dict[str, list[float]]:
+    """By trace id: tokens that the draft would commit, in how many verifications."""
+    return {
+        example.trace_id: [round(own.num_committed, _DIGITS), round(own.num_rounds, _DIGITS)]
+        for example, own in zip(examples, scores, strict=True)
+    }
+
+
 def _point(
-    learner: Learner,
     split: Split,
-    options: ReplayOptions,
-    config: TrainerConfig,
+    scores: Sequence[dict[int, Acceptance]],
+    depths: Sequence[int],
     *,
     step: int,
     trained_tokens: int,
     losses: Sequence[float] = (),
 ) -> dict[str, Any]:
-    """A point of the curve: acceptance on the held-out traces now, and the mean loss since the point before."""
-    with _as_the_gate(learner.averaged, config) as draft:
-        found = {
-            domain: predict_acceptance(
-                draft,
-                [example for example in split.held_out if example.domain == domain],
-                depths=options.depths,
-            )
-            for domain in dict.fromkeys(example.domain for example in split.held_out)
-        }
-    total = {depth: sum((row[depth] for row in found.values()), Acceptance()) for depth in options.depths}
-    deepest = max(options.depths)
+    """A point of the curve: acceptance on the held-out traces, and the mean loss since the point before."""
+    by_domain: dict[str, list[dict[int, Acceptance]]] = defaultdict(list)
+    for example, own in zip(split.held_out, scores, strict=True):
+        by_domain[example.domain].append(own)
+    found = {
+        domain: {depth: sum((own[depth] for own in rows), Acceptance()) for depth in depths}
+        for domain, rows in by_domain.items()
+    }
+    total = {depth: sum((row[depth] for row in found.values()), Acceptance()) for depth in depths}
+    deepest = max(depths)
     return {
         "step": step,
         "trained_tokens": trained_tokens,
