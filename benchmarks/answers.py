@@ -12,9 +12,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.common.drafts import last_good
+from benchmarks.common.drafts import last_good, last_good_manifest
 from benchmarks.common.engines import engine_with
-from benchmarks.replayed import DEPTH, Answer
+from benchmarks.replayed import Answer
 from serving.engine import CapturePolicy, GenerateRequest
 from serving.local.engine import LocalEngine
 from slipstream.demo.topics import Prompt, built_in_prompts, read_prompts
@@ -33,6 +33,8 @@ from trainer.learning.labels import draft_ids_by_target_id
 SHORTEST = 16
 """Tokens of an answer that is worth serving."""
 RECORDING_DEFAULTS = {"answers": (64, 480), "max_tokens": (64, 160)}
+CHAIN = 4
+"""Proposals a round of the draft that serves while answers are recorded."""
 FEWEST = 48
 """Answers below which there is no traffic to speak of."""
 
@@ -78,11 +80,10 @@ def recording(
     choose: Choice = from_both_halves,
     *,
     engine: Mapping[str, float] | None = None,
-    store: Path | None = None,
 ) -> Path:
-    """The path of a recording of answers, greedy unless `arguments.temperature` says otherwise, and decoded plainly, or
-    with the last good draft of a `store`, which then proposes in every round; made now where the cache has none.
-    `engine` has settings of `LocalEngineConfig` that are to be others.
+    """The path of a recording of answers, made now where the cache has none: greedy ones unless `arguments.temperature`
+    says otherwise, decoded plainly or with whole chains of the last good draft of `arguments.drafts`. `engine` has
+    settings of `LocalEngineConfig` that are to be others.
 
     Raises what `choose` does, by default ConfigError where the prompts have one domain only.
     """
@@ -95,21 +96,22 @@ def recording(
         "num_slots": 16,
         "max_waiting": len(chosen),
         "prefill_chunk": 256,
-        **({} if store is None else {"depth": DEPTH, "suffix_depth": 0}),
         **(engine or {}),
     }
     texts = [(prompt.domain, prompt.text) for prompt in chosen]
     temperature = getattr(arguments, "temperature", 0.0)
+    drafts: Path | None = getattr(arguments, "drafts", None)
+    served = None if drafts is None else last_good_manifest(drafts)
+    if served is not None:
+        settings |= {"depth": CHAIN, "suffix_depth": 0}
     about = (
         fingerprint,
         arguments.max_tokens,
         sorted(settings.items()),
         texts,
         *([temperature] if temperature else []),
+        *([served.weights_sha256] if served else []),
     )
-    draft = fresh_draft(model_dir, seed=0) if store is None else last_good(store, model_dir)
-    if store is not None:
-        about += (hashlib.sha256(draft.fc.weight.detach().numpy().tobytes()).hexdigest(),)
     key = hashlib.sha256(repr(about).encode())
     path: Path = arguments.cache / f"{key.hexdigest()[:16]}.rec"
     if path.exists():
@@ -124,9 +126,16 @@ def recording(
         def keep(trace: Trace) -> None:
             writer.append(encode_trace(trace), trace_id=trace.header.trace_id)
 
-        planner = None if store is None else FixedPlanner()
-        wiring = {"on_trace": keep, "planner": planner}
-        with engine_with(model_dir, draft, arguments.threads, settings=settings, **wiring) as running:
+        draft = last_good(drafts, model_dir) if drafts else fresh_draft(model_dir, seed=0)
+        with engine_with(
+            model_dir,
+            draft,
+            arguments.threads,
+            draft_version=served.version if served else 1,
+            settings=settings,
+            on_trace=keep,
+            planner=FixedPlanner() if drafts else None,
+        ) as running:
             asyncio.run(_ask_all(running, chosen, arguments.max_tokens, temperature))
     temporary.rename(path)
     return path

@@ -63,7 +63,7 @@ def main() -> None:
     runs = all_runs(
         arguments.runs,
         arguments.arms,
-        arguments.seeds,
+        range(arguments.seeds),
         about=f"{arguments.steps} steps, {path.name}",
         run=lambda arm, seed: learnt(arm, seed, path, model_dir, arguments.steps),
     )
@@ -129,7 +129,7 @@ def round_costs(arms: Sequence[str], model_dir: Path, *, num_rounds: int) -> dic
 
 def _row(arm: str, runs: Runs, costs: Mapping[str, Median], num_seeds: int) -> str:
     lengths = "  ".join(f"{last_length(runs[arm, seed]):.4f}" for seed in range(num_seeds))
-    gained = (gains(arm, NONE, runs, num_seeds, length) for length in (last_length, later_length))
+    gained = (gains(arm, NONE, runs, range(num_seeds), length) for length in (last_length, later_length))
     return "  ".join([lengths, *map(interval, gained), str(costs[arm])])
 
 
@@ -140,7 +140,7 @@ def _targets(runs: Runs, costs: Mapping[str, Median], model_dir: Path, arguments
     targets = [Target("slowest round over that of none", slowest, 1.1, at_least=False)]
     others = [arm for arm in arguments.arms if arm != default]
     if default in arguments.arms and others and arguments.seeds > 1:
-        ahead = max(lower_end(gains(arm, default, runs, arguments.seeds, last_length)) for arm in others)
+        ahead = max(lower_end(gains(arm, default, runs, range(arguments.seeds), last_length)) for arm in others)
         targets.append(Target(f"surest gain over {default}, the default", ahead, 0.0, at_least=False))
     return targets
 
@@ -151,7 +151,7 @@ def _document(runs: Runs, costs: Mapping[str, Median], arguments: argparse.Names
         "steps": arguments.steps,
         **{
             name: {
-                arm: [round(gain, 4) for gain in gains(arm, NONE, runs, arguments.seeds, length)]
+                arm: [round(gain, 4) for gain in gains(arm, NONE, runs, range(arguments.seeds), length)]
                 for arm in arguments.arms
             }
             for name, length in lengths.items()

@@ -13,7 +13,7 @@ from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.initialization import fresh_draft
 from speculator.trace import Trace
 from speculator.versions.lineage import admit, begin, load_draft
-from speculator.versions.store import DraftStore
+from speculator.versions.store import DraftStore, Manifest
 from trainer.config import load_config
 from trainer.learning.batch import Example, cut, make_example, pack
 from trainer.learning.labels import draft_ids_by_target_id
@@ -41,10 +41,15 @@ def as_examples(draft: Eagle3Draft, traces: Sequence[Trace]) -> list[Example]:
 
 def last_good(root: Path, model_dir: Path) -> Eagle3Draft:
     """Load the last good draft of a store, or its newest one where none is promoted."""
-    store = DraftStore(root)
-    version = store.lifecycle.last_good() or store.latest() or 0
+    store, version = DraftStore(root), last_good_manifest(root).version
     embed = fresh_draft(model_dir, seed=0).embed
     return load_draft(store, version, embed=embed, target_fingerprint=target_fingerprint(model_dir))
+
+
+def last_good_manifest(root: Path) -> Manifest:
+    """Of the version that `last_good` loads."""
+    store = DraftStore(root)
+    return store.manifest(store.lifecycle.last_good() or store.latest() or 0)
 
 
 def add_version(store: DraftStore, state: Mapping[str, Tensor], like: Eagle3Draft, fingerprint: str) -> int:

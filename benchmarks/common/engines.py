@@ -25,9 +25,15 @@ from speculator.draft.sampling_params import SamplingParams
 
 @contextlib.contextmanager
 def engine_with(
-    model_dir: Path, draft: Eagle3Draft, threads: int, *, settings: Mapping[str, Any] | None = None, **wiring: Any
+    model_dir: Path,
+    draft: Eagle3Draft,
+    threads: int,
+    *,
+    draft_version: int = 1,
+    settings: Mapping[str, Any] | None = None,
+    **wiring: Any,
 ) -> Iterator[LocalEngine]:
-    """A running engine with this draft as version 1; `settings` are those of `LocalEngineConfig`."""
+    """A running engine with this draft; `settings` are those of `LocalEngineConfig`."""
     config = LocalEngineConfig(model_dir=model_dir, model_name=model_dir.name, num_threads=threads, **(settings or {}))
     target = TargetModel(
         model_dir,
@@ -40,7 +46,7 @@ def engine_with(
         config,
         target=target,
         draft=draft.to(target.embed.dtype),
-        draft_version=1,
+        draft_version=draft_version,
         target_fingerprint=target_fingerprint(model_dir),
         metrics=EngineMetrics(CollectorRegistry()),
         meter=SpeedupMeter(),

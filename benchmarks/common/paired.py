@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from speculator.host import read_json_lines
+from trainer.statistics import Acceptance, Comparison, PairedScores, by_prompt, compare
 
 _T90 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833}
 """Student's t, 95% one-sided, by degrees of freedom."""
@@ -26,7 +27,7 @@ Length = Callable[[Mapping[str, Any]], float]
 def all_runs(
     log: Path | None,
     arms: Sequence[str],
-    num_seeds: int,
+    seeds: Sequence[int],
     *,
     about: str,
     run: Callable[[str, int], dict[str, Any]],
@@ -39,7 +40,7 @@ def all_runs(
         lines = read_json_lines(log, dict[str, Any], example='{"key": "…", "run": {}}')
         known = {line["key"]: line["run"] for _, line in lines}
     runs: Runs = {}
-    for seed in range(num_seeds):
+    for seed in seeds:
         for arm in arms:
             key = f"{arm} seed {seed}, {about}"
             if key not in known:
@@ -64,9 +65,26 @@ def later_length(run: Mapping[str, Any]) -> float:
     )
 
 
-def gains(arm: str, over: str, runs: Runs, num_seeds: int, length: Length) -> list[float]:
+def gains(arm: str, over: str, runs: Runs, seeds: Sequence[int], length: Length) -> list[float]:
     """Relative gain in accept length, by seed."""
-    return [length(runs[arm, seed]) / length(runs[over, seed]) - 1 for seed in range(num_seeds)]
+    return [length(runs[arm, seed]) / length(runs[over, seed]) - 1 for seed in seeds]
+
+
+def by_trace(arm: str, over: str, runs: Runs, seeds: Sequence[int]) -> Comparison:
+    """The gain on the held-out traces after the last step, as the gate compares two drafts. A trace that several seeds
+    hold out counts once. The bounds are about other traces; how much other seeds differ they do not say.
+    """
+    pairs = [
+        (trace_id.encode(), PairedScores(_acceptance(own), _acceptance(runs[over, seed]["held_out"][trace_id])))
+        for seed in seeds
+        for trace_id, own in runs[arm, seed]["held_out"].items()
+    ]
+    return compare(by_prompt(pairs))
+
+
+def _acceptance(scores: Sequence[float]) -> Acceptance:
+    num_committed, num_rounds = scores
+    return Acceptance(num_committed=num_committed, num_rounds=num_rounds)
 
 
 def lower_end(values: Sequence[float]) -> float:
@@ -78,6 +96,7 @@ def lower_end(values: Sequence[float]) -> float:
 
 
 def interval(values: Sequence[float]) -> str:
-    """Their mean, and the lower end where there are several."""
-    surely = f" (at least {lower_end(values):+.2%})" if len(values) > 1 else ""
+    """Their mean, and its 90% interval where there are several."""
+    ends = (lower_end(values), -lower_end([-value for value in values]))
+    surely = " ({:+.2%} … {:+.2%})".format(*ends) if len(values) > 1 else ""
     return f"{statistics.fmean(values):+.2%}{surely}"
