@@ -22,10 +22,7 @@ import argparse
 import itertools
 import json
 import shutil
-import subprocess
-import sys
 import tempfile
-import venv
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,6 +34,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.common import peer_heads
+from benchmarks.common.peer_environments import DEFAULT_TORCH, PROJECTS, environment, run_in
 from benchmarks.common.peer_heads import STEPS, randomize
 from benchmarks.common.report import Target, finish, parser
 from slipstream.models import resolve_model
@@ -54,19 +52,6 @@ from speculator.draft.public_heads import as_speculators, check_sglang_layout, r
 from speculator.errors import SlipstreamError
 from speculator.target_folder import EMBEDDING
 
-_PROJECTS = ("speculators", "specforge")
-_NEEDS = {
-    # Without torchvision and torchaudio, which would bring another torch.
-    "speculators": (
-        *("transformers>=5,<=5.19", "datasets<=5.1.0", "numpy", "safetensors", "pydantic", "pydantic-settings"),
-        *("openai", "click", "loguru", "protobuf", "psutil", "rich", "typer", "httpx", "aiohttp", "tqdm"),
-    ),
-    "specforge": ("transformers==5.8.1", "numpy", "safetensors"),
-}
-_WITHOUT_THEIR_NEEDS = {
-    "speculators": ("speculators==0.9.0", "hs-connectors==0.9.0"),
-    "specforge": ("specforge==0.2.0",),
-}
 _LACKS: dict[str, dict[tuple[str, ...], str]] = {
     "speculators": {("fc_norm", "norm_before_fc"): "it refuses both norms together"},
     "specforge": {
@@ -122,10 +107,9 @@ def main() -> None:
     outcomes: dict[Head, Outcome] = {}
     versions: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="public-heads-") as scratch:
-        for project in _PROJECTS:
+        for project in PROJECTS:
             kept: Path | None = getattr(arguments, f"env_{project}")
-            environment = kept or Path(scratch) / project
-            python = _environment(environment, project, arguments.torch)
+            python = environment(kept or Path(scratch) / project, project, arguments.torch)
             heads = list(_heads(project, quick=arguments.quick))
             folder = Path(scratch) / "heads"
             exchange = _Exchange(folder, model_dir, num_positions=arguments.positions)
@@ -133,7 +117,7 @@ def main() -> None:
             outcomes |= found
             shutil.rmtree(folder)
             if kept is None:
-                shutil.rmtree(environment)
+                shutil.rmtree(Path(scratch) / project)
     rows: list[tuple[str, object]] = [("project, whose head, switches", "outcome")]
     rows += [(f"{head.project} {versions[head.project]}, {head}", each.text) for head, each in outcomes.items()]
     document = {
@@ -141,18 +125,6 @@ def main() -> None:
         "heads": [{**asdict(head), **asdict(outcome)} for head, outcome in outcomes.items()],
     }
     finish(rows, _targets(outcomes), document, arguments.json)
-
-
-def _environment(folder: Path, project: str, torch_build: str) -> Path:
-    """The Python of an environment that has the project; made where it is not there."""
-    python = folder / "bin" / "python"
-    if not python.exists():
-        print(f"installing {project} …", file=sys.stderr, flush=True)
-        venv.create(folder, with_pip=True)
-        install = [str(python), "-m", "pip", "install", "--quiet", "--no-cache-dir", "--disable-pip-version-check"]
-        subprocess.run([*install, torch_build, *_NEEDS[project]], check=True)
-        subprocess.run([*install, "--no-deps", *_WITHOUT_THEIR_NEEDS[project]], check=True)
-    return python
 
 
 def _heads(project: str, *, quick: bool) -> Iterator[Head]:
@@ -197,15 +169,7 @@ class _Exchange:
         refused = {head: why for head in heads if head.is_ours and (why := self._write(head)) is not None}
         jobs = [self._job(head) for head in heads if head not in refused]
         (self._folder / "jobs.json").write_text(json.dumps(jobs))
-        output = None if verbose else subprocess.DEVNULL
-        subprocess.run(
-            [str(python), str(Path(peer_heads.__file__)), project, str(self._folder)],
-            check=True,
-            stdout=output,
-            stderr=output,
-            # SpecForge compiles its norms, which takes longer than all that they compute here.
-            env={"TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin", "HOME": str(self._folder)},
-        )
+        run_in(python, Path(peer_heads.__file__), project, self._folder, verbose=verbose)
         answers = json.loads((self._folder / "answers.json").read_text())
         outcomes = {
             head: Outcome(f"not written: {refused[head]}", head.lack is not None)
@@ -312,7 +276,7 @@ def _chains(draft: Eagle3Draft, inputs: Mapping[str, Tensor], num_rows: int) -> 
 
 def _targets(outcomes: Mapping[Head, Outcome]) -> list[Target]:
     targets = []
-    for project, is_ours in itertools.product(_PROJECTS, (True, False)):
+    for project, is_ours in itertools.product(PROJECTS, (True, False)):
         good = [each.is_good for head, each in outcomes.items() if (head.project, head.is_ours) == (project, is_ours)]
         whose = "of ours it computes as we do" if is_ours else "of its own we compute as it does"
         targets.append(Target(f"{project}: share of heads {whose}", sum(good) / len(good), 1.0))
@@ -321,10 +285,10 @@ def _targets(outcomes: Mapping[Head, Outcome]) -> list[Target]:
 
 def _arguments() -> argparse.Namespace:
     options = parser("Whether heads pass between this project and SpecForge and speculators", has_prompts=False)
-    options.add_argument("--torch", default="torch==2.13.0+cpu", help="what pip installs as PyTorch")
+    options.add_argument("--torch", default=DEFAULT_TORCH, help="what pip installs as PyTorch")
     options.add_argument("--positions", type=int, help="of random features and tokens; 19 or 67")
     options.add_argument("--verbose", action="store_true", help="show what the projects print")
-    for project in _PROJECTS:
+    for project in PROJECTS:
         options.add_argument(f"--env-{project}", type=Path, metavar="DIR", help=f"an environment with {project}")
     arguments = options.parse_args()
     if arguments.positions is None:
