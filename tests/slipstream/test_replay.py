@@ -115,6 +115,15 @@ def test_learning_raises_the_predicted_acceptance(toy_recording: Path, toy_model
     assert document["skipped_steps"] == 0
 
 
+def test_a_run_says_what_each_held_out_trace_would_commit(toy_recording: Path, toy_model: Path) -> None:
+    document = run(toy_recording, toy_model)
+    scores = document["held_out"]
+    assert len(scores) == document["held_out_traces"]
+    committed, rounds = (sum(column) for column in zip(*scores.values(), strict=True))
+    assert committed / rounds == pytest.approx(document["accept_length"], abs=1e-4)
+    assert scores.keys() == run(toy_recording, toy_model, loss="forward_kl")["held_out"].keys()
+
+
 @pytest.mark.parametrize(
     "loss",
     [
