@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common.engines import WholeChains, engine_with, greedy
+from benchmarks.common.engines import engine_with, greedy
 from benchmarks.common.paired import Runs, by_trace
 from speculator.draft.initialization import fresh_draft
 from speculator.trace import Trace
+from tests.fixtures.decoding import FixedPlanner
 
 PROPOSALS, VERSION = 3, 7
 
@@ -24,7 +25,7 @@ def test_a_draft_at_whole_chains_is_judged_in_every_round(toy_model: Path) -> No
         draft_version=VERSION,
         settings=settings,
         on_trace=traces.append,
-        planner=WholeChains(max_depth=PROPOSALS),
+        planner=FixedPlanner(),
     ) as engine:
         greedy(engine, [[1, 2, 3], [4, 5, 6, 7]], max_tokens=24)
     assert len(traces) == 2
