@@ -245,7 +245,6 @@ class _Demo:
                     await self._tell(chapter, http, show)
                 run.duration_s = run.at_s(time.time())
                 await self._catch_up(http, show)
-                self._take_verdict()
                 self.training.close()
                 self.trainer = None
                 await self._decode_plainly(self._plain_s, show)
@@ -271,7 +270,6 @@ class _Demo:
                 await self._pause_for_plain_decoding(show)
             await self._serve(http, chapter_s / num_stretches, show)
         run.chapters[-1].end_s = run.at_s(time.time())
-        self._take_verdict()
         for sentence in chapter_sentences(run, run.chapters[-1]):
             self.console.print(f"  {sentence}", highlight=False)
 
@@ -283,6 +281,7 @@ class _Demo:
         elif chapter is SHIFT and not self.prompts.can_shift:
             self.console.print("  All prompts are of one domain, so the topics stay.")
         elif chapter is POISON:
+            run.published_at = run.samples[-1]
             run.poisoned = publish_poisoned(
                 self.store,
                 self.pointer,
@@ -371,10 +370,14 @@ class _Demo:
             run.swaps_unix_s.append(swapped)
         run.samples.append(sample if self.before_restart is None else sample.going_on(self.before_restart))
         run.lag = await asyncio.to_thread(self.stream.lag)
+        self._take_verdict()
 
     def _take_verdict(self) -> None:
-        if self.observed.poisoned is not None:
-            self.observed.verdict = verdict_on(self.store, self.observed.poisoned)
+        """See what became of the poisoned draft."""
+        run = self.observed
+        if run.poisoned is not None and run.verdict is None:
+            run.verdict = verdict_on(self.store, run.poisoned)
+            run.judged_by = run.samples[-1]
 
     async def _catch_up(self, http: httpx.AsyncClient, show: Callable[[], None]) -> None:
         """Wait until every captured trace was used, or the time for it is over."""

@@ -67,8 +67,8 @@ def _of_poisoned(document: Mapping[str, Any]) -> str:
     if not document["taken_back"]:
         return f"The poisoned draft, version {version}, was not judged in this time."
     return (
-        f"The engine took the poisoned draft, version {version}, back after {document['rounds']} rounds that asked or "
-        f"probed it ({document['seconds']:.0f} s): {document['reason']}."
+        f"The poisoned draft, version {version}, was taken back after at most {document['rounds']} rounds that asked "
+        f"or probed it ({_shown(document['seconds'], '.0f')} s): {document['reason']}."
     )
 
 

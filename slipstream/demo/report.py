@@ -59,7 +59,10 @@ class DemoRun:
     chapters: list[ChapterRun] = field(default_factory=list)
     poisoned: PoisonedDraft | None = None
     verdict: tuple[str, Mapping[str, Number]] | None = None
-    """Why the engine took the poisoned draft back, and the figures that it decided by."""
+    """Why the poisoned draft was taken back, and the figures that decided it."""
+    published_at: Scrape | None = None
+    """The scrape before the poisoned draft was published, and `judged_by` the one that found the verdict."""
+    judged_by: Scrape | None = None
     samples: list[Scrape] = field(default_factory=list)
     """Scrapes of the gateway, oldest first."""
     swaps_unix_s: list[float] = field(default_factory=list)
@@ -228,19 +231,32 @@ def accepted_by_source(sample: Scrape) -> dict[str, int]:
 
 
 def poisoned_figures(run: DemoRun) -> dict[str, Any] | None:
-    """What became of the draft that was published on purpose; `rounds` are those in which it was asked or probed."""
+    """What became of the draft that was published on purpose.
+
+    `rounds` are those that asked or probed it, as the engine counted them; where the trainer's second look was first,
+    the most that they can have been.
+    """
     if run.poisoned is None:
         return None
     reason, numbers = run.verdict or (None, {})
+    rounds = numbers.get("draft_rounds")
+    if run.verdict and rounds is None and run.published_at and run.judged_by:
+        rounds = _num_asked(run.judged_by.since(run.published_at))
     return {
         "version": run.poisoned.version,
         "parent": run.poisoned.parent,
         "taken_back": run.verdict is not None,
         "reason": reason,
-        "rounds": numbers.get("draft_rounds"),
+        "rounds": rounds,
         "all_rounds": numbers.get("rounds"),
         "seconds": numbers.get("seconds"),
     }
+
+
+def _num_asked(window: Scrape) -> int:
+    """How often the head was asked, or probed."""
+    asked = window.total("slipstream_proposals_total", source="head", position="1")
+    return int(asked + window.total("slipstream_draft_looks_total"))
 
 
 def end_to_end(sample: Scrape) -> Bounds:

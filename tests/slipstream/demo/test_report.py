@@ -130,7 +130,8 @@ def test_a_chapter_tells_where_its_tokens_came_from_and_what_became_of_the_poiso
     poisoned = next(chapter for chapter in run.chapters if chapter.chapter is POISON)
     assert "was not judged in this time" in chapter_sentences(run, poisoned)[-1]
     run.verdict = ("accepts less than the incumbent", {"draft_rounds": 31, "rounds": 400, "seconds": 7.4})
-    assert "back after 31 rounds" in chapter_sentences(run, poisoned)[-1]
+    assert "back after at most 31 rounds" in chapter_sentences(run, poisoned)[-1]
+    run.published_at, run.judged_by = run.samples[1], run.samples[2]
     document = figures(run, SETTINGS)
     assert [chapter["name"] for chapter in document["chapters"]] == [chapter.name for chapter in CHAPTERS]
     second = document["chapters"][2]
@@ -139,8 +140,12 @@ def test_a_chapter_tells_where_its_tokens_came_from_and_what_became_of_the_poiso
     assert document["accepted_by_source"] == {"head": 50, "own": 30, "group": 0, "tenant": 60}
     assert (document["poisoned"]["rounds"], document["poisoned"]["taken_back"]) == (31, True)
     text = sentences(document)
-    assert "back after 31 rounds" in text
+    assert "back after at most 31 rounds" in text
     assert "shift 25%" in text
+    run.verdict = ("accepts less on the same traces", {"seconds": 1.0})
+    assert figures(run, SETTINGS)["poisoned"]["rounds"] == 10, (
+        "the trainer was first: as often as it was asked till then"
+    )
 
 
 def test_the_counters_of_a_restarted_engine_go_on() -> None:
