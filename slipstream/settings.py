@@ -21,7 +21,7 @@ COMPOSE_VARIABLES = frozenset(
     for name in (
         *("MODEL", "MODEL_NAME", "MODELS", "CAPTURE", "DEPTH", "SGLANG_GPU", "SGLANG_MEMORY", "SGLANG_ARGS"),
         *("TRAINER_GPU", "REDIS_MEMORY", "STREAM_MAX_BYTES", "PORT", "PROMETHEUS_PORT", "GRAFANA_PORT", "METRICS_KEPT"),
-        *("TRACE_TTL_HOURS", "CAPTURE_FILTER", "CAPTURE_FLOOR", "DROP_PERSONAL_DATA"),
+        *("TRACE_TTL_HOURS", "CAPTURE_FILTER", "CAPTURE_FLOOR", "BRANCH_SHARE", "DROP_PERSONAL_DATA"),
     )
 )
 """Of .env.example: docker compose reads these, and `slipstream` some of them."""

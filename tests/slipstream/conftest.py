@@ -86,7 +86,8 @@ class WatchedDemo:
 
 @pytest.fixture(scope="session")
 def watched_demo(run_cli: RunCli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WatchedDemo]:
-    """One demo for every test that looks at one. 33 s of live traffic: the speedup's interval needs five blocks of 6 s.
+    """One demo for every test that looks at one. 48 s of live traffic: the speedup's interval needs five blocks of 6 s
+    before the engine is started again.
 
     Its head pays within them: the target is an easy one, and there are no suffixes that know it sooner.
     """
@@ -110,8 +111,8 @@ def watched_demo(run_cli: RunCli, tmp_path_factory: pytest.TempPathFactory) -> I
             patch.delenv(name, raising=False)
         patch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
         result = run_cli(
-            *("demo", "--model", model, "--minutes", 0.55, "--json", document, "--plot", plot),
-            *("--port", ports["gateway"], "--max-tokens", 40, "--context-length", 256, "--draft-vocab-size", 24),
+            *("demo", "--model", model, "--minutes", 0.8, "--json", document, "--plot", plot),
+            *("--port", ports["gateway"], "--max-tokens", 40, "--context-length", 256, "--draft-vocab-size", 64),
             *("--dtype", "float32", "--suffix-depth", 0, "--keep", folder / "kept", "--prompts", prompts),
             timeout_s=280,
         )

@@ -158,7 +158,8 @@ def test_the_demo_runs_and_writes_its_figures(watched_demo: WatchedDemo) -> None
 def test_every_query_of_the_live_dashboard_and_of_the_rules_has_data(watched_demo: WatchedDemo) -> None:
     assert watched_demo.returncode == 0, watched_demo.stderr
     url = watched_demo.prometheus_url
-    ended_s = last_time_up(url, ("gateway", "trainer"))
+    # The demo's last chapter begins with a restart of the engine, and is too short for every figure.
+    ended_s = last_time_up(url, ("gateway", "trainer"), counted="slipstream_rounds_total")
     asked = [*questions(LIVE), *recorded()]
     assert len(asked) > 50
     assert without_data(url, asked, ended_s) == []
