@@ -186,7 +186,6 @@ def run_demo(options: DemoOptions, console: Console) -> DemoRun:
                 traffic=traffic,
                 plain=plain_traffic,
                 num_clients=options.clients,
-                num_tenants=options.tenants,
                 num_prompts=len({prompt.text for prompt in asked}),
                 begun_with=begun_with,
             ),

@@ -51,7 +51,6 @@ class DemoRun:
     plain: Traffic
     """What the plain server was asked."""
     num_clients: int = 1
-    num_tenants: int = 1
     num_prompts: int
     """That are different."""
     begun_with: int = 1
