@@ -6,10 +6,10 @@
 Two local engines of one process answer in turns, so that never more than one computes, and the trainer of the service
 learns from the answers of both. They follow its versions together, until the topics change: from then on one of them
 keeps the draft that it has. Then the first topics come back. Which engine has the next turn is drawn for each pair of
-turns, and each turn asks other prompts of the same traffic: no prompt comes twice in a run.
+turns. Both turns ask as many prompts of each domain, each its own: no prompt comes twice in a run.
 
-The changed traffic, for `--minutes`, is of the domain with the most prompts. The first is of all others: two thirds of
-them before, the rest on return.
+The changed traffic, for `--minutes`, is of the domain with the most prompts. The first is of all others: half of them
+before, the rest on return.
 
 A turn's clock runs while all clients wait for an answer. Figures are medians over pairs of turns, with their 95%
 intervals: before the change, where both serve the same draft, so that what is not 1 is noise; in the last quarter of
@@ -28,7 +28,7 @@ import math
 import random
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ MLP_WIDTH, DRAFT_VOCABULARY = 512, 4096
 """The demo's head, for the same reason: it costs half as much as the default."""
 PROMPTS_A_CLIENT = 3
 """In a turn."""
-QUICK_PROMPTS = 72
+QUICK_COUPLES = 36
 """Of the first topics, with `--quick`."""
 ARMS = STATIC, ADAPTIVE = ("static", "adaptive")
 BEFORE, CHANGED, BACK = ("before", "changed", "back")
@@ -78,6 +78,8 @@ class Turn:
 
 
 Pair = dict[str, Turn]
+Couple = tuple[Prompt, Prompt]
+"""Of one domain."""
 
 
 class Stage:
@@ -93,15 +95,15 @@ class Stage:
         self.followers[STATIC].stop()
         self.engines[STATIC].install_draft(self.engines[ADAPTIVE].draft_version)
 
-    async def play(self, prompts: Sequence[Prompt], minutes: float, *, rng: random.Random) -> list[Pair]:
+    async def play(self, couples: Sequence[Couple], minutes: float, *, rng: random.Random) -> list[Pair]:
         """Pairs of turns for so long, or until there are no prompts for another one."""
         end_s, pairs = time.monotonic() + 60 * minutes, list[Pair]()
-        left, a_turn = list(prompts), PROMPTS_A_CLIENT * self.clients
-        while time.monotonic() < end_s and len(left) >= len(ARMS) * a_turn:
+        left, a_turn = list(couples), PROMPTS_A_CLIENT * self.clients
+        while time.monotonic() < end_s and len(left) >= a_turn:
             self.trainer.check()
-            pair = {}
-            for arm in rng.sample(ARMS, len(ARMS)):
-                pair[arm] = await self._turn(self.engines[arm], [left.pop() for _ in range(a_turn)])
+            taken, pair = [left.pop() for _ in range(a_turn)], {}
+            for number, arm in enumerate(rng.sample(ARMS, len(ARMS))):
+                pair[arm] = await self._turn(self.engines[arm], [couple[number] for couple in taken])
             pairs.append(pair)
         return pairs
 
@@ -151,8 +153,8 @@ def main() -> None:
     prompts = read_prompts(arguments.prompts) if arguments.prompts else built_in_prompts()
     rng = random.Random(arguments.seed)
     first, other = _topics(prompts, rng)
-    first = first[:QUICK_PROMPTS] if arguments.quick else first
-    middle = 2 * len(first) // 3
+    first = first[:QUICK_COUPLES] if arguments.quick else first
+    middle = len(first) // 2
     with ExitStack() as opened:
         stage = _stage(arguments, prompts, opened)
         with ExitStack() as following:
@@ -172,7 +174,7 @@ def main() -> None:
         *(
             (
                 phase,
-                f"{speeds[phase]};  {heads[phase]:.3f};  {len(pairs)};  "
+                f"{speeds[phase]};  {heads[phase]};  {len(pairs)};  "
                 + ", ".join(f"{arm} {_rate(pairs, arm):.1f}" for arm in ARMS),
             )
             for phase, pairs in phases.items()
@@ -182,25 +184,28 @@ def main() -> None:
     document = {
         "suffix_depth": arguments.suffix_depth,
         "speed": {phase: speed.to_dict() for phase, speed in speeds.items()},
-        "head_tokens": {phase: round(ratio, 4) for phase, ratio in heads.items()},
+        "head_tokens": {phase: ratio.to_dict() for phase, ratio in heads.items()},
         "versions": versions,
     }
     targets = [
         Target("tokens a second on changed traffic, adaptive / static", speeds[CHANGED].value, 1.1),
-        Target("accepted tokens of the head there", heads[CHANGED], 1.25),
+        Target("accepted tokens of the head there", heads[CHANGED].value, 1.25),
         Target("tokens a second on return", speeds[BACK].value, 0.95),
     ]
     finish(rows, targets, document, arguments.json)
 
 
-def _topics(prompts: Sequence[Prompt], rng: random.Random) -> tuple[list[Prompt], list[Prompt]]:
+def _topics(prompts: Sequence[Prompt], rng: random.Random) -> tuple[list[Couple], list[Couple]]:
     """The first traffic and the changed one, in a random order. Raises ConfigError where there is one domain only."""
-    counts = Counter(prompt.domain for prompt in prompts)
-    if len(counts) < 2:
+    by_domain: dict[str, list[Prompt]] = defaultdict(list)
+    for prompt in rng.sample(prompts, len(prompts)):
+        by_domain[prompt.domain].append(prompt)
+    if len(by_domain) < 2:
         raise ConfigError("all prompts have one domain: use prompts of several")
-    largest = counts.most_common(1)[0][0]
-    mixed = rng.sample(prompts, len(prompts))
-    return [one for one in mixed if one.domain != largest], [one for one in mixed if one.domain == largest]
+    couples = {domain: list(zip(of[::2], of[1::2], strict=False)) for domain, of in by_domain.items()}
+    other = couples.pop(max(by_domain, key=lambda domain: len(by_domain[domain])))
+    first = [couple for of in couples.values() for couple in of]
+    return rng.sample(first, len(first)), other
 
 
 def _later(pairs: list[Pair], parts: int) -> list[Pair]:
@@ -219,11 +224,11 @@ def _rate(pairs: list[Pair], arm: str) -> float:
     return sum(pair[arm].tokens for pair in pairs) / sum(pair[arm].seconds for pair in pairs)
 
 
-def _head(pairs: list[Pair]) -> float:
-    def share(arm: str) -> float:
-        return sum(pair[arm].head_tokens for pair in pairs) / sum(pair[arm].answer_tokens for pair in pairs)
+def _head(pairs: list[Pair]) -> Median:
+    def share(turn: Turn) -> float:
+        return (turn.head_tokens + 1) / turn.answer_tokens  # none at all is divided by, too
 
-    return share(ADAPTIVE) / max(share(STATIC), 1e-3)
+    return Median.of([share(pair[ADAPTIVE]) / share(pair[STATIC]) for pair in pairs])
 
 
 def _stage(arguments: argparse.Namespace, prompts: list[Prompt], opened: ExitStack) -> Stage:
