@@ -40,8 +40,8 @@ import torch
 
 from benchmarks.answers import add_recording_options, recording
 from benchmarks.common.report import Target, fill_in, finish, parser
+from serving.answer_text import LocalTokenizer
 from serving.local.config import LocalEngineConfig
-from serving.local.text import LocalTokenizer
 from slipstream.demo.topics import Prompt
 from slipstream.models import resolve_model
 from slipstream.replay import Feed

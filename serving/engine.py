@@ -209,6 +209,15 @@ class Tokenizer(Protocol):
         Raises RequestError when the model's template refuses the conversation.
         """
 
+    def encode_more(self, text: str) -> list[int]:
+        """Token ids of text that goes on behind other text."""
+
+    def encode_next(self, messages: list[dict[str, str]]) -> list[int]:
+        """Token ids of these messages behind an answer that has ended with its end token, ready for the next answer.
+
+        Raises RequestError as `encode_chat`, and where the template writes earlier messages anew.
+        """
+
 
 class DraftHost(Protocol):
     """Runs a draft that can be exchanged while it serves, whoever turns its tokens into answers."""

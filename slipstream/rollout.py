@@ -1,190 +1,178 @@
-"""The client of `slipstream rollout`: groups to a server, its samples back, over as many connections as it takes.
+"""Conversations with environments: a sample says something, its environment answers, until one of them ends it.
 
-The client names the rollout, so a request whose answer was lost is not sent blindly again: the samples are asked for by
-that name first, and only a server that does not know it gets the groups once more.
+    class Adder:
+        async def reset(self, sample: SampleKey) -> None: ...
+        async def step(self, text: str) -> Step:
+            return Step(reward=float("4" in text), done=True)
+
+    async with AsyncRollouts(url) as rollouts:
+        played = Conversations(rollouts, [Group(prompt="2 + 2 =", n=8, redundant=2, max_tokens=64)], lambda _: Adder())
+        async for sample in played:
+            print(sample.key, played.rewards.get(sample.key))
+
+Environments live here, in the client. While one thinks, its sample holds no slot of an engine. A step that raises or
+takes too long is tried again where `retries` say so, on the same environment; then the sample is aborted, and the
+others go on.
 """
 
 from __future__ import annotations
 
-import re
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+import asyncio
+import importlib
+import math
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import Annotated, Any, TypeVar
-from uuid import uuid4
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-import httpx
 import msgspec
 
-from speculator.errors import ConfigError, EngineError
-from speculator.host import read_json_lines, split_lines
+from slipstream.client import AsyncRollouts, Group, Sample, SampleKey, Turn
+from speculator.errors import ConfigError, SlipstreamError, type_and_place
 
-T = TypeVar("T")
-_PAUSE_S = 0.5
-_CONNECT_S = 10.0
-_SILENCE_S = 60.0
-"""A server that lives sends something every ten."""
-_LATER = (429, 503)
-"""Statuses with which a server says: retry."""
+Messages = Sequence[Mapping[str, Any]]
 
 
-class _Model(msgspec.Struct):
-    id: str
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What an environment says to a turn. A text goes behind the sample as it is, messages in the model's template;
+    where it is `done` nothing does. Rewards of a sample add up.
+    """
+
+    observation: str | Messages | None = None
+    reward: float = 0.0
+    done: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.reward, int | float) or not math.isfinite(self.reward):
+            raise ValueError(f"reward is {self.reward!r}, not a number")
+        if self.done == (self.observation is not None):
+            raise ValueError("a step has an observation, or it is done")
+        is_text = self.observation is None or isinstance(self.observation, str)
+        if not is_text and not (isinstance(self.observation, Sequence) and self.observation):
+            raise ValueError(f"observation is of {type(self.observation).__name__}, not a text or messages")
 
 
-class _Models(msgspec.Struct):
-    data: Annotated[list[_Model], msgspec.Meta(min_length=1)]
+class Environment(Protocol):
+    """What answers the turns of one sample."""
+
+    async def reset(self, sample: SampleKey) -> None:
+        """Before the first turn."""
+
+    async def step(self, text: str) -> Step:
+        """The sample has said `text`."""
 
 
-def read_groups(path: Path, defaults: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The groups of a file by where they stand; what a line does not say, `defaults` do. Raises ConfigError."""
-    rows = read_json_lines(path, dict[str, Any], example='{"prompt": "…", "n": 8}')
-    groups = {
-        f"{path}, line {number}": {"id": str(index), **defaults, **group} for index, (number, group) in enumerate(rows)
-    }
-    if not groups:
-        raise ConfigError(f"{path} has no groups: write one JSON object a line")
-    return groups
+Factory = Callable[[SampleKey], Environment]
 
 
-class RolloutClient:
-    """One rollout, from its submission to its last sample."""
-
-    def __init__(
-        self,
-        groups: Mapping[str, dict[str, Any]],
-        *,
-        url: str,
-        api_key: str | None,
-        model: str | None,
-        logprobs: bool,
-        retry_s: float,
-    ) -> None:
-        """`groups` by where they stand, which is what a refusal names; `model` None is the one that the server serves.
-
-        The client gives up after `retry_s` without a sample or an answer.
-        """
-        self._groups, self._url, self._api_key = groups, url, api_key
-        self._model, self._logprobs, self._retry_s = model, logprobs, retry_s
-        self._id = uuid4().hex
-        self._num_samples = 0
-        self._failing_since_s: float | None = None
-        self._was_there = False
-        """The server has answered at all."""
-        self._is_known = False
-        """The server may know the rollout."""
-
-    def run(self, on_sample: Callable[[dict[str, Any]], object]) -> Counter[str]:
-        """How many samples ended in each state; `on_sample` gets each of them once, as the server sent it.
-
-        Raises ConfigError for what the server refuses, EngineError where it goes away for good.
-        """
-        states: Counter[str] = Counter()
-        headers = {"authorization": f"Bearer {self._api_key}"} if self._api_key else {}
-        timeout = httpx.Timeout(_SILENCE_S, connect=_CONNECT_S)
-        try:
-            client = httpx.Client(base_url=self._url, headers=headers, timeout=timeout, trust_env=False)
-        except httpx.InvalidURL as error:
-            raise ConfigError(f"{self._url!r} is no address ({error}): check --url") from None
-        with client as http:
-            try:
-                for sample in self._samples(http):
-                    states[sample["state"]] += 1
-                    on_sample(sample)
-            except KeyboardInterrupt:
-                with suppress(httpx.HTTPError):
-                    http.delete(f"/v1/rollouts/{self._id}", timeout=_CONNECT_S)
-                raise
-        return states
-
-    def _samples(self, http: httpx.Client) -> Iterator[dict[str, Any]]:
-        while True:
-            why = "the stream ended too early"
-            try:
-                for said in self._stream(http):
-                    kind = said.get("object")
-                    if kind != "rollout" and "error" not in said:
-                        # The first line alone is no sign of progress.
-                        self._failing_since_s = None
-                    if kind == "rollout.sample" and said["number"] == self._num_samples:
-                        self._num_samples += 1
-                        yield said
-                    elif kind == "rollout.end" and said["next"] == said["num_samples"]:
-                        return
-                    elif "error" in said:
-                        why = said["error"]["message"]
-            except httpx.TransportError as failure:
-                if not self._was_there and isinstance(failure, httpx.ConnectError | httpx.UnsupportedProtocol):
-                    message = f"nothing answers at {self._url}: start the server, or check --url"
-                    raise ConfigError(message) from None
-                why = type(failure).__name__
-            self._pause(why)
-
-    def _stream(self, http: httpx.Client) -> Iterator[dict[str, Any]]:
-        """What one connection brings; an empty line is an empty object."""
-        if self._is_known:
-            sending = http.stream("GET", f"/v1/rollouts/{self._id}/samples?after={self._num_samples}")
-        else:
-            sending = http.stream("POST", "/v1/rollouts", json=self._body(http))
-            self._is_known = True
-        with sending as response:
-            self._was_there = True
-            if response.status_code == 200:
-                for line in split_lines(response.iter_bytes()):
-                    yield self._decoded(line, dict[str, Any]) if line else {}
-                return
-            response.read()
-            self._check_refusal(response)
-            yield {"error": {"message": _message(response)}}
-
-    def _body(self, http: httpx.Client) -> dict[str, Any]:
-        model = self._model
-        if model is None:
-            response = http.get("/v1/models", timeout=_CONNECT_S)
-            if response.status_code != 200:
-                raise ConfigError(f"{self._url} does not say what it serves: {_message(response)}")
-            model = self._decoded(response.content, _Models).data[0].id
-        return {"id": self._id, "model": model, "groups": [*self._groups.values()], "logprobs": self._logprobs}
-
-    def _check_refusal(self, response: httpx.Response) -> None:
-        """Raises for what will not be another time."""
-        is_new = response.request.method == "POST"
-        if response.status_code in _LATER:
-            self._is_known = not is_new
-        elif response.status_code == 404 and not is_new and not self._num_samples:
-            self._is_known = False  # the first request never got there
-        elif is_new and response.status_code != 409:  # with that it did, and goes on
-            raise ConfigError(self._refusal(response))
-        elif not is_new:
-            message = f"the server has lost the rollout after {self._num_samples} samples: {_message(response)}"
-            raise EngineError(message)
-
-    def _refusal(self, response: httpx.Response) -> str:
-        message = _message(response)
-        group = re.search(r"\(groups\[(\d{1,9})\]", message)
-        where = group and dict(enumerate(self._groups)).get(int(group[1]))
-        return f"{where}: {message}" if where else message
-
-    def _decoded(self, raw: bytes, kind: type[T]) -> T:
-        try:
-            return msgspec.json.decode(raw, type=kind)
-        except (ValueError, RecursionError):
-            raise ConfigError(f"{self._url} answers as no Slipstream server does: check --url") from None
-
-    def _pause(self, why: str) -> None:
-        now_s = time.monotonic()
-        self._failing_since_s = self._failing_since_s or now_s
-        if now_s - self._failing_since_s > self._retry_s:
-            raise EngineError(f"{self._url} is gone after {self._num_samples} samples: {why}")
-        time.sleep(_PAUSE_S)
-
-
-def _message(response: httpx.Response) -> str:
-    """What the server says about a refusal, with the field that it names."""
+def load_environment(name: str) -> Factory:
+    """MODULE:CLASS, or any other callable that makes one of a sample's key. Raises ConfigError."""
+    module, _, attribute = name.partition(":")
     try:
-        error = response.json()["error"]
-        return f"{error['message']} ({error['param'] or error['code']})"
-    except (ValueError, KeyError, TypeError):
-        return f"status {response.status_code}"
+        made: Factory = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{name!r} is no environment ({error}): pass MODULE:CLASS") from None
+    if not callable(made):
+        raise ConfigError(f"{name!r} makes no environments: pass MODULE:CLASS")
+    return made
+
+
+@dataclass
+class Conversations:
+    """One rollout; iterating it, once, gives its samples as they end. Raises as `AsyncRollout` does."""
+
+    rollouts: AsyncRollouts
+    groups: Sequence[Group | Mapping[str, Any]]
+    make: Factory
+    name: str = "environment"
+    """Of the environment, in the server's words."""
+    step_timeout_s: float = 60.0
+    retries: int = 0
+    """Further attempts at a step that raised or took too long."""
+    logprobs: bool = True
+    places: Sequence[str] = ()
+    """As of `AsyncRollouts.start`."""
+    rewards: dict[SampleKey, float] = field(default_factory=dict)
+    """Of samples whose environment has answered, so far."""
+    failures: dict[SampleKey, str] = field(default_factory=dict)
+    """Why environments were given up."""
+    _environments: dict[SampleKey, Environment] = field(default_factory=dict)
+    _finished: set[SampleKey] = field(default_factory=set)
+
+    async def __aiter__(self) -> AsyncIterator[Sample]:
+        groups = [_with_environment(group, self.name) for group in self.groups]
+        self._rollout = self.rollouts.start(groups, logprobs=self.logprobs, places=self.places)
+        samples: asyncio.Queue[Sample | None] = asyncio.Queue()
+        reading = asyncio.create_task(self._read(samples))
+        try:
+            while (sample := await samples.get()) is not None:
+                self._environments.pop(sample.key, None)
+                if sample.state == "finished":
+                    self._finished.add(sample.key)
+                yield sample
+            await reading
+        finally:
+            if not reading.done():
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
+                # Nobody answers its environments any more.
+                with suppress(SlipstreamError):
+                    await self._rollout.cancel()
+
+    async def send_rewards(self) -> None:
+        """Of the samples that have finished: the draft learns more from the better ones."""
+        if rewards := {key: reward for key, reward in self.rewards.items() if key in self._finished}:
+            await self._rollout.reward(rewards)
+
+    async def _read(self, samples: asyncio.Queue[Sample | None]) -> None:
+        answers: dict[SampleKey, asyncio.Task[None]] = {}
+        try:
+            async with asyncio.TaskGroup() as answering:
+                async for said in self._rollout.everything():
+                    if isinstance(said, Turn):
+                        answers[said.key] = answering.create_task(self._answer(said))
+                    else:
+                        if (answer := answers.pop(said.key, None)) is not None:
+                            # It has ended without: it is redundant, too old, or past its deadline.
+                            answer.cancel()
+                        samples.put_nowait(said)
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        finally:
+            samples.put_nowait(None)
+
+    async def _answer(self, turn: Turn) -> None:
+        try:
+            step = await self._step(turn)
+        except Exception as error:
+            why = "too slow" if isinstance(error, TimeoutError) else type_and_place(error)
+            self.failures[turn.key] = why
+            await self._rollout.observe(turn, failure=f"the environment failed: {why}")
+            return
+        self.rewards[turn.key] = self.rewards.get(turn.key, 0.0) + step.reward
+        await self._rollout.observe(turn, step.observation)
+
+    async def _step(self, turn: Turn) -> Step:
+        for attempt in range(self.retries + 1):
+            try:
+                async with asyncio.timeout(self.step_timeout_s):
+                    if turn.key not in self._environments:
+                        environment = self.make(turn.key)
+                        await environment.reset(turn.key)
+                        self._environments[turn.key] = environment
+                    step = await self._environments[turn.key].step(turn.text)
+                if not isinstance(step, Step):
+                    raise TypeError(f"the step gave {type(step).__name__}, not a Step")
+                return step
+            except Exception:
+                if attempt == self.retries:
+                    raise
+        raise AssertionError("one attempt at least")
+
+
+def _with_environment(group: Group | Mapping[str, Any], name: str) -> dict[str, Any]:
+    named: dict[str, Any] = msgspec.to_builtins(group) if isinstance(group, Group) else dict(group)
+    if named.setdefault("environment", name) != name:
+        raise ConfigError(f"a group names the environment {named['environment']!r}, and {name!r} is here")
+    return named

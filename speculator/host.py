@@ -15,7 +15,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -183,6 +183,15 @@ def split_lines(parts: Iterable[bytes]) -> Iterator[bytes]:
     for part in parts:
         *lines, rest = (rest + part).split(b"\n")
         yield from lines
+
+
+async def asplit_lines(parts: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+    """As `split_lines`."""
+    rest = b""
+    async for part in parts:
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line
 
 
 def json_line(value: Any) -> bytes:

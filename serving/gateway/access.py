@@ -57,6 +57,7 @@ ACCESS = {
     "/v1/rollouts/{rollout_id}": Access.OWN,
     "/v1/rollouts/{rollout_id}/samples": Access.OWN,
     "/v1/rollouts/{rollout_id}/rewards": Access.OWN,
+    "/v1/rollouts/{rollout_id}/observations": Access.OWN,
     "/v1/models": Access.READ,
     "/v1/models/{model:path}": Access.READ,
     "/openapi.json": Access.READ,

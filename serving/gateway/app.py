@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.routing import APIRoute
@@ -11,7 +12,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from serving.engine import DraftHost, Engine
+from serving.engine import DraftHost, Engine, Tokenizer
 from serving.gateway.access import AccessControl
 from serving.gateway.admin import Drafts, Targets, admin_routes, target_routes
 from serving.gateway.config import GatewaySettings
@@ -27,7 +28,7 @@ from serving.gateway.rollouts.book import RolloutBook
 from serving.gateway.rollouts.routes import SendRewards, rollout_routes
 from serving.gateway.telemetry import Telemetry, exchange_of
 from serving.gateway.upstream import Upstream
-from serving.rollout.engines import InProcessEngine
+from serving.rollout.engines import EnginePool, InProcessEngine
 
 
 async def _routing_error(request: Request, failure: Exception) -> Response:
@@ -65,7 +66,10 @@ def create_app(
     book = RolloutBook([rollout_engine], settings)
     gateway.on_change = book.driver.wake
     registry.register(RolloutCollector(book.driver, book.ended))
-    routers = [completion_routes(gateway), rollout_routes(gateway, book, send_rewards)]
+    rollouts = rollout_routes(
+        book, info=engine.info, tokenizer=engine.tokenizer, settings=settings, send_rewards=send_rewards
+    )
+    routers = [completion_routes(gateway), rollouts]
     if targets is not None:
         routers.append(target_routes(targets, settings, on_moved=book.driver.set_target_version))
     app = _assemble(
@@ -73,6 +77,15 @@ def create_app(
     )
     app.state.erase = book.erase
     return app
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollouts:
+    """What rollouts need in front of engines that are elsewhere; as `create_app` has it from its own."""
+
+    pool: EnginePool
+    tokenizer: Tokenizer
+    send_rewards: SendRewards | None = None
 
 
 def create_passthrough_app(
@@ -84,15 +97,39 @@ def create_passthrough_app(
     drafts: Drafts | None = None,
     targets: Targets | None = None,
     target: str = "",
+    rollouts: Rollouts | None = None,
 ) -> FastAPI:
     """The same app in front of a server that speaks the OpenAI protocol itself; `host` answers for its draft. It serves
-    the target with the fingerprint `target`.
+    the target with the fingerprint `target`. Without `rollouts` there is no route for them.
     """
     metrics = GatewayMetrics(registry)
     routers = [passthrough_routes(host, upstream, settings, metrics, target)]
+    on_moved: Callable[[int], None] = _ignore
+    erase: Callable[[Collection[str]], None] = _ignore
+    running: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+    if rollouts is not None:
+        book, pool = RolloutBook([], settings), rollouts.pool
+        on_moved, erase = book.driver.set_target_version, book.erase
+        registry.register(RolloutCollector(book.driver, book.ended))
+        tokenizer, send_rewards = rollouts.tokenizer, rollouts.send_rewards
+        routers.append(
+            rollout_routes(book, info=host.info, tokenizer=tokenizer, settings=settings, send_rewards=send_rewards)
+        )
+
+        @asynccontextmanager
+        async def running() -> AsyncIterator[None]:
+            async with book.running(), pool.running(book.driver.set_engines):
+                yield
+
     if targets is not None:
-        routers.append(target_routes(targets, settings, on_moved=lambda version: None))
-    return _assemble(routers, host, settings, metrics, registry, drafts, shows_tokens=False)
+        routers.append(target_routes(targets, settings, on_moved=on_moved))
+    app = _assemble(routers, host, settings, metrics, registry, drafts, shows_tokens=False, beside=running)
+    app.state.erase = erase
+    return app
+
+
+def _ignore(_: object) -> None:
+    return
 
 
 def _assemble(

@@ -94,7 +94,7 @@ class RolloutCollector(Collector):
         driver = self._driver
         samples = GaugeMetricFamily(
             "slipstream_rollout_samples",
-            "Samples of rollouts under way: waiting without a token, paused with some, running",
+            "Samples of rollouts under way: waiting without a token, paused with some, running, awaiting answers",
             labels=["state"],
         )
         counts = driver.counts
@@ -104,7 +104,8 @@ class RolloutCollector(Collector):
         yield samples
         ended = CounterMetricFamily(
             "slipstream_rollout_ended_samples",
-            "Samples of rollouts that ended: by themselves (stop, length), or as stale, deadline, cancelled, refused",
+            "Samples of rollouts that ended: by themselves (stop, length, done), or as stale, deadline, cancelled, "
+            "refused, redundant, environment",
             labels=["reason"],
         )
         for reason in get_args(EndReason):
@@ -120,4 +121,9 @@ class RolloutCollector(Collector):
         yield leases
         yield CounterMetricFamily(
             "slipstream_rollout_tokens", "Tokens that samples of rollouts were given", driver.num_tokens
+        )
+        yield CounterMetricFamily(
+            "slipstream_rollout_read_again_tokens",
+            "Tokens of samples that went on where they had not been before, prompts included",
+            driver.num_read_again,
         )

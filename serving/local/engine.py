@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from serving.acceptance import AcceptanceByLength
+from serving.answer_text import AnswerText
 from serving.capture.sampling import BranchSampler
 from serving.engine import Chunk, EngineHealth, EngineInfo, GenerateRequest, SwapReport, TargetReport, WatchedRound
 from serving.group_cache.sync import GroupSharing
@@ -32,7 +33,6 @@ from serving.local.scheduler.queue import Arrived, Inbox, Outbox
 from serving.local.scheduler.step_loop import DecodeLoop, RoundObserver
 from serving.local.target.loading import load_tokenizer
 from serving.local.target.model import Target
-from serving.local.text import AnswerText
 from serving.metrics import EngineMetrics
 from serving.speedup import EstimatedSpeedup, SpeedupMeter, StretchSpeedup
 from speculator.draft.eagle3 import Eagle3Draft

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from serving.answer_text import AnswerText
 from serving.engine import Chunk, FinishReason, GenerateRequest, Source, Stratum, stratum_of
-from serving.local.text import AnswerText
 from speculator.draft.sampling_params import SamplingParams
 from speculator.draft.verification import draws
 from speculator.host import now_ms

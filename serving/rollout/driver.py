@@ -15,13 +15,13 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
-from typing import cast
+from typing import Literal, cast
 
 import structlog
 
 from serving.engine import Chunk, GenerateRequest
 from serving.rollout.engines import RolloutEngine
-from serving.rollout.samples import Answer, Ended, GroupWork, Lease, SampleId, SampleResult, SampleState
+from serving.rollout.samples import Answer, Ended, GroupWork, Lease, SampleId, SampleResult, SampleState, Turn
 from serving.rollout.scheduler import Policy, Scheduler
 from speculator.errors import EngineBusyError, EngineDeadError, EngineError, RequestError, type_and_place
 
@@ -32,7 +32,9 @@ MAX_FAILURES = 3
 
 
 class Driver:
-    """Owned by one event loop. `on_ended` hears of each sample once, when it has ended; it must not block."""
+    """Owned by one event loop. `on_ended` hears of each sample once, when it has ended, and `on_turn` of each turn that
+    an environment is to answer (`observe`, `end_conversation`); they must not block.
+    """
 
     def __init__(
         self,
@@ -40,13 +42,14 @@ class Driver:
         policy: Policy,
         *,
         on_ended: Callable[[SampleResult], object],
+        on_turn: Callable[[Turn], object] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
         target_version: int = 0,
     ) -> None:
         """Deadlines of groups are on `clock`."""
         self._engines = {engine.name: engine for engine in engines}
         assert len(self._engines) == len(engines), "two engines have one name"
-        self._on_ended, self._clock = on_ended, clock
+        self._on_ended, self._on_turn, self._clock = on_ended, on_turn, clock
         self._scheduler = Scheduler(policy, target_version=target_version)
         self._works: dict[str, GroupWork] = {}
         self._num_left: dict[str, int] = {}
@@ -76,11 +79,47 @@ class Driver:
             self._answers |= {SampleId(group_id, number): Answer() for number in range(num_samples)}
         self.wake()
 
+    def set_engines(self, engines: Iterable[RolloutEngine]) -> None:
+        """These are all that there are now. What ran on one that is gone goes on elsewhere."""
+        found = {engine.name: engine for engine in engines}
+        for name in self._engines.keys() - found.keys() - self._lost:
+            self._lose(name)
+        self._engines = found
+        self._lost &= found.keys()
+        # A new one has said nothing yet: it is asked, as one that was lost.
+        self._lost |= {name for name, engine in found.items() if not engine.is_alive}
+        self.wake()
+
     def cancel(self, group_ids: Iterable[str]) -> None:
         """End what has not ended of these groups; those that are known no more have."""
         for group_id in group_ids:
             if group_id in self._works:
                 self._end_all(self._scheduler.cancel(group_id))
+        self.wake()
+
+    def awaited_turn(self, sample_id: SampleId) -> int | None:
+        """The number of the turn that an environment is to answer; None where it has not the word."""
+        work = self._works.get(sample_id.group_id)
+        if work is None or sample_id.number >= len(work.request.seeds):
+            return None
+        sample = self._scheduler.sample(sample_id)
+        return len(sample.turns) - 1 if sample.state is SampleState.AWAITING else None
+
+    def observe(self, sample_id: SampleId, tokens: Sequence[int]) -> None:
+        """The environment that has the word says these tokens; the sample goes on behind them, as far as they fit."""
+        ended = self._scheduler.observed(sample_id, tokens)
+        num_taken = len(self._scheduler.sample(sample_id).tokens) - self._scheduler.sample(sample_id).turns[-1][1]
+        self._answers[sample_id].observe(num_taken, logprobs=self._works[sample_id.group_id].logprobs)
+        if ended is not None:
+            self._end_all([ended])
+        self.wake()
+
+    def end_conversation(self, sample_id: SampleId, *, failure: str | None = None) -> None:
+        """The environment that has the word says that this is the end, or it has failed."""
+        if failure is None:
+            self._end_all([self._scheduler.done(sample_id)])
+        else:
+            self._end_all([self._scheduler.failed(sample_id)], detail=failure)
         self.wake()
 
     def set_target_version(self, version: int) -> None:
@@ -102,6 +141,11 @@ class Driver:
         """The same of one group; nothing of one that has ended."""
         numbers = range(len(self._works[group_id].request.seeds)) if group_id in self._works else ()
         return Counter(self._scheduler.sample(SampleId(group_id, number)).state for number in numbers)
+
+    @property
+    def num_read_again(self) -> int:
+        """Tokens of samples that went on where they had not been before, prompts included."""
+        return self._scheduler.num_read_again
 
     @property
     def has_engine(self) -> bool:
@@ -237,6 +281,10 @@ class Driver:
         self.num_tokens += len(chunk.token_ids)
         if chunk.finish_reason is not None:
             assert chunk.finish_reason != "abort"
+            if self._scheduler.turn_ended(lease, chunk.token_ids):
+                self._stop(lease.number)
+                self._hand_over(lease.sample_id, chunk.finish_reason)
+                return False
             ended = self._scheduler.finished(lease, chunk.token_ids, chunk.finish_reason)
             assert ended is not None
             self._stop(lease.number)
@@ -246,6 +294,22 @@ class Driver:
             return True
         self._stop(lease.number)
         return False
+
+    def _hand_over(self, sample_id: SampleId, reason: Literal["stop", "length"]) -> None:
+        """Its environment has the word."""
+        sample = self._scheduler.sample(sample_id)
+        text, logprobs = self._answers[sample_id].next_turn()
+        start, end = sample.turns[-1]
+        self._on_turn(
+            Turn(
+                sample_id=sample_id,
+                number=len(sample.turns) - 1,
+                tokens=tuple(sample.tokens[start:end]),
+                logprobs=logprobs,
+                text=text,
+                reason=reason,
+            )
+        )
 
     def _fail(self, lease: Lease, failure: Exception) -> None:
         if isinstance(failure, RequestError):
@@ -288,7 +352,9 @@ class Driver:
             self._on_ended(self._result_of(one, detail))
             group_id = one.sample_id.group_id
             self._num_left[group_id] -= 1
-            if not self._num_left[group_id]:
+            if self._num_left[group_id] and one.state is SampleState.FINISHED:
+                self._end_all(self._scheduler.redundant(group_id))
+            elif not self._num_left[group_id]:
                 self._forget(group_id)
 
     def _result_of(self, ended: Ended, detail: str) -> SampleResult:
@@ -305,6 +371,7 @@ class Driver:
             target_version=sample.target_version,
             engine=answer.engine,
             num_leases=answer.num_leases,
+            turns=tuple(sample.turns) if is_wanted else (),
             detail=detail,
         )
 

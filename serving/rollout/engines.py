@@ -16,7 +16,8 @@ half is what they have added on average.)
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -49,6 +50,13 @@ class RolloutEngine(Protocol):
 
     def drop(self, tenant: str, group_id: str) -> None:
         """As `serving.engine.Engine.drop`."""
+
+
+class EnginePool(Protocol):
+    """Engines that come and go."""
+
+    def running(self, on_change: Callable[[Iterable[RolloutEngine]], None]) -> AbstractAsyncContextManager[None]:
+        """Until its end `on_change` is told of all that there are, at first and at every change, on the event loop."""
 
 
 class InProcessEngine:

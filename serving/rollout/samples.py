@@ -18,7 +18,8 @@ from speculator.errors import RequestError
 MAX_SAMPLES = 1024
 """Of one group."""
 WhenStale = Literal["return", "abort"]
-EndReason = Literal["stop", "length", "stale", "deadline", "cancelled", "refused"]
+EndReason = Literal["stop", "length", "done", "stale", "deadline", "cancelled", "refused", "redundant", "environment"]
+"""With an environment a sample ends as `done` when that says so, and as `environment` where it failed."""
 
 
 class SampleId(NamedTuple):
@@ -32,6 +33,8 @@ class SampleState(StrEnum):
     RUNNING = "running"
     PAUSED = "paused"
     """Waits with the tokens that it has."""
+    AWAITING = "awaiting"
+    """Its environment has the word: it holds no slot."""
     FINISHED = "finished"
     STALE = "stale"
     """Too old for the newest target; its tokens are handed back, marked as such."""
@@ -58,6 +61,11 @@ class GroupRequest:
     max_staleness: int | None = None
     """α: most target versions that may come out while a sample is under way; None for any number."""
     when_stale: WhenStale = "return"
+    turn_tokens: int | None = None
+    """Where a sample is a conversation with an environment: most tokens of a turn. What the environment says counts
+    among `max_tokens`, too."""
+    num_needed: int | None = None
+    """Finished samples after which the others are redundant; None: all are needed."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.seeds) <= MAX_SAMPLES:
@@ -68,6 +76,10 @@ class GroupRequest:
             raise RequestError("max_tokens must be at least 1", param="max_tokens")
         if self.max_staleness is not None and self.max_staleness < 0:
             raise RequestError("max_staleness must be at least 0", param="max_staleness")
+        if self.turn_tokens is not None and self.turn_tokens < 1:
+            raise RequestError("turn_tokens must be at least 1", param="turn_tokens")
+        if self.num_needed is not None and not 1 <= self.num_needed <= len(self.seeds):
+            raise RequestError("as many samples as are needed must be begun", param="num_needed")
 
 
 @dataclass(kw_only=True)
@@ -82,12 +94,18 @@ class Sample:
     """What engines reported; what they had not reported when they died is generated again."""
     engine: str | None = None
     """Where it runs; None elsewhere."""
+    home: str | None = None
+    """The engine that read it last: if any, it still has its keys and values."""
     chunk_end: int = 0
     """Number of tokens at which it is decided anew where it goes on."""
     lease: int = 0
     """The number of its newest lease: no other may report."""
     target_version: int | None = None
     """That of its first tokens; until they come, the newest one when they were asked for."""
+    turns: list[tuple[int, int]] = field(default_factory=list)
+    """Where, among its tokens, each finished turn of the model begins and ends; the rest its environment has said."""
+    turn_start: int = 0
+    """Where the present turn begins."""
 
     @property
     def sample_id(self) -> SampleId:
@@ -97,6 +115,21 @@ class Sample:
     def context(self) -> int:
         """Tokens that an engine has to read before it can go on."""
         return len(self.group.request.prompt_token_ids) + len(self.tokens)
+
+    def is_at_home(self, engine: str) -> bool:
+        """Whether there is nothing that the engine must read and another one has: a prefix, or the group's prompt."""
+        if self.home is not None:
+            return self.home == engine
+        return not self.group.engines or engine in self.group.engines
+
+    @property
+    def tokens_left(self) -> int:
+        """Of this turn."""
+        request = self.group.request
+        end = request.max_tokens
+        if request.turn_tokens is not None:
+            end = min(end, self.turn_start + request.turn_tokens)
+        return end - len(self.tokens)
 
     @property
     def is_probe(self) -> bool:
@@ -114,6 +147,8 @@ class Group:
     samples: list[Sample] = field(default_factory=list)
     longest_finished: int | None = None
     num_finished: int = 0
+    engines: set[str] = field(default_factory=set)
+    """That have read its prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +160,7 @@ class Lease:
     number: int
     prompt_token_ids: tuple[int, ...]
     num_generated: int
-    """How many of the prompt's tokens are the sample's own."""
+    """How many of the prompt's last tokens are of the turn that goes on."""
     seed: int
     max_tokens: int
     target_version: int
@@ -168,12 +203,37 @@ class Answer:
     num_leases: int = 0
     num_failures: int = 0
     """Of engines that lived and were not busy, without a token between them."""
+    said: tuple[int, int] = (0, 0)
+    """Parts and logprobs of turns before the present one."""
 
     def add(self, chunk: Chunk, engine: str) -> None:
         self.logprobs.extend(chunk.logprobs)
         self.parts.append(chunk.text)
         self.engine = engine
         self.num_failures = 0
+
+    def next_turn(self) -> tuple[str, tuple[float, ...]]:
+        """Text and logprobs of the one that has ended."""
+        parts, logprobs = self.said
+        self.said = len(self.parts), len(self.logprobs)
+        return "".join(self.parts[parts:]), tuple(self.logprobs[logprobs:])
+
+    def observe(self, num_tokens: int, *, logprobs: bool) -> None:
+        """The environment has said so many tokens."""
+        self.logprobs.extend([0.0] * num_tokens if logprobs else [])
+        self.said = len(self.parts), len(self.logprobs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What a sample has said, for its environment."""
+
+    sample_id: SampleId
+    number: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+    reason: Literal["stop", "length"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,5 +253,7 @@ class SampleResult:
     """The last that gave it tokens; empty where none did."""
     num_leases: int
     """On how many engines it was begun or went on, the same one counted again where it came back."""
+    turns: tuple[tuple[int, int], ...] = ()
+    """As of `Sample`. `logprobs` has 0 for what its environment said."""
     detail: str = ""
-    """Why an engine refused it."""
+    """Why an engine refused it, or what its environment failed with."""

@@ -49,6 +49,8 @@ class Scheduler:
         # Numbers are of all groups, since a group may come back under the name of one that was forgotten.
         self._lease_numbers = itertools.count(1)
         self._leases: dict[int, Sample] = {}
+        self.num_read_again = 0
+        """Tokens of samples that went on where they had not been, prompts included."""
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
@@ -89,7 +91,8 @@ class Scheduler:
         host.free_slots, host.free_tokens = free_slots, free_tokens
         leases = []
         while host.free_slots > 0:
-            sample = self._queue.take(functools.partial(host.fits, room=host.room()), host.could_hold)
+            fits = functools.partial(host.fits, room=host.room())
+            sample = self._queue.take(fits, host.could_hold, prefers=lambda one: one.is_at_home(engine))
             if sample is None:
                 break
             leases.append(self._start(sample, engine, host))
@@ -107,6 +110,10 @@ class Scheduler:
     def engine_lost(self, engine: str) -> list[SampleId]:
         """What ran there waits again with the tokens that were reported."""
         host = self._hosts.pop(engine, self._new_host())
+        for group in self._groups.values():
+            group.engines.discard(engine)
+            for sample in group.samples:
+                sample.home = None if sample.home == engine else sample.home
         for sample in host.running.values():
             del self._leases[sample.lease]
             self._to_queue(sample)
@@ -122,7 +129,7 @@ class Scheduler:
         if sample is None:
             return "stop"
         self._append(sample, tokens)
-        assert len(sample.tokens) < sample.group.request.max_tokens, "the last tokens come with `finished`"
+        assert sample.tokens_left > 0, "the last tokens come with `finished`"
         if len(sample.tokens) < sample.chunk_end:
             return "go on"
         return self._next_chunk(sample, lease.engine)
@@ -133,15 +140,56 @@ class Scheduler:
         if sample is None:
             return None
         self._append(sample, tokens)
-        ended = self._end(sample, SampleState.FINISHED, reason)
-        group = sample.group
-        group.num_finished += 1
-        if group.longest_finished is None or len(sample.tokens) > group.longest_finished:
-            group.longest_finished = len(sample.tokens)
-            for sibling in group.samples:
-                if sibling in self._queue:
-                    self._queue.put(sibling, self._policy.order.rank(sibling))
-        return ended
+        if sample.group.request.turn_tokens is not None:
+            sample.turns.append((sample.turn_start, len(sample.tokens)))
+        return self._end_finished(sample, reason)
+
+    def turn_ended(self, lease: Lease, tokens: Sequence[int]) -> bool:
+        """The engine has ended a turn with these last tokens. False, and nothing is done, where no environment is to
+        answer, or where there is no room for an answer; the sample then is `finished`.
+        """
+        sample = self._leases.get(lease.number)
+        if sample is None or sample.group.request.turn_tokens is None:
+            return False
+        if len(sample.tokens) + len(tokens) >= sample.group.request.max_tokens:
+            return False
+        self._append(sample, tokens)
+        self._leave(sample)
+        sample.state, sample.engine = SampleState.AWAITING, None
+        sample.turns.append((sample.turn_start, len(sample.tokens)))
+        return True
+
+    def observed(self, sample_id: SampleId, tokens: Sequence[int]) -> Ended | None:
+        """The environment of a sample that awaits it has answered; it ends where nothing more has room."""
+        sample = self.sample(sample_id)
+        assert sample.state is SampleState.AWAITING, sample_id
+        room = sample.group.request.max_tokens - len(sample.tokens)
+        self._append(sample, tokens[:room])
+        sample.turn_start = len(sample.tokens)
+        if len(tokens) >= room:
+            return self._end_finished(sample, "length")
+        self._to_queue(sample)
+        return None
+
+    def done(self, sample_id: SampleId) -> Ended:
+        """The environment of a sample that awaits it says that this is the end."""
+        sample = self.sample(sample_id)
+        assert sample.state is SampleState.AWAITING, sample_id
+        return self._end_finished(sample, "done")
+
+    def failed(self, sample_id: SampleId) -> Ended:
+        """The environment of a sample that awaits it has failed."""
+        sample = self.sample(sample_id)
+        assert sample.state is SampleState.AWAITING, sample_id
+        return self._end(sample, SampleState.ABORTED, "environment")
+
+    def redundant(self, group_id: str) -> list[Ended]:
+        """End what is needed no more, since enough of the group have finished."""
+        group = self._groups[group_id]
+        needed = group.request.num_needed
+        if needed is None or group.num_finished < needed:
+            return []
+        return [self._end(sample, SampleState.ABORTED, "redundant") for sample in self._under_way(group)]
 
     def preempted(self, lease: Lease) -> None:
         """The engine threw the sample out, for want of memory or because it failed there."""
@@ -222,7 +270,10 @@ class Scheduler:
 
     def _start(self, sample: Sample, engine: str, host: Host) -> Lease:
         host.add(sample)
+        self.num_read_again += sample.context if sample.tokens and sample.home != engine else 0
         sample.state, sample.engine = SampleState.RUNNING, engine
+        sample.home = engine
+        sample.group.engines.add(engine)
         sample.lease = next(self._lease_numbers)
         self._leases[sample.lease] = sample
         if sample.target_version is None or not sample.tokens:
@@ -233,9 +284,9 @@ class Scheduler:
             engine=engine,
             number=sample.lease,
             prompt_token_ids=(*request.prompt_token_ids, *sample.tokens),
-            num_generated=len(sample.tokens),
+            num_generated=len(sample.tokens) - sample.turn_start,
             seed=sample.seed,
-            max_tokens=request.max_tokens - len(sample.tokens),
+            max_tokens=sample.tokens_left,
             target_version=sample.target_version,
         )
 
@@ -278,6 +329,17 @@ class Scheduler:
     def _end_stale(self, sample: Sample) -> Ended:
         returns = sample.group.request.when_stale == "return"
         return self._end(sample, SampleState.STALE if returns else SampleState.ABORTED, "stale")
+
+    def _end_finished(self, sample: Sample, reason: EndReason) -> Ended:
+        ended = self._end(sample, SampleState.FINISHED, reason)
+        group = sample.group
+        group.num_finished += 1
+        if group.longest_finished is None or len(sample.tokens) > group.longest_finished:
+            group.longest_finished = len(sample.tokens)
+            for sibling in group.samples:
+                if sibling in self._queue:
+                    self._queue.put(sibling, self._policy.order.rank(sibling))
+        return ended
 
     def _end(self, sample: Sample, state: SampleState, reason: EndReason) -> Ended:
         stop = None
@@ -333,24 +395,34 @@ class WaitingQueue:
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None
 
-    def take(self, fits: Callable[[Sample], bool], will_fit: Callable[[Sample], bool]) -> Sample | None:
+    def take(
+        self,
+        fits: Callable[[Sample], bool],
+        will_fit: Callable[[Sample], bool],
+        *,
+        prefers: Callable[[Sample], bool] = lambda _: True,
+    ) -> Sample | None:
         """The best that fits, among the first 64: what does not fit keeps its place. Nothing less urgent goes before
-        one that `will_fit` once others have ended.
+        one that `will_fit` once others have ended. Of probes that are as urgent, or of others, it is the best that is
+        preferred, if there is one: what no engine prefers is taken by one that would have nothing else to do.
         """
-        passed_over: list[tuple[Rank, int, Sample]] = []
+        looked_at: list[tuple[Rank, int, Sample]] = []
         found: Sample | None = None
         awaited: Rank | None = None
-        while found is None and len(passed_over) < _LOOKS and (sample := self.first()) is not None:
+        while len(looked_at) < _LOOKS and (sample := self.first()) is not None:
             if awaited is not None and urgency(sample) > awaited:
                 break
-            entry = heapq.heappop(self._heap)
+            if found is not None and (urgency(sample), sample.is_probe) != (urgency(found), found.is_probe):
+                break
+            looked_at.append(heapq.heappop(self._heap))
             if fits(sample):
-                found = sample
-            else:
-                passed_over.append(entry)
-                if awaited is None and will_fit(sample):
-                    awaited = urgency(sample)
-        for entry in passed_over:
+                if found is None or prefers(sample):
+                    found = sample
+                if prefers(found):
+                    break
+            elif awaited is None and will_fit(sample):
+                awaited = urgency(sample)
+        for entry in looked_at:
             heapq.heappush(self._heap, entry)
         if found is not None:
             self.discard(found)

@@ -15,7 +15,7 @@ import structlog
 from serving.sglang.rank_agreement import Agreement
 from speculator.errors import ConfigError, StreamError
 from speculator.redis.client import connect
-from speculator.redis.control_plane import CanaryHolder, CanarySlot, DraftPointer
+from speculator.redis.control_plane import CanaryHolder, CanarySlot, DraftPointer, EndedGroups
 from speculator.redis.trace_deletion import Erasures
 
 
@@ -26,6 +26,7 @@ class LazyPointer:
         self._redis_url, self._model_key = redis_url, model_key
         self._pointer: DraftPointer | None = None
         self._erasures: Erasures | None = None
+        self._ended_groups: EndedGroups | None = None
 
     def desired(self) -> int | None:
         return self._connected().desired()
@@ -60,6 +61,12 @@ class LazyPointer:
         assert self._erasures is not None
         return self._erasures.orders()
 
+    def ended_groups(self) -> list[tuple[str, str]]:
+        """Tenant and id of the prompt groups that have ended since this was last asked."""
+        self._connected()
+        assert self._ended_groups is not None
+        return self._ended_groups.read()
+
     def refuse_second(self, engine_id: str) -> None:
         """Raises ConfigError where another living server reports under this engine id; Redis may be away."""
         try:
@@ -75,6 +82,7 @@ class LazyPointer:
         if self._pointer is None:
             client = connect(self._redis_url)
             self._erasures = Erasures(client, self._model_key)
+            self._ended_groups = EndedGroups(client, self._model_key)
             self._pointer = DraftPointer(client, self._model_key)
         return self._pointer
 

@@ -95,18 +95,12 @@ PRUNE = (Rule(("redis_url",), _set("model"), "is of a stream: pass --model, whos
 DOCTOR = (Rule(("sglang_python",), _sglang, "is for --engine sglang: leave it out"),)
 
 _KEYS = Rule(("max_key_share",), _set("keys_file"), "has no effect without keys", is_refused=False)
-_ROLLOUTS = ("slots_share", "chunk_tokens", "max_samples", "max_tokens", "grace_s", "keep_s")
 GATEWAY_OF_LOCAL = (_KEYS,)
 GATEWAY_IN_FRONT = (
     Rule(
         ("default_max_tokens", "max_prompt_tokens", "targets_dir"),
         _never,
         "is for --engine local, SGLang has its own way: unset it",
-    ),
-    Rule(
-        tuple(f"rollout_{name}" for name in _ROLLOUTS),
-        _never,
-        "is for --engine local, which alone has rollouts: unset it",
     ),
     _KEYS,
 )

@@ -1,23 +1,40 @@
-"""`slipstream rollout`: groups of samples from a file, answered by a server. Its work is in slipstream/rollout.py."""
+"""`slipstream rollout`: groups of samples from a file, answered by a server through slipstream/client.py."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from contextlib import nullcontext
+from collections import Counter
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from msgspec.structs import asdict
 
 from slipstream.cli.options import finite
 from slipstream.terminal import counting, say
-from speculator.errors import ConfigError
-from speculator.host import json_line
+from speculator.errors import ConfigError, SlipstreamError
+from speculator.host import json_line, read_json_lines
+
+if TYPE_CHECKING:
+    from slipstream.rollout import Factory
+
+
+def read_groups(path: Path, defaults: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The groups of a file by where they stand; what a line does not say, `defaults` do. Raises ConfigError."""
+    rows = read_json_lines(path, dict[str, Any], example='{"prompt": "…", "n": 8}')
+    groups = {
+        f"{path}, line {number}": {"id": str(index), **defaults, **group} for index, (number, group) in enumerate(rows)
+    }
+    if not groups:
+        raise ConfigError(f"{path} has no groups: write one JSON object a line")
+    return groups
 
 
 def rollout(
     file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help='A group a line: {"prompt": "…", "n": 8}.')],
-    url: Annotated[str, typer.Option(help="The server: `slipstream serve` with the local engine.")] = (
+    url: Annotated[str, typer.Option(help="The server: `slipstream serve`, or `slipstream gateway`.")] = (
         "http://127.0.0.1:8000"
     ),
     api_key: Annotated[
@@ -33,31 +50,68 @@ def rollout(
     retry_s: Annotated[
         float, typer.Option(min=0, callback=finite, help="How long to try when the server does not answer any more.")
     ] = 60,
+    environment: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:CLASS", help="Answers the turns of samples; see slipstream.rollout.Environment."),
+    ] = None,
+    step_timeout_s: Annotated[
+        float, typer.Option(min=0, callback=finite, help="Most seconds that the environment may take for a turn.")
+    ] = 60,
+    retries: Annotated[int, typer.Option(min=0, help="Further attempts at a turn that it failed.")] = 0,
 ) -> None:
     """Send a file of groups to a running server, and write finished samples as lines of JSON, as they end.
 
-    A connection that breaks is made again, and nothing is generated or written twice. Exit code 1 where samples were
-    aborted or the server is gone for good, 2 where it refuses the file.
+    A connection that breaks is made again, and nothing is generated or written twice. With an environment, samples are
+    written with their `reward`. Exit code 1 where samples were aborted or the server is gone for good, 2 where it
+    refuses the file.
     """
-    from slipstream.rollout import RolloutClient, read_groups
+    from slipstream.client import AsyncRollouts, Rollouts, Sample
+    from slipstream.rollout import Conversations, load_environment
 
     groups = read_groups(file, {} if max_tokens is None else {"max_tokens": max_tokens})
     groups = {
         place: group if "n" in group or "seeds" in group else {**group, "n": n} for place, group in groups.items()
     }
-    client = RolloutClient(groups, url=url, api_key=api_key, model=model, logprobs=logprobs, retry_s=retry_s)
+    client = Rollouts(url, api_key=api_key, model=model, retry_s=retry_s)
+    make = None if environment is None else load_environment(environment)
     try:
         target = nullcontext(sys.stdout.buffer) if out is None else out.open("wb")
     except OSError as error:
         raise ConfigError(f"{out} cannot be written ({error.strerror}): check --out") from None
-    with target as writing, counting("samples") as count:
+    states: Counter[str] = Counter()
+    with client, target as writing, counting("samples") as count:
 
-        def write(sample: dict[str, Any]) -> None:
-            writing.write(json_line(sample) + b"\n")
+        def write(sample: Sample, more: dict[str, Any]) -> None:
+            states[sample.state] += 1
+            writing.write(json_line({**asdict(sample), **more}) + b"\n")
             writing.flush()
-            count(sample["number"] + 1, None)
+            count(states.total(), None)
 
-        states = client.run(write)
+        async def converse(make: Factory) -> None:
+            async with AsyncRollouts(url, api_key=api_key, model=model, retry_s=retry_s) as rollouts:
+                played = Conversations(
+                    rollouts,
+                    [*groups.values()],
+                    make,
+                    step_timeout_s=step_timeout_s,
+                    retries=retries,
+                    logprobs=logprobs,
+                    places=[*groups],
+                )
+                async for sample in played:
+                    write(sample, {"reward": played.rewards.get(sample.key)})
+
+        if make is not None:
+            asyncio.run(converse(make))
+        else:
+            rollout = client.start([*groups.values()], logprobs=logprobs, places=[*groups])
+            try:
+                for sample in rollout:
+                    write(sample, {})
+            except KeyboardInterrupt:
+                with suppress(SlipstreamError):
+                    rollout.cancel()
+                raise
     say(", ".join(f"{number} {state}" for state, number in sorted(states.items())))
     if states["aborted"]:
         raise typer.Exit(1)

@@ -22,9 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import redis
 import structlog
 
-from serving.gateway.app import create_passthrough_app
+from serving.answer_text import LocalTokenizer
+from serving.capture.recorder import ErasureWatch
+from serving.gateway.app import Rollouts, create_passthrough_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.metrics import process_registry
 from serving.gateway.server import GatewayServer, bind, make_room, serve_until_signal
@@ -34,6 +37,7 @@ from serving.sglang.gateway_metrics import PoolCollector, SglangCollector
 from serving.sglang.outside.client import SglangClient
 from serving.sglang.outside.launcher import SglangProcess, SglangStart
 from serving.sglang.outside.pool import PoolClient, check_routers, is_ready
+from serving.sglang.outside.rollouts import ServerPool, Wiring
 from serving.sglang.report import EngineReport, commonest
 from serving.target import TargetDesk
 from slipstream.models import checked_fingerprint
@@ -41,9 +45,11 @@ from slipstream.start.exposure import check_exposure
 from slipstream.start.sglang import checked_interpreter, with_draft
 from speculator.draft.checkpoint import model_key
 from speculator.draft.initialization import Text
-from speculator.errors import ConfigError
+from speculator.errors import ConfigError, StreamError
 from speculator.redis.client import connect
-from speculator.redis.control_plane import DraftPointer
+from speculator.redis.control_plane import DraftPointer, EndedGroups
+from speculator.redis.trace_deletion import Erasures
+from speculator.redis.trace_stream import RewardStream
 from speculator.versions.lineage import ensure_lineage
 from speculator.versions.operator import DraftDesk
 from speculator.versions.store import DraftStore
@@ -85,13 +91,18 @@ def run_gateway(options: GatewayOptions, settings: GatewaySettings) -> None:
         # The draft says which target it was made for: reading a large target's weights takes minutes.
         fingerprint = store.manifest(newest).target_fingerprint
         key = model_key(options.model_dir, fingerprint)
-        pointer = DraftPointer(opened.enter_context(connect(options.redis_url)), key)
+        redis_client = opened.enter_context(connect(options.redis_url))
+        pointer = DraftPointer(redis_client, key)
         engine_id = options.engine_id
         client = _single(options, engine_id, pointer) if engine_id else _pool(options, pointer, fingerprint)
         opened.callback(client.stop)
         client.start()
         drafts = DraftDesk(store, lambda: pointer, target_fingerprint=fingerprint)
-        asyncio.run(_serve(options.sglang_urls, listener, client, settings, drafts, fingerprint))
+        rollouts = _rollouts(
+            options.sglang_urls, client, settings, redis_client, options.model_dir, fingerprint, is_routed=not engine_id
+        )
+        erasures = Erasures(redis_client, key)
+        asyncio.run(_serve(options.sglang_urls, listener, client, settings, drafts, fingerprint, rollouts, erasures))
 
 
 def run_sglang_server(
@@ -118,7 +129,8 @@ def run_sglang_server(
         store = DraftStore(start.store)
         fingerprint = checked_fingerprint(start.model_dir, store)
         key = model_key(start.model_dir, fingerprint)
-        pointer = DraftPointer(opened.enter_context(connect(start.redis_url)), key)
+        redis_client = opened.enter_context(connect(start.redis_url))
+        pointer = DraftPointer(redis_client, key)
         newest = ensure_lineage(
             store, start.model_dir, fingerprint, draft_vocab_size=draft_vocab_size, seed=seed, texts=vocab_texts
         )
@@ -139,8 +151,10 @@ def run_sglang_server(
         opened.callback(client.stop)
         client.start()
         drafts = DraftDesk(store, lambda: pointer, target_fingerprint=fingerprint)
-        ended = _until_ended(process)
-        asyncio.run(_serve((process.url,), listener, client, settings, drafts, fingerprint, beside=ended))
+        ended, urls = _until_ended(process), (process.url,)
+        rollouts = _rollouts(urls, client, settings, redis_client, start.model_dir, fingerprint, is_routed=False)
+        erasures = Erasures(redis_client, key)
+        asyncio.run(_serve(urls, listener, client, settings, drafts, fingerprint, rollouts, erasures, beside=ended))
 
 
 async def _serve(
@@ -150,6 +164,8 @@ async def _serve(
     settings: GatewaySettings,
     drafts: DraftDesk,
     target: str,
+    rollouts: Rollouts | None,
+    erasures: Erasures,
     *,
     beside: Coroutine[Any, Any, None] | None = None,
 ) -> None:
@@ -166,13 +182,61 @@ async def _serve(
     upstream = Upstream(*urls, max_connections=settings.max_in_flight)
     targets = TargetDesk(client, TargetMetrics(registry), folder=None)
     app = create_passthrough_app(
-        client, upstream, settings=settings, registry=registry, drafts=drafts, targets=targets, target=target
+        client,
+        upstream,
+        settings=settings,
+        registry=registry,
+        drafts=drafts,
+        targets=targets,
+        target=target,
+        rollouts=rollouts,
     )
+    client.on_look = ErasureWatch(erasures.orders, [app.state.erase]).look
     server = GatewayServer(app, listener, max_connections=settings.max_connections)
     try:
         await serve_until_signal(server, model=client.info.model, draft_version=client.draft_version, beside=beside)
     finally:
         await upstream.close()
+
+
+def _rollouts(
+    urls: tuple[str, ...],
+    client: SglangClient,
+    settings: GatewaySettings,
+    redis_client: redis.Redis,
+    model_dir: Path,
+    fingerprint: str,
+    *,
+    is_routed: bool,
+) -> Rollouts | None:
+    """None where the model's tokenizer is not here."""
+    if not (model_dir / "tokenizer.json").is_file():
+        log.warning("no rollouts here: --model has no tokenizer.json", model=str(model_dir))
+        return None
+    key = model_key(model_dir, fingerprint)
+    ended = EndedGroups(redis_client, key)
+
+    def tell(tenant: str, group_id: str) -> None:
+        try:
+            ended.add(tenant, group_id)
+        except StreamError as error:
+            # Engines drop the text later, where others need the room.
+            log.info("engines do not hear that a group has ended", reason=str(error))
+
+    def end_group(tenant: str, group_id: str) -> None:
+        asyncio.get_running_loop().run_in_executor(None, tell, tenant, group_id)
+
+    tokenizer = LocalTokenizer(model_dir)
+    wiring = Wiring(
+        tokenizer=tokenizer,
+        target=fingerprint,
+        share=settings.rollout_slots_share,
+        target_version=lambda: client.target_version,
+        heeds_seed=lambda: client.info.heeds_seed,
+        end_group=end_group,
+    )
+    pool = ServerPool(urls, is_routed, wiring)
+    return Rollouts(pool=pool, tokenizer=tokenizer, send_rewards=RewardStream(redis_client, key).append)
 
 
 def _single(options: GatewayOptions, engine_id: str, pointer: DraftPointer) -> SglangClient:

@@ -189,6 +189,8 @@ class RedisKeys:
         """String: the id of an engine that asked for the canary's slot in vain; expires soon."""
         self.group_texts = self._key("group_texts")
         """Sorted set of the groups that have a text, by the time, in milliseconds, at which it was last added to."""
+        self.ended_groups = self._key("ended_groups")
+        """Stream of prompt groups that have ended, the newest ones."""
 
     def engine(self, engine_id: str) -> str:
         return self._key(f"engine:{engine_id}")

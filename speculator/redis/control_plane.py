@@ -232,6 +232,34 @@ class DraftPointer:
             ) from error
 
 
+_MAX_ENDED = 4096
+
+
+class EndedGroups:
+    """Prompt groups of which no sample is under way any more: gateways say so, and engines drop their text."""
+
+    def __init__(self, client: redis.Redis, model_key: str) -> None:
+        self._redis: Any = client
+        self._key = RedisKeys(model_key=model_key).ended_groups
+        self._last_id: str | None = None
+
+    @redis_errors
+    def add(self, tenant: str, group_id: str) -> None:
+        self._redis.xadd(self._key, {"tenant": tenant, "group_id": group_id}, maxlen=_MAX_ENDED)
+
+    @redis_errors
+    def read(self) -> list[tuple[str, str]]:
+        """Tenant and id of those that were added since the last call; none at the first one."""
+        if self._last_id is None:
+            newest = self._redis.xrevrange(self._key, count=1)
+            self._last_id = newest[0][0].decode() if newest else "0"
+            return []
+        rows = self._redis.xrange(self._key, min=f"({self._last_id}", count=_MAX_ENDED)
+        if rows:
+            self._last_id = rows[-1][0].decode()
+        return [(fields[b"tenant"].decode(), fields[b"group_id"].decode()) for _, fields in rows]
+
+
 def _number(value: bytes | None, key: str) -> int | None:
     """What we keep at `key`; raises StreamError where somebody else has written there."""
     if value is None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import httpx
 
+from slipstream.cli.rollout import read_groups
 from slipstream.demo.topics import read_prompts
-from slipstream.rollout import read_groups
 from speculator.errors import ConfigError
 from tests.hostile.judge import Choose, FailureError, Inputs, Outcome, garbled
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from serving.answer_text import LocalTokenizer
 from serving.request_metadata import OTHER_TARGET, TARGET_KEY, Marks
 from serving.sglang.outside.pool import check_routers
 from speculator.draft.checkpoint import model_key, target_fingerprint
@@ -109,6 +111,46 @@ def test_engines_refuse_what_is_meant_for_another_target(pool: Pooled) -> None:
     assert answer.status_code == 200, "the gateway means theirs"
 
 
+def test_rollouts_run_on_both_engines_and_say_what_plain_requests_do(pool: Pooled, stream: TraceStream) -> None:
+    drawn_from = [5, 6, 7, 8, 9]
+    chat = [{"role": "user", "content": "Name a river."}]
+    groups = [
+        {"id": "greedy", "messages": chat, "n": 1, "max_tokens": 100, "temperature": 0},
+        {"id": "drawn", "prompt": drawn_from, "n": 6, "max_tokens": 40, "temperature": 1.0, "ignore_eos": True},
+    ]
+    body = {"model": MODEL, "id": "pooled", "groups": groups, "slipstream": {"domain": "rollouts"}}
+    url = f"{pool.url}/v1/rollouts"
+    answers: list[httpx.Response] = []
+
+    def taken() -> bool:
+        answers.append(httpx.post(url, json=body, timeout=60, trust_env=False))
+        assert answers[-1].status_code in (200, 503), answers[-1].text
+        return answers[-1].status_code == 200
+
+    wait_until(taken, timeout_s=30)
+    said = [json.loads(line) for line in answers[-1].text.splitlines() if line]
+    samples = {(one["group_id"], one["sample"]): one for one in said if one["object"] == "rollout.sample"}
+    assert said[-1]["state"] == "ended"
+    assert {one["state"] for one in samples.values()} == {"finished"}
+    assert len({one["engine"] for one in samples.values()}) == 2
+    greedy = samples["greedy", 0]
+    prompt = LocalTokenizer(pool.model_dir).encode_chat(chat)
+    own, most = _read(pool, prompt, greedy["tokens"])
+    # In bfloat16 a batch of another size may choose another one of two that are as likely.
+    assert own == pytest.approx(most, abs=0.3)
+    assert (greedy["finish_reason"], set(greedy["logprobs"])) == ("stop", {0.0})
+    assert greedy["tokens"][-1] in LocalTokenizer(pool.model_dir).end_token_ids, "the token that ended it"
+    assert greedy["text"] == LocalTokenizer(pool.model_dir).decode(greedy["tokens"])
+    drawn = [samples["drawn", number] for number in range(6)]
+    assert len({tuple(one["tokens"]) for one in drawn}) > 1, "temperature 1 is drawn"
+    for one in drawn:
+        assert (len(one["tokens"]), len(one["logprobs"])) == (40, 40)
+        assert one["logprobs"] == pytest.approx(_read(pool, drawn_from, one["tokens"])[0], abs=0.3)
+    headers = read(stream, 7)
+    assert {header.domain for header in headers} == {"rollouts"}
+    assert {header.request_id.partition("#")[0].rpartition("/")[2] for header in headers} == set("012345")
+
+
 def test_both_follow_the_pointer(pool: Pooled, pointer: DraftPointer) -> None:
     pointer.pin(_another_version(pool.store))
     wait_until(lambda: versions(pointer) == dict.fromkeys(ENGINES, 2))
@@ -149,6 +191,20 @@ def test_the_router_knows_the_words_of_the_page() -> None:
     assert len(flags) > 5
     shown = subprocess.run([*router, "launch", "--help"], capture_output=True, text=True, check=True, timeout=60).stdout
     assert set(flags) <= set(re.findall(r"--[\w-]+", shown))
+
+
+def _read(pool: Pooled, prompt: list[int], answer: list[int]) -> tuple[list[float], list[float]]:
+    """How likely SGLang finds these tokens where it only reads them, and the likeliest ones there."""
+    body = {
+        "input_ids": prompt + answer,
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+        "return_logprob": True,
+        "top_logprobs_num": 1,
+        "logprob_start_len": len(prompt) - 1,
+    }
+    said = httpx.post(f"{pool.url_of('second')}/generate", json=body, timeout=60, trust_env=False).json()["meta_info"]
+    own = [logprob for logprob, _, _ in said["input_token_logprobs"][1:]]
+    return own, [likeliest[0][0] for likeliest in said["input_top_logprobs"][1:]]
 
 
 def _another_version(root: Path) -> int:

@@ -364,7 +364,8 @@ class RewardWeights:
 
     def weight(self, provenance: Provenance) -> float:
         """How much more often than others the trace is drawn."""
-        group_id, _, number = provenance.request_id.rpartition("/")
+        # SGLang has a request for each time that a sample went on there: "group/3#2".
+        group_id, _, number = provenance.request_id.partition("#")[0].rpartition("/")
         of_group = self._weights.get((provenance.tenant, group_id))
         return of_group.get(int(number), 1.0) if of_group and number.isdigit() and number.isascii() else 1.0
 

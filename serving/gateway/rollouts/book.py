@@ -17,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import structlog
@@ -26,7 +27,7 @@ from serving.gateway.errors import ApiError
 from serving.rollout.driver import Driver
 from serving.rollout.engines import RolloutEngine
 from serving.rollout.order import ContextAware
-from serving.rollout.samples import EndReason, GroupWork, SampleResult, SampleState
+from serving.rollout.samples import EndReason, GroupWork, SampleResult, SampleState, Turn
 from serving.rollout.scheduler import Policy
 from speculator.errors import EngineError, RequestError
 
@@ -52,7 +53,7 @@ class RolloutBook:
     ) -> None:
         self._settings, self.clock = settings, clock
         policy = Policy(order=ContextAware(), chunk_tokens=settings.rollout_chunk_tokens)
-        self.driver = Driver(engines, policy, on_ended=self._ended, clock=clock)
+        self.driver = Driver(engines, policy, on_ended=self._ended, on_turn=self._turned, clock=clock)
         self._rollouts: dict[tuple[str, str], Rollout] = {}
         self._by_key: dict[str, Rollout] = {}
         self._forgotten: deque[tuple[str, str]] = deque(maxlen=_MAX_FORGOTTEN)
@@ -167,7 +168,7 @@ class RolloutBook:
                 if now_s - rollout.ended_s > self._settings.rollout_keep_s and not rollout.num_readers:
                     self._forget(rollout)
             elif not rollout.num_readers and now_s - rollout.seen_s > self._settings.rollout_grace_s:
-                log.info("rollout_abandoned", rollout=rollout.key, num_ended=len(rollout.lines))
+                log.info("rollout_abandoned", rollout=rollout.key, num_ended=len(rollout.ends))
                 self.cancel(rollout)
         self.driver.tick()
         if self.driver.has_engine:
@@ -188,9 +189,13 @@ class RolloutBook:
         self.ended[result.reason] += 1
         key, _, name = result.sample_id.group_id.partition("/")
         rollout = self._by_key[key]
-        if len(rollout.lines) + 1 == rollout.num_samples:
+        if len(rollout.ends) + 1 == rollout.num_samples:
             rollout.ended_s = self.clock()
         rollout.add(name, result)
+
+    def _turned(self, turn: Turn) -> None:
+        key, _, name = turn.sample_id.group_id.partition("/")
+        self._by_key[key].add_turn(name, turn)
 
     def _make_room(self, rollout: Rollout) -> None:
         """Those that ended first go first. Raises ApiError (429), or RequestError for what has never room."""
@@ -218,6 +223,7 @@ class RolloutBook:
             self.cancel(rollout)
             # Whoever is about to read them gets none.
             rollout.lines.clear()
+            rollout.ends.clear()
             self._forget(rollout)
 
     def _forget(self, rollout: Rollout) -> None:
@@ -242,7 +248,8 @@ class Rollout:
     seen_s: float
     """When a client last asked about it, on the book's clock."""
     lines: list[bytes] = field(default_factory=list)
-    """Of the samples that have ended, encoded; the cursor of a client counts them."""
+    """Of the samples that have ended, and of turns that wait for their environments, encoded; the cursor of a client
+    counts them."""
     ends: dict[tuple[str, int], SampleState] = field(default_factory=dict)
     """How each of them ended, by group and number."""
     num_readers: int = 0
@@ -287,9 +294,27 @@ class Rollout:
             "target_version": result.target_version,
             "engine": result.engine or None,
             "num_leases": result.num_leases,
+            "turns": result.turns if work.request.turn_tokens is not None else None,
             "detail": result.detail or None,
         }
-        self.lines.append(msgspec.json.encode(document))
         self.ends[name, number] = result.state
+        self._say(document)
+
+    def add_turn(self, name: str, turn: Turn) -> None:
+        """A sample of the group `name` has said something that its environment is to answer."""
+        document = {
+            "object": "rollout.turn",
+            "number": len(self.lines),
+            "group_id": name,
+            "sample": turn.sample_id.number,
+            "turn": turn.number,
+            "finish_reason": turn.reason,
+            "tokens": turn.tokens,
+            "text": turn.text,
+        }
+        self._say(document)
+
+    def _say(self, document: dict[str, Any]) -> None:
+        self.lines.append(msgspec.json.encode(document))
         self.changed.set()
         self.changed = asyncio.Event()

@@ -19,16 +19,17 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from starlette.concurrency import run_in_threadpool
 
-from serving.engine import Tokenizer
+from serving.engine import EngineInfo, Tokenizer
 from serving.gateway.body import read_body, request_body
+from serving.gateway.config import GatewaySettings
 from serving.gateway.errors import ApiError, reply, unavailable
-from serving.gateway.openai.generation import Gateway, check_model, completion_tokens
-from serving.gateway.openai.schema import INT64_MAX
+from serving.gateway.openai.generation import check_model, completion_tokens
+from serving.gateway.openai.schema import INT32_MAX, INT64_MAX
 from serving.gateway.openai.stream import DONE, EVENTS, LINES, Emit, EventStream
 from serving.gateway.rollouts.book import Rollout, RolloutBook
-from serving.gateway.rollouts.schema import GroupBody, RewardsBody, RolloutBody
+from serving.gateway.rollouts.schema import GroupBody, ObservationBody, ObservationsBody, RewardsBody, RolloutBody
 from serving.gateway.telemetry import exchange_of
-from serving.rollout.samples import GroupRequest, GroupWork, SampleState
+from serving.rollout.samples import GroupRequest, GroupWork, SampleId, SampleState
 from speculator.errors import RequestError, StreamError
 from speculator.redis.trace_stream import GroupRewards
 
@@ -48,10 +49,16 @@ SendRewards = Callable[[Sequence[GroupRewards]], object]
 """Hands rewards on to the trainer; blocks, and raises StreamError."""
 
 
-def rollout_routes(gateway: Gateway, book: RolloutBook, send_rewards: SendRewards | None) -> APIRouter:
-    """Without `send_rewards` nothing is learnt here, and rewards are refused."""
+def rollout_routes(
+    book: RolloutBook,
+    *,
+    info: EngineInfo,
+    tokenizer: Tokenizer,
+    settings: GatewaySettings,
+    send_rewards: SendRewards | None,
+) -> APIRouter:
+    """`info` is about the engines' model. Without `send_rewards` nothing is learnt here, and rewards are refused."""
     router = APIRouter(prefix=ROUTE)
-    settings, info = gateway.settings, gateway.engine.info
 
     def find(request: Request, rollout_id: str) -> Rollout:
         return book.find(exchange_of(request).tenant, rollout_id)
@@ -66,7 +73,7 @@ def rollout_routes(gateway: Gateway, book: RolloutBook, send_rewards: SendReward
         check_model(info, body.model)
         # Before anything is made for each of them.
         book.check_size(sum(group.num_samples for group in body.groups))
-        prompts = await asyncio.to_thread(_token_ids, gateway.engine.tokenizer, body.groups)
+        prompts = await asyncio.to_thread(_token_ids, tokenizer, body.groups)
         exchange, key = exchange_of(request), uuid4().hex
 
         def work(number: int, group: GroupBody, prompt: Sequence[int]) -> GroupWork:
@@ -83,6 +90,8 @@ def rollout_routes(gateway: Gateway, book: RolloutBook, send_rewards: SendReward
                 deadline_s=None if group.deadline_s is None else book.clock() + group.deadline_s,
                 max_staleness=group.max_staleness,
                 when_stale=group.when_stale,
+                turn_tokens=None if group.environment is None else group.turn_tokens or INT32_MAX,
+                num_needed=group.num_samples - group.redundant if group.redundant else None,
             )
             return GroupWork(
                 request=asked_of_group,
@@ -115,6 +124,24 @@ def rollout_routes(gateway: Gateway, book: RolloutBook, send_rewards: SendReward
         rollout = find(request, rollout_id)
         book.cancel(rollout)
         return reply(described(book, rollout))
+
+    @router.post("/{rollout_id}/observations", openapi_extra=request_body(ObservationsBody))
+    async def observe(request: Request, rollout_id: str) -> Response:
+        """What environments say. An observation that came before, or of a sample that has ended, changes nothing."""
+        rollout = find(request, rollout_id)
+        body = await read_body(request, ObservationsBody, max_bytes=settings.max_body_bytes)
+        found = [_awaiting(rollout, at, one) for at, one in enumerate(body.observations)]
+        texts = await asyncio.to_thread(_observed, tokenizer, body.observations)
+        taken = 0
+        for sample_id, one, tokens in zip(found, body.observations, texts, strict=True):
+            # By now another one may have come.
+            if book.driver.awaited_turn(sample_id) == one.turn:
+                taken += 1
+                if tokens is not None:
+                    book.driver.observe(sample_id, tokens)
+                else:
+                    book.driver.end_conversation(sample_id, failure=one.failure)
+        return reply({"object": "rollout.observations", "id": rollout_id, "num_taken": taken})
 
     @router.post("/{rollout_id}/rewards", openapi_extra=request_body(RewardsBody))
     async def reward_rollout(request: Request, rollout_id: str) -> Response:
@@ -152,6 +179,28 @@ def _token_ids(tokenizer: Tokenizer, groups: Sequence[GroupBody]) -> list[Sequen
         return tokenizer.encode(group.prompt) if isinstance(group.prompt, str) else group.prompt
 
     return [of(group) for group in groups]
+
+
+def _awaiting(rollout: Rollout, at: int, one: ObservationBody) -> SampleId:
+    """Raises ApiError (404, 409) for a sample that there is not, or that has no environment."""
+    work, param = rollout.groups.get(one.group_id), f"observations[{at}]"
+    if work is None or one.sample >= len(work.request.seeds):
+        message = f"This rollout has no sample {one.sample} of a group {one.group_id}."
+        raise ApiError(404, message, code="sample_not_found", param=param)
+    if work.request.turn_tokens is None:
+        raise ApiError(409, f"Group {one.group_id} has no environment.", code="no_environment", param=param)
+    return SampleId(work.request.group_id, one.sample)
+
+
+def _observed(tokenizer: Tokenizer, observations: Sequence[ObservationBody]) -> list[Sequence[int] | None]:
+    """Tokens of each; None where it ends the sample. For a thread."""
+
+    def of(one: ObservationBody) -> Sequence[int] | None:
+        if one.messages is not None:
+            return tokenizer.encode_next([message.for_template() for message in one.messages])
+        return None if one.text is None else tokenizer.encode_more(one.text)
+
+    return [of(one) for one in observations]
 
 
 _BLOCK = 64
@@ -195,7 +244,7 @@ def described(book: RolloutBook, rollout: Rollout) -> dict[str, Any]:
         "created": rollout.created_s,
         "num_groups": len(rollout.groups),
         "num_samples": rollout.num_samples,
-        "num_ended": len(rollout.lines),
+        "num_ended": len(rollout.ends),
         "samples": book.counts_of(rollout),
     }
 

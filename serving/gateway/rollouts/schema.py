@@ -45,6 +45,12 @@ class GroupBody(SamplingBody):
     max_staleness: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     """Target versions that may come out while a sample is under way; default: any number."""
     when_stale: Literal["return", "abort"] = "return"
+    environment: Name | None = None
+    """What answers each turn of a sample, by the client's name for it: the sample then waits for observations."""
+    turn_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    """Most tokens of a turn; default: `max_tokens`, which counts all turns and observations."""
+    redundant: Annotated[int, Field(ge=0, lt=MAX_SAMPLES)] = 0
+    """Samples that are begun beside the `n` that are needed; once so many have finished, the others are aborted."""
 
     @model_validator(mode="after")
     def _check_group(self) -> Self:
@@ -52,11 +58,17 @@ class GroupBody(SamplingBody):
             raise invalid("prompt_missing", "give either 'prompt' or 'messages'", "prompt")
         if self.seeds is not None and self.n is not None and self.n != len(self.seeds):
             raise invalid("seeds_count", f"{len(self.seeds)} seeds for {self.n} samples", "seeds")
+        if self.redundant >= self.num_samples:
+            message = f"of {self.num_samples} samples {self.redundant} cannot be more than are needed"
+            raise invalid("redundant", message, "redundant")
+        if self.turn_tokens is not None and self.environment is None:
+            raise invalid("no_environment", "without an environment there is one turn", "turn_tokens")
         return self
 
     @property
     def num_samples(self) -> int:
-        return len(self.seeds) if self.seeds is not None else self.n or 1
+        """That are begun."""
+        return len(self.seeds) if self.seeds is not None else (self.n or 1) + self.redundant
 
 
 class RolloutBody(Strict):
@@ -77,6 +89,29 @@ class RolloutBody(Strict):
                 raise invalid("duplicate", f"there is a group {name!r} before it", "groups", number, "id")
             seen.add(name)
         return self
+
+
+class ObservationBody(Strict):
+    """What an environment says to a turn: a text as it is, messages in the model's template, or that it is over."""
+
+    group_id: Name
+    sample: Annotated[int, Field(ge=0, lt=MAX_SAMPLES)]
+    turn: Annotated[int, Field(ge=0, le=INT32_MAX)]
+    text: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    done: bool = False
+    failure: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
+    """Why the environment cannot go on: the sample is aborted."""
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        if sum((self.text is not None, self.messages is not None, self.done, self.failure is not None)) != 1:
+            raise invalid("observation", "give one of 'text', 'messages', 'done' and 'failure'", "text")
+        return self
+
+
+class ObservationsBody(Strict):
+    observations: Annotated[list[ObservationBody], Field(min_length=1, max_length=16_384, fail_fast=True)]
 
 
 class RewardBody(Strict):

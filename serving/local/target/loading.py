@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, log
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
-from serving.local.text import LocalTokenizer
+from serving.answer_text import LocalTokenizer
 from speculator.draft.checkpoint import is_finite
 from speculator.draft.initialization import check_vocabulary
 from speculator.errors import ConfigError, RequestError

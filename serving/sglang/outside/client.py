@@ -58,6 +58,8 @@ class SglangClient:
         self._report: EngineReport | None = None
         self._reported_s = 0.0
         self._redis_is_away = False
+        self.on_look: Callable[[], object] = lambda: None
+        """Called at every look."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sglang-client", daemon=True)
 
@@ -155,6 +157,7 @@ class SglangClient:
                 self._report = None
         else:
             self._redis_is_away = False
+        self.on_look()
 
     def _run(self) -> None:
         while not self._stop.wait(self._poll_s):

@@ -429,6 +429,9 @@ class EngineRuntime:
         if self._pointer is None or self._erasures is None:
             return {}
         self._asked_limit = self._pointer.depth_limit(self._engine_id)
+        if self.text is not None:
+            for tenant, group_id in self._pointer.ended_groups():
+                self.text.drop(tenant, group_id)
         return {
             "steps": self.steps,
             "running": self._running if time.monotonic() - self._began_s < _STEP_LASTS_S else 0,

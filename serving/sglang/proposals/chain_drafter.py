@@ -190,6 +190,12 @@ class ChainDrafter:
             if (home := self._tenants.pop(name, None)) is not None:
                 self._drop(home)
 
+    def drop(self, tenant: str, group_id: str) -> None:
+        """Drop the text of a group that has ended; what runs keeps what it reads until it ends."""
+        home = self._tenants.get(tenant)
+        if home is not None and (window := home.groups.pop(group_id, None)) is not None:
+            self._release(window)
+
     def expire(self, ttl_s: float) -> None:
         """Drop a tenant's windows, whole, when the first text in them may be so old."""
         self.forget([name for name, home in self._tenants.items() if time.monotonic() - home.born_s > ttl_s])

@@ -246,6 +246,12 @@ class RememberedText:
             self.sharing.forget(tenants)
         self._tasks.append(lambda drafter: drafter.forget(tenants))
 
+    def drop(self, tenant: str, group_id: str) -> None:
+        """A prompt group has ended: drop its text before the next look, and in Redis; for any thread."""
+        if self.sharing is not None:
+            self.sharing.drop(tenant, group_id)
+        self._tasks.append(lambda drafter: drafter.drop(tenant, group_id))
+
     def target_renewed(self, version: int) -> None:
         """For any thread."""
         if self.sharing is not None:

@@ -93,7 +93,7 @@ def answer(app: FastAPI, method: str, path: str, headers: Any) -> httpx.Response
 
 def test_the_table_has_every_route_and_no_other() -> None:
     assert {path for _, path in ROUTES} == set(ACCESS)
-    assert len({*ROUTES}) == 26
+    assert len({*ROUTES}) == 27
 
 
 WHO: dict[str, Any] = {
@@ -409,7 +409,7 @@ def test_refusals_are_counted_and_no_secret_is_told(keys: KeyFile, capfd: pytest
                 answer(app, method, path, headers)
         metrics = answer(app, "GET", "/metrics", bearer("secret-of-reader")).text
     assert 'slipstream_gateway_refusals_total{code="invalid_api_key"}' in metrics
-    assert 'slipstream_gateway_refusals_total{code="key_is_read_only"} 7.0' in metrics
+    assert 'slipstream_gateway_refusals_total{code="key_is_read_only"} 8.0' in metrics
     assert 'slipstream_gateway_refusals_total{code="admin_key_wrong"}' in metrics
     assert 'slipstream_gateway_requests_total{route="/v1/completions",status="401"}' in metrics
     for told in (repr(logs), metrics, "".join(capfd.readouterr())):

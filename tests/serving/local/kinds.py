@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from serving.local.text import AnswerText, LocalTokenizer
+from serving.answer_text import AnswerText, LocalTokenizer
 
 END, SPECIAL, ADDED = "</s>", "<|im_end|>", "<think>"
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"

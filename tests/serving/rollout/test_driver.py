@@ -9,10 +9,10 @@ import pytest
 
 from serving.rollout.driver import MAX_FAILURES, Driver
 from serving.rollout.order import ContextAware, Fifo
-from serving.rollout.samples import SampleState
+from serving.rollout.samples import SampleState, Turn
 from serving.rollout.scheduler import Policy
 from speculator.errors import EngineBusyError, EngineError, RequestError
-from tests.serving.rollout.engines import Results, SeededEngine, check_whole, until, work
+from tests.serving.rollout.engines import PROMPT, Results, SeededEngine, check_whole, token_at, until, work
 
 LIMIT = 40
 CHUNKED = Policy(order=ContextAware(), chunk_tokens=8)
@@ -88,6 +88,42 @@ def test_an_engine_that_dies_with_twenty_samples_on_it() -> None:
     for result in results.values():
         check_whole(result, limit=LIMIT)
     assert {result.engine for name, result in results.items() if name.startswith("b")} >= {"x"}, "it is used again"
+
+
+def test_a_conversation_goes_on_behind_what_its_environment_says() -> None:
+    """Tokens depend on seed and position: those of a turn are what a plain sample has there."""
+    engine = SeededEngine("x", num_slots=1, is_answered=True)
+    turns: list[Turn] = []
+
+    async def run() -> Results:
+        results = Results()
+        driver = Driver([engine], CHUNKED, on_ended=results.take, on_turn=turns.append)
+        driver.submit([work("a", samples=2, max_tokens=40, turn_tokens=4)])
+        await until(lambda: len(turns) == 2)
+        assert driver.counts[SampleState.AWAITING] == 2, "the second had the slot while the first one waits"
+        first, second = turns
+        assert driver.awaited_turn(first.sample_id) == 0
+        driver.observe(first.sample_id, (7, 7))
+        driver.end_conversation(second.sample_id, failure="it broke")
+        await until(lambda: len(turns) == 3)
+        assert driver.awaited_turn(second.sample_id) is None
+        driver.check()
+        driver.observe(turns[2].sample_id, (8,) * 100)
+        await results.wait_for(2)
+        await driver.close()
+        return results
+
+    results = asyncio.run(run()).by_sample
+    first = results["a0"] if turns[2].sample_id.number == 0 else results["a1"]
+    (other,) = [result for result in results.values() if result is not first]
+    seed = first.sample_id.number
+    said = [7 if at in (4, 5) else token_at(seed, PROMPT + at) for at in range(10)]
+    assert list(first.tokens) == [*said, *[8] * 30]
+    assert (first.reason, first.turns) == ("length", ((0, 4), (6, 10)))
+    observed = {4, 5, *range(10, 40)}
+    assert first.logprobs == tuple(0.0 if at in observed else -token / 1000 for at, token in enumerate(first.tokens))
+    assert [turn.logprobs for turn in turns] == [tuple(-token / 1000 for token in turn.tokens) for turn in turns]
+    assert (other.state, other.reason, other.detail) == (SampleState.ABORTED, "environment", "it broke")
 
 
 def test_what_an_engine_says_of_a_lease_that_is_over_counts_for_nothing() -> None:

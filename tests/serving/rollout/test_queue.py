@@ -16,6 +16,33 @@ def samples(number: int, count: int) -> list[Sample]:
     return [Sample(group=group, index=index, seed=index) for index in range(count)]
 
 
+def test_an_engine_takes_what_it_has_read_before_and_anything_rather_than_nothing() -> None:
+    queue, order = WaitingQueue(), Fifo()
+    probe, *others = samples(0, 4)
+    for number, one in enumerate(others):
+        one.home = ("x", "y", "z")[number]
+    for one in others:
+        queue.put(one, order.rank(one))
+
+    def take(engine: str) -> Sample | None:
+        return queue.take(lambda _: True, lambda _: False, prefers=lambda one: one.is_at_home(engine))
+
+    assert take("y") is others[1]
+    queue.put(probe, order.rank(probe))
+    assert take("z") is probe, "what goes first does, wherever it has been"
+    assert take("y") is others[0]
+    assert take("y") is others[2]
+    assert take("y") is None
+
+
+def test_a_group_stays_where_its_prompt_was_read() -> None:
+    first, second = samples(0, 2)
+    assert first.is_at_home("x")
+    first.group.engines.add("x")
+    assert second.is_at_home("x")
+    assert not second.is_at_home("y")
+
+
 def test_samples_that_have_ended_are_let_go_while_a_better_one_waits() -> None:
     queue, order = WaitingQueue(), Fifo()
     (best,) = samples(0, 1)

@@ -35,6 +35,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.running: dict[SampleId, Lease] = {}
         self.reported: dict[SampleId, list[int]] = {}
         self.ended: dict[SampleId, Ended] = {}
+        self.turn_starts: dict[SampleId, int] = {}
+        self.awaiting: set[SampleId] = set()
         self.version, self.now_s = 0, 0.0
 
     # -- what callers do ----------------------------------------------------------------------------------------------
@@ -47,8 +49,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         due_s=st.none() | st.integers(1, 4),
         staleness=st.none() | st.integers(0, 2),
         when_stale=st.sampled_from(["return", "abort"]),
+        turn=st.none() | st.integers(1, 12),
+        redundant=st.integers(0, 3),
     )
-    def submit(self, samples, max_tokens, priority, due_s, staleness, when_stale) -> None:  # type: ignore[no-untyped-def]
+    def submit(  # type: ignore[no-untyped-def]
+        self, samples, max_tokens, priority, due_s, staleness, when_stale, turn, redundant
+    ) -> None:
         name = next(name for name in NAMES if name not in self.requests)  # also of one that was forgotten
         request = GroupRequest(
             group_id=name,
@@ -59,6 +65,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             deadline_s=None if due_s is None else self.now_s + due_s,
             max_staleness=staleness,
             when_stale=when_stale,
+            turn_tokens=turn,
+            num_needed=max(samples - redundant, 1),
         )
         self.scheduler.submit(request)
         self.requests[name] = request
@@ -74,6 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for sample_id in [key for key in self.reported if key.group_id == name]:
             assert sample_id in self.ended
             del self.reported[sample_id], self.ended[sample_id]
+            self.turn_starts.pop(sample_id, None)
 
     @rule()
     def new_target(self) -> None:
@@ -98,11 +107,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert lease.sample_id not in self.ended, "it has ended"
             known = self.reported[lease.sample_id]
             assert lease.prompt_token_ids == (*(0,) * PROMPT, *known)
-            assert lease.num_generated == len(known)
+            assert lease.num_generated == len(known) - self.turn_starts.get(lease.sample_id, 0)
             self.running[lease.sample_id] = lease
             self.given.append(lease)
         if mine or leases:
             assert self.scheduler.promised_tokens(engine) <= MEMORY
+
+    def left(self, lease: Lease) -> int:
+        """Tokens that this lease may have yet."""
+        begun = self.turn_starts.get(lease.sample_id, 0)
+        return lease.max_tokens + lease.num_generated - (len(self.reported[lease.sample_id]) - begun)
 
     def lease(self, data: st.DataObject) -> Lease:
         return self.running[data.draw(st.sampled_from(sorted(self.running)))]
@@ -119,8 +133,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for engine in ENGINES:
             self.ask(engine)
         for lease in list(self.running.values()):
-            left = lease.max_tokens + lease.num_generated - len(self.reported[lease.sample_id])
-            if self.scheduler.progressed(lease, self.more(lease, min(count, left - 1))) == "stop":
+            if self.scheduler.progressed(lease, self.more(lease, min(count, self.left(lease) - 1))) == "stop":
                 del self.running[lease.sample_id]
             self.everything_is_accounted_for()
 
@@ -128,11 +141,44 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), count=st.integers(1, 8))
     def finish(self, data: st.DataObject, count: int) -> None:
         lease = self.lease(data)
-        left = lease.max_tokens + lease.num_generated - len(self.reported[lease.sample_id])
-        count = min(count, left)
-        ended = self.scheduler.finished(lease, self.more(lease, count), "length" if count == left else "stop")
+        self.end_lease(lease, min(count, self.left(lease)))
+
+    def end_lease(self, lease: Lease, count: int) -> None:
+        left, tokens = self.left(lease), self.more(lease, count)
+        request = self.requests[lease.sample_id.group_id]
+        if self.scheduler.turn_ended(lease, tokens):
+            assert request.turn_tokens is not None
+            assert count <= request.turn_tokens
+            del self.running[lease.sample_id]
+            self.awaiting.add(lease.sample_id)
+            return
+        assert request.turn_tokens is None or len(self.reported[lease.sample_id]) == request.max_tokens
+        ended = self.scheduler.finished(lease, tokens, "length" if count == left else "stop")
         assert ended is not None
         self.over([ended])
+        self.over(self.scheduler.redundant(lease.sample_id.group_id))
+
+    @precondition(lambda self: self.awaiting)
+    @rule(data=st.data(), says=st.integers(0, 10) | st.sampled_from(["done", "failed"]))
+    def answer(self, data: st.DataObject, says: int | str) -> None:
+        """An environment, whose samples hold no slot meanwhile."""
+        sample_id = data.draw(st.sampled_from(sorted(self.awaiting)))
+        self.awaiting.discard(sample_id)
+        if says == "done":
+            self.over([self.scheduler.done(sample_id)])
+        elif says == "failed":
+            self.over([self.scheduler.failed(sample_id)])
+        else:
+            assert isinstance(says, int)
+            known = self.reported[sample_id]
+            tokens = tuple(range(len(known), len(known) + says))
+            room = self.requests[sample_id.group_id].max_tokens - len(known)
+            known.extend(tokens[:room])
+            ended = self.scheduler.observed(sample_id, tokens)
+            assert (ended is not None) == (says >= room)
+            self.turn_starts[sample_id] = len(known)
+            self.over([] if ended is None else [ended])
+        self.over(self.scheduler.redundant(sample_id.group_id))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -161,6 +207,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for one in ended:
             assert one.sample_id not in self.ended, "it ended twice"
             self.ended[one.sample_id] = one
+            self.awaiting.discard(one.sample_id)
             lease = self.running.pop(one.sample_id, None)
             if one.state is not SampleState.FINISHED:
                 assert one.stop == (None if lease is None else (lease.engine, lease.number))
@@ -175,6 +222,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             sample = self.scheduler.sample(sample_id)
             assert sample.tokens == tokens
             assert (sample.state is SampleState.RUNNING) == (sample_id in self.running)
+            assert (sample.state is SampleState.AWAITING) == (sample_id in self.awaiting)
+            assert all(start < end for start, end in sample.turns) or not sample.turns
             assert sample.state.has_ended == (sample_id in self.ended)
         for engine in {lease.engine for lease in self.running.values()}:
             assert self.scheduler.free_tokens(engine) + self.scheduler.promised_tokens(engine) == MEMORY
@@ -183,13 +232,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Whatever happened, one engine that goes on brings everything that has not ended to its end."""
         for engine in ENGINES:
             self.die(engine)
-        while leases := self.scheduler.next_for("w", SLOTS, MEMORY):
+        while True:
+            for sample_id in sorted(self.awaiting):
+                if sample_id in self.awaiting:
+                    self.awaiting.discard(sample_id)
+                    self.over([self.scheduler.done(sample_id)])
+                    self.over(self.scheduler.redundant(sample_id.group_id))
+            leases = self.scheduler.next_for("w", SLOTS, MEMORY)
+            if not leases:
+                break
             for lease in leases:
-                self.running[lease.sample_id] = lease
-                left = lease.max_tokens
-                ended = self.scheduler.finished(lease, self.more(lease, left), "length")
-                assert ended is not None
-                self.over([ended])
+                if lease.sample_id not in self.ended:
+                    self.running[lease.sample_id] = lease
+            for lease in leases:
+                if lease.sample_id in self.running:
+                    self.end_lease(lease, self.left(lease))
         assert set(self.reported) == set(self.ended)
         self.everything_is_accounted_for()
 

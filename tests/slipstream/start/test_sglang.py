@@ -182,7 +182,7 @@ def test_options_of_the_other_engine_are_refused(
     assert says in refused("serve", *common, *python, *words)
 
 
-@pytest.mark.parametrize("name", ["DEFAULT_MAX_TOKENS", "ROLLOUT_KEEP_S"])
+@pytest.mark.parametrize("name", ["DEFAULT_MAX_TOKENS", "MAX_PROMPT_TOKENS"])
 def test_a_gateway_setting_without_effect_is_refused(
     name: str, refused: Refused, toy_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

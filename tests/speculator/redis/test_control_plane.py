@@ -18,6 +18,7 @@ from speculator.redis.control_plane import (
     CanaryHolder,
     CanarySlot,
     DraftPointer,
+    EndedGroups,
     EngineLoad,
     busiest_here,
     machine_id,
@@ -35,6 +36,21 @@ def test_the_pointer_names_the_version_last_published(redis_client: redis.Redis)
     pointer.publish(6)
     assert DraftPointer(redis_client, MODEL).desired() == 6
     assert DraftPointer(redis_client, "other").desired() is None
+
+
+def test_each_engine_hears_once_of_groups_that_end_from_now_on(redis_client: redis.Redis) -> None:
+    gateway, engine = EndedGroups(redis_client, MODEL), EndedGroups(redis_client, MODEL)
+    gateway.add("a", "before")
+    assert engine.read() == []
+    gateway.add("a", "one")
+    gateway.add("b", "one")
+    other = EndedGroups(redis_client, MODEL)
+    assert other.read() == []
+    assert engine.read() == [("a", "one"), ("b", "one")]
+    assert engine.read() == []
+    gateway.add("a", "two")
+    assert engine.read() == other.read() == [("a", "two")]
+    assert EndedGroups(redis_client, "other").read() == []
 
 
 def test_a_pinned_version_is_desired_whatever_is_published(redis_client: redis.Redis) -> None:

@@ -115,6 +115,7 @@ def test_samples_come_back_with_everything_about_them() -> None:
         "target_version": 0,
         "engine": "local",
         "num_leases": 1,
+        "turns": None,
         "detail": None,
     }
     assert (found["tokens", 0]["text"], found["tokens", 0]["finish_reason"]) == ("abcdefgh", "stop")

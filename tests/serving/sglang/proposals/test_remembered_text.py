@@ -132,6 +132,18 @@ def test_two_tenants_with_the_same_text_never_draft_from_each_other() -> None:
     assert found(text, request([9], SEEN, tenant="a")) == []
 
 
+def test_the_text_of_a_group_that_has_ended_goes_and_no_other() -> None:
+    text = make_text()
+    for group_id in ("g", "h"):
+        wrote(text, TEXT, group_id=group_id, tenant=group_id)
+    text.drop("g", "h")
+    text.drop("nobody", "g")
+    text.drop("h", "h")
+    # What a tenant has written stays its own.
+    assert found(text, request([9], SEEN, tenant="h")) == TEXT[16:24]
+    assert [list(text._drafter._tenants[tenant].groups) for tenant in ("g", "h")] == [["g"], []]
+
+
 @pytest.mark.parametrize(("unmarked", "policy"), [(True, {"capture": False}), (False, {"marked": False})])
 def test_who_opts_out_or_has_lost_its_policy_leaves_nothing(unmarked: bool, policy: dict[str, Any]) -> None:
     text = make_text(captures_unmarked=unmarked)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from serving.answer_text import AnswerText, LocalTokenizer
 from serving.engine import Piece
-from serving.local.text import AnswerText, LocalTokenizer
 from speculator.errors import ConfigError
 from tests.fixtures import toy
 from tests.serving.local.harness import toy_engine
@@ -44,6 +44,7 @@ def test_deltas_are_what_decoding_in_one_go_gives(pairs: dict[str, Pair], kind: 
     at = data.draw(st.integers(0, len(ids)))
     stop = data.draw(st.sampled_from([(), ("zz",), (" a a a a never",)]))
     whole = pair.decode(ids)
+    assume(not any(one in whole for one in stop))
     assert pair.shown(ids, stop) == (whole, len(ids))
     assert pair.ours.decode(ids) == whole
     before, _ = pair.shown(ids[:at], stop, ends=False)

@@ -96,6 +96,10 @@ _MOST_LOOKED_AHEAD = 64
 """Tokens that are decoded again to find a stop string in text that is held back; in more it is found once they end."""
 
 
+_ANSWER = "the-answer-itself"
+"""Which no template has."""
+
+
 class LocalTokenizer:
     """The model's own tokenizer; implements `serving.engine.Tokenizer`."""
 
@@ -117,13 +121,29 @@ class LocalTokenizer:
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text)  # type: ignore[no-any-return]
 
+    def encode_more(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
+
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        return self._chat(messages, tokenize=True, add_generation_prompt=True, return_dict=False)  # type: ignore[no-any-return]
+
+    def encode_next(self, messages: list[dict[str, str]]) -> list[int]:
+        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        ended: str = self._chat(before, tokenize=False)
+        whole: str = self._chat([*before, *messages], tokenize=False, add_generation_prompt=True)
+        _, answer, rest = ended.rpartition(_ANSWER)
+        if not (answer and whole.startswith(ended)):
+            message = "the model's chat template writes earlier messages anew: send a text"
+            raise RequestError(message, param="messages")
+        for number in self.end_token_ids:
+            rest = rest.removeprefix(self.special_tokens.get(number, ""))
+        return self.encode_more(rest + whole[len(ended) :])
+
+    def _chat(self, messages: list[dict[str, str]], **how: bool) -> Any:
         if not self._tokenizer.chat_template:
             raise RequestError("this model has no chat template: use /v1/completions", param="messages")
         try:
-            return self._tokenizer.apply_chat_template(  # type: ignore[no-any-return]
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
+            return self._tokenizer.apply_chat_template(messages, **how)
         except Exception as error:  # templates raise jinja2 errors of their own making
             raise RequestError(f"the model's chat template refuses these messages: {error}", param="messages") from None
 

@@ -1,0 +1,369 @@
+"""SGLang servers as engines of rollouts: samples by token ids over HTTP, and room by each server's own figures.
+
+A lease is one request to `/generate`. It ends where the sample does, or when the scheduler takes it back, which aborts
+the request. What goes on later is a request for the prompt and the tokens so far, which the server's prefix cache has,
+but for the last token, unless something else needed the room. Events come every few tokens; what a server had not
+said when it died is generated again.
+
+Servers are spoken to directly, also where a router stands before them: only so it is known which has a prefix. Which
+servers there are the router says, and each server how many requests and tokens it has room for (`/v1/loads`). What
+runs there and is none of ours goes first.
+
+What the servers run beside rollouts they tell with a delay, so the smaller of two looks counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+import structlog
+
+from serving.answer_text import AnswerText, LocalTokenizer
+from serving.engine import Chunk, GenerateRequest
+from serving.gateway.errors import ApiError
+from serving.gateway.passthrough import whole_events
+from serving.gateway.upstream import Upstream
+from serving.request_metadata import POLICY_KEY, TARGET_KEY
+from serving.rollout.engines import RolloutEngine
+from speculator.errors import EngineBusyError, EngineDeadError, EngineError, RequestError, type_and_place
+
+log = structlog.get_logger(__name__)
+
+LOOK_S = 0.5
+_TIMEOUT_S = 5.0
+_MISSED_LOOKS = 6
+"""In a row, after which a server counts as dead: one that reads a long prompt may answer late."""
+_MOST_OPEN = 100_000
+"""The scheduler gives a server no more than it has room for."""
+STREAM_INTERVAL = 8
+"""Tokens between two events of a stream, each of which has all tokens so far."""
+_MAX_SEED = 2**31 - 1
+"""SGLang hashes seeds as 32 bit numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wiring:
+    """What is common to all servers of one model."""
+
+    tokenizer: LocalTokenizer
+    target: str
+    """Fingerprint of what they must serve."""
+    share: float
+    """Of a server's requests, that rollouts may have."""
+    target_version: Callable[[], int]
+    heeds_seed: Callable[[], bool]
+    end_group: Callable[[str, str], None]
+    """A tenant's prompt group has ended. Must not block."""
+
+
+class _Load(msgspec.Struct):
+    """Of one data-parallel rank; see SGLang's `managers/load_snapshot.py`."""
+
+    num_running_reqs: int
+    num_waiting_reqs: int
+    max_running_requests: int
+    max_total_num_tokens: int
+
+
+class _Loads(msgspec.Struct):
+    loads: list[_Load]
+
+
+class _Finish(msgspec.Struct):
+    type: Literal["stop", "length", "abort"]
+    message: str = ""
+
+
+class _Meta(msgspec.Struct):
+    finish_reason: _Finish | None = None
+    output_token_logprobs: list[tuple[float, int, str | None]] = []
+
+
+class _Failure(msgspec.Struct):
+    message: str = ""
+    code: int = 500
+
+
+class _Event(msgspec.Struct):
+    """Of a stream: all tokens so far."""
+
+    output_ids: list[int] = []
+    meta_info: _Meta = msgspec.field(default_factory=_Meta)
+    error: _Failure | None = None
+
+
+_EVENT = msgspec.json.Decoder(_Event)
+
+
+class SglangRolloutEngine:
+    """Implements `serving.rollout.engines.RolloutEngine` for one server."""
+
+    def __init__(self, url: str, wiring: Wiring) -> None:
+        self._url, self._wiring = url.rstrip("/"), wiring
+        self._upstream = Upstream(url, max_connections=_MOST_OPEN)
+        self._http = httpx.AsyncClient(base_url=self._url, timeout=_TIMEOUT_S, trust_env=False)
+        self._numbers = itertools.count()
+        self._num_open = 0
+        """Requests of ours that are under way."""
+        self._num_missed = _MISSED_LOOKS
+        self._priority: int | None = None
+        """The lowest, where the server goes by priorities."""
+        self._others = (0, 0)
+        """Requests of others at the last two looks."""
+        self._load = _Load(0, 0, 0, 0)
+        self._aborting: set[asyncio.Task[None]] = set()
+
+    @property
+    def name(self) -> str:
+        return urlsplit(self._url).netloc
+
+    @property
+    def num_slots(self) -> int:
+        most = self._load.max_running_requests
+        return max(0, min(max(1, int(self._wiring.share * most)), most - min(self._others)))
+
+    @property
+    def memory_tokens(self) -> int:
+        return int(self._wiring.share * self._load.max_total_num_tokens)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._num_missed < _MISSED_LOOKS
+
+    def drop(self, tenant: str, group_id: str) -> None:
+        self._wiring.end_group(tenant, group_id)
+
+    async def look(self) -> None:
+        """Ask how much room there is. A server that does not say keeps what it had, until it counts as dead."""
+        num_open = self._num_open
+        try:
+            if self._num_missed >= _MISSED_LOOKS:
+                info = (await self._http.get("/server_info")).raise_for_status().json()
+                lowest = _LAST if info["schedule_low_priority_values_first"] else -_LAST
+                self._priority = lowest if info["enable_priority_scheduling"] else None
+            answer = (await self._http.get("/v1/loads", params={"include": "core"})).raise_for_status()
+            loads = msgspec.json.decode(answer.content, type=_Loads).loads
+        except (httpx.HTTPError, ValueError, LookupError, TypeError, msgspec.MsgspecError):
+            self._num_missed += 1
+            return
+        self._num_missed = 0
+        self._load = _Load(*(sum(column) for column in zip(*map(msgspec.structs.astuple, loads), strict=True)))
+        others = self._load.num_running_reqs + self._load.num_waiting_reqs - num_open
+        self._others = self._others[1], max(others, 0)
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        """As `serving.engine.Engine.generate`."""
+        begun = request.prompt_token_ids[len(request.prompt_token_ids) - request.num_answered :]
+        answer = _Answer(request, AnswerText(self._wiring.tokenizer, request.stop, begun), self._wiring)
+        # Of its own: one that is aborted may still be under way when the sample goes on here.
+        rid = f"{request.request_id}#{next(self._numbers)}"
+        body = self._body(request, rid)
+        self._num_open += 1
+        has_ended = False
+        try:
+            async with aclosing(self._events(body)) as events:
+                async for event in events:
+                    has_ended = event.meta_info.finish_reason is not None
+                    chunk = answer.take(event)
+                    if chunk.token_ids or chunk.finish_reason is not None:
+                        yield chunk
+                    if chunk.finish_reason is not None:
+                        return
+            raise EngineError("the stream ended before the answer did")
+        except EngineDeadError:
+            self._num_missed = _MISSED_LOOKS
+            raise
+        finally:
+            self._num_open -= 1
+            if not has_ended and self.is_alive:
+                task = asyncio.create_task(self._abort(rid))
+                self._aborting.add(task)
+                task.add_done_callback(self._aborting.discard)
+
+    async def close(self) -> None:
+        """Once the streams have ended that somebody has given up."""
+        deadline_s = time.monotonic() + _TIMEOUT_S
+        while self._num_open and time.monotonic() < deadline_s:  # noqa: ASYNC110 - no stream knows that it is the last
+            await asyncio.sleep(0.01)
+        await asyncio.gather(*self._aborting)
+        await self._upstream.close()
+        await self._http.aclose()
+
+    def _body(self, request: GenerateRequest, rid: str) -> bytes:
+        """Raises RequestError for what this server cannot do."""
+        sampling = request.sampling
+        if request.logprobs and sampling.temperature and (sampling.top_p < 1 or sampling.top_k):
+            raise RequestError(
+                "SGLang says logprobs of the whole distribution, and top_p or top_k cut it: leave them out, or pass "
+                "logprobs false",
+                param="logprobs",
+            )
+        policy = {**asdict(request.policy), **({TARGET_KEY: self._wiring.target} if self._wiring.target else {})}
+        params = {
+            "max_new_tokens": request.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "stop": list(request.stop),
+            "ignore_eos": request.ignore_eos,
+            "stream_interval": STREAM_INTERVAL,
+            "custom_params": {POLICY_KEY: policy},
+        }
+        if request.seed is not None and self._wiring.heeds_seed():
+            params["sampling_seed"] = request.seed & _MAX_SEED
+        body = {
+            "rid": rid,
+            "input_ids": request.prompt_token_ids,
+            "sampling_params": params,
+            "stream": True,
+            "return_logprob": request.logprobs,
+            "cache_salt": request.policy.tenant,
+        }
+        return msgspec.json.encode(body | ({} if self._priority is None else {"priority": self._priority}))
+
+    async def _events(self, body: bytes) -> AsyncGenerator[_Event, None]:
+        """Raises RequestError, EngineBusyError, EngineDeadError or EngineError."""
+        try:
+            async with self._upstream.answer("/generate", body, {}) as response:
+                async for block in whole_events(response):
+                    for line in block.split(b"\n\n"):
+                        if line and line != b"data: [DONE]":
+                            yield _checked(_EVENT.decode(line.removeprefix(b"data: ")))
+        except ApiError as refused:
+            raise _as_error(refused.status, refused.message) from None
+        except msgspec.MsgspecError as error:
+            raise EngineError(f"SGLang's stream cannot be read: {error}") from None
+
+    async def _abort(self, rid: str) -> None:
+        try:
+            await self._http.post("/abort_request", json={"rid": rid})
+        except httpx.HTTPError as error:
+            # The connection is closed, which says the same a little later.
+            log.info("rollout_abort_not_heard", engine=self.name, error=type_and_place(error))
+
+
+_LAST = 10**6
+"""Further from 0 than the priority of a client's request."""
+
+
+def _checked(event: _Event) -> _Event:
+    """Raises what `generate` does where the event is an error."""
+    if event.error is not None:
+        raise _as_error(event.error.code, event.error.message)
+    finish = event.meta_info.finish_reason
+    if finish is not None and finish.type == "abort":
+        raise EngineError(f"SGLang aborted the request: {finish.message}")
+    return event
+
+
+def _as_error(status: int, message: str) -> Exception:
+    if status == 429:
+        return EngineBusyError(message, retry_after_s=1)
+    return RequestError(message) if 400 <= status < 500 else EngineError(message)
+
+
+@dataclass
+class _Answer:
+    """What one request has said so far."""
+
+    request: GenerateRequest
+    text: AnswerText
+    wiring: Wiring
+    num_tokens: int = 0
+
+    def take(self, event: _Event) -> Chunk:
+        """The tokens that are new, up to what ends the answer."""
+        new = event.output_ids[self.num_tokens :]
+        logprobs = [logprob for logprob, _, _ in event.meta_info.output_token_logprobs[self.num_tokens :]]
+        finish = event.meta_info.finish_reason
+        num_taken = 0
+        for token in new[: self.request.max_tokens - self.num_tokens]:
+            self.text.push(token, "target")
+            num_taken += 1
+            if self.text.stopped:
+                break
+        self.num_tokens += num_taken
+        reason: Literal["stop", "length"] | None = None
+        if self.text.stopped or (finish is not None and finish.type == "stop"):
+            reason = "stop"
+        elif finish is not None:
+            reason = "length"
+        shown = self.text.take() if reason is None else self.text.finish()
+        greedy = not self.request.sampling.temperature
+        return Chunk(
+            text="".join(piece.text for piece in shown),
+            pieces=tuple(shown),
+            token_ids=tuple(new[:num_taken]),
+            finish_reason=reason,
+            logprobs=tuple(0.0 if greedy else logprob for logprob in logprobs[:num_taken]),
+            target_version=self.wiring.target_version(),
+        )
+
+
+class _Worker(msgspec.Struct):
+    url: str
+
+
+class _Workers(msgspec.Struct):
+    workers: list[_Worker] = []
+
+
+@dataclass
+class ServerPool:
+    """The servers that rollouts run on: the one at `urls`, or those behind the routers there. An `EnginePool`."""
+
+    urls: Sequence[str]
+    is_routed: bool
+    wiring: Wiring
+    look_s: float = LOOK_S
+    _engines: dict[str, SglangRolloutEngine] = field(default_factory=dict)
+    _http: httpx.AsyncClient = field(default_factory=lambda: httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False))
+
+    @asynccontextmanager
+    async def running(self, on_change: Callable[[Iterable[RolloutEngine]], None]) -> AsyncIterator[None]:
+        looking = asyncio.create_task(self._look_on(on_change))
+        try:
+            yield
+        finally:
+            looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
+            await asyncio.gather(self._http.aclose(), *(engine.close() for engine in self._engines.values()))
+
+    async def look(self, on_change: Callable[[Iterable[RolloutEngine]], None]) -> None:
+        urls = await self._servers() if self.is_routed else self.urls
+        gone = [self._engines.pop(url) for url in self._engines.keys() - urls]
+        new = {url: SglangRolloutEngine(url, self.wiring) for url in urls if url not in self._engines}
+        self._engines |= new
+        await asyncio.gather(*(engine.look() for engine in self._engines.values()))
+        if gone or new:
+            log.info("rollout_servers", servers=sorted(engine.name for engine in self._engines.values()))
+            on_change(self._engines.values())
+        await asyncio.gather(*(engine.close() for engine in gone))
+
+    async def _servers(self) -> Sequence[str]:
+        """Of the first router that answers; those known so far where none does."""
+        for router in self.urls:
+            try:
+                answer = (await self._http.get(f"{router}/workers")).raise_for_status()
+                return [worker.url.rstrip("/") for worker in msgspec.json.decode(answer.content, type=_Workers).workers]
+            except (httpx.HTTPError, msgspec.MsgspecError):
+                continue
+        return tuple(self._engines)
+
+    async def _look_on(self, on_change: Callable[[Iterable[RolloutEngine]], None]) -> None:
+        while True:
+            began_s = time.monotonic()
+            try:
+                await self.look(on_change)
+            except Exception as error:
+                log.error("rollout_servers_not_looked_at", error=type_and_place(error))
+            await asyncio.sleep(max(self.look_s - (time.monotonic() - began_s), 0.05))

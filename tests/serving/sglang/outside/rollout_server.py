@@ -1,0 +1,124 @@
+"""A stand-in for what rollouts ask of SGLang: `/generate`, its loads, and a router that knows several."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import zlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+DONE = b"data: [DONE]\n\n"
+
+
+def token_after(tokens: list[int], seed: int, vocabulary: int) -> int:
+    """What follows a text depends on the text alone, as with deterministic inference."""
+    return zlib.crc32(f"{seed}/{tokens}".encode()) % vocabulary
+
+
+@dataclass
+class RolloutServer:
+    """Its attributes say what it does; afterwards they say what it was asked."""
+
+    vocabulary: int
+    seed: int = 0
+    end_after: int | None = None
+    """Tokens behind the whole text's first 8 at which it ends by itself."""
+    most: int = 8
+    others: int = 0
+    """Requests that are none of ours."""
+    max_tokens: int = 100_000
+    by_priority: Literal["low first", "high first"] | None = None
+    pause_s: float = 0.0
+    """Between two events."""
+    is_down: bool = False
+    """Breaks every connection, and answers nothing."""
+    refusal: Response | None = None
+    events: list[bytes] | None = None
+    """Said instead of an answer."""
+
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    running: dict[str, asyncio.Event] = field(default_factory=dict)
+    aborted: list[str] = field(default_factory=list)
+    most_running: int = 0
+
+    def app(self) -> FastAPI:
+        app = FastAPI()
+        app.add_api_route("/generate", self._generate, methods=["POST"], response_model=None)
+        app.add_api_route("/abort_request", self._abort, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/loads", self._loads, response_model=None)
+        app.add_api_route("/server_info", self._info)
+        return app
+
+    def _info(self) -> dict[str, bool]:
+        by_priority, low_first = self.by_priority is not None, self.by_priority == "low first"
+        return {"enable_priority_scheduling": by_priority, "schedule_low_priority_values_first": low_first}
+
+    def _loads(self) -> Response:
+        if self.is_down:
+            return Response(status_code=503)
+        counts = {"num_running_reqs": self.others + len(self.running), "num_waiting_reqs": 0}
+        rank = {**counts, "max_running_requests": self.most, "max_total_num_tokens": self.max_tokens}
+        return JSONResponse({"timestamp": "now", "loads": [rank]})
+
+    async def _abort(self, request: Request) -> Response:
+        rid = (await request.json())["rid"]
+        self.aborted.append(rid)
+        if rid in self.running:
+            self.running[rid].set()
+        return Response()
+
+    async def _generate(self, request: Request) -> Response:
+        body = await request.json()
+        self.bodies.append(body)
+        if self.refusal is not None:
+            return self.refusal
+        return StreamingResponse(self._answer(body), media_type="text/event-stream")
+
+    async def _answer(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
+        if self.events is not None:
+            for event in self.events:
+                yield event
+            return
+        tokens, params, said = list(body["input_ids"]), body["sampling_params"], list[int]()
+        stopped = self.running[body["rid"]] = asyncio.Event()
+        self.most_running = max(self.most_running, len(self.running))
+        try:
+            while True:
+                finish = None
+                for _ in range(params["stream_interval"]):
+                    tokens.append(token_after(tokens, self.seed, self.vocabulary))
+                    said.append(tokens[-1])
+                    if self.end_after is not None and len(tokens) >= self.end_after:
+                        finish = {"type": "stop", "matched": tokens[-1]}
+                        break
+                    if len(said) == params["max_new_tokens"]:
+                        finish = {"type": "length", "length": len(said)}
+                        break
+                if self.is_down:
+                    raise ConnectionError("killed")
+                if stopped.is_set():
+                    finish = {"type": "abort", "message": "Abort in waiting queue"}
+                meta = {
+                    "id": body["rid"],
+                    "finish_reason": finish,
+                    "output_token_logprobs": [[-0.5, token, None] for token in said] if body["return_logprob"] else [],
+                }
+                yield b"data: " + json.dumps({"text": "", "output_ids": said, "meta_info": meta}).encode() + b"\n\n"
+                if finish is not None:
+                    yield DONE
+                    return
+                await asyncio.sleep(self.pause_s)
+        finally:
+            self.running.pop(body["rid"], None)
+
+
+def router(workers: list[str]) -> FastAPI:
+    """As sglang-router lists its workers; the list may change."""
+    app = FastAPI()
+    app.add_api_route("/workers", lambda: {"workers": [{"id": str(n), "url": url} for n, url in enumerate(workers)]})
+    return app

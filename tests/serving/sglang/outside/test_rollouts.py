@@ -1,0 +1,307 @@
+"""Rollouts on SGLang servers: by token ids over HTTP, with room by their own figures, every sample accounted for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import pytest
+from fastapi.responses import JSONResponse
+from prometheus_client import CollectorRegistry
+
+from serving.answer_text import LocalTokenizer
+from serving.engine import CapturePolicy
+from serving.gateway.app import Rollouts, create_passthrough_app
+from serving.gateway.config import GatewaySettings
+from serving.gateway.upstream import Upstream
+from serving.rollout.driver import Driver
+from serving.rollout.order import ContextAware
+from serving.rollout.samples import GroupRequest, GroupWork, SampleState
+from serving.rollout.scheduler import Policy
+from serving.sglang.outside.rollouts import STREAM_INTERVAL, ServerPool, Wiring
+from speculator.draft.sampling_params import SamplingParams
+from tests.fixtures.toy import toy_tokenizer
+from tests.serving.gateway.client import serve
+from tests.serving.gateway.passage import host
+from tests.serving.rollout.engines import Results
+from tests.serving.sglang.outside.rollout_server import RolloutServer, router, token_after
+
+PROMPT = (5, 6, 7, 8)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> LocalTokenizer:
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    toy_tokenizer().save_pretrained(folder)
+    return LocalTokenizer(folder)
+
+
+@pytest.fixture
+def size(tokenizer: LocalTokenizer) -> int:
+    """Tokens that it may say: letters, none of which ends an answer."""
+    return 20
+
+
+def wiring(tokenizer: LocalTokenizer, **changes: Any) -> Wiring:
+    values: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "target": "f" * 64,
+        "share": 1.0,
+        "target_version": lambda: 0,
+        "heeds_seed": lambda: True,
+        "end_group": lambda tenant, group_id: None,
+    }
+    return Wiring(**{**values, **changes})
+
+
+def group(name: str = "g", *, n: int = 4, max_tokens: int = 40, priority: int = 0, **fields: Any) -> GroupWork:
+    request = GroupRequest(
+        group_id=name,
+        prompt_token_ids=PROMPT,
+        seeds=tuple(range(n)),
+        max_tokens=max_tokens,
+        priority=priority,
+    )
+    values: dict[str, Any] = {"sampling": SamplingParams(temperature=1.0), "logprobs": True, **fields}
+    return GroupWork(request=request, policy=CapturePolicy(tenant="t", group_id=name), **values)
+
+
+def text_after(prompt: tuple[int, ...], count: int, size: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(token_after(tokens, 0, size))
+    return tokens[len(prompt) :]
+
+
+class Stage:
+    """A driver on servers behind a router that lists them."""
+
+    def __init__(self, driver: Driver, pool: ServerPool, results: Results, workers: list[str]) -> None:
+        self.driver, self.pool, self.results, self.workers = driver, pool, results, workers
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        for _ in range(2000):
+            self.driver.tick()
+            if condition():
+                return
+            await asyncio.sleep(0.005)
+        raise AssertionError("it did not come")
+
+
+@asynccontextmanager
+async def staged(wires: Wiring, *servers: RolloutServer, chunk_tokens: int = 16) -> AsyncIterator[Stage]:
+    async with AsyncExitStack() as opened:
+        workers = [(await opened.enter_async_context(serve(server.app(), grace_s=0))).url for server in servers]
+        front = await opened.enter_async_context(serve(router(workers), grace_s=0))
+        results = Results()
+        driver = Driver([], Policy(order=ContextAware(), chunk_tokens=chunk_tokens), on_ended=results.take)
+        pool = ServerPool((front.url,), True, wires, look_s=0.02)
+        async with pool.running(driver.set_engines):
+            stage = Stage(driver, pool, results, workers)
+            await stage.until(lambda: driver.has_engine)
+            yield stage
+            await driver.close()
+
+
+def run(scene: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scene(), 30))
+
+
+def test_samples_come_from_all_servers_with_text_logprobs_and_requests_of_their_own(
+    tokenizer: LocalTokenizer, size: int
+) -> None:
+    servers = RolloutServer(size, pause_s=0.01), RolloutServer(size, pause_s=0.01)
+    ended: list[tuple[str, str]] = []
+
+    async def scene() -> None:
+        async with staged(wiring(tokenizer, end_group=lambda *one: ended.append(one)), *servers) as stage:
+            stage.driver.submit([group()])
+            await stage.until(lambda: len(stage.results.by_sample) == 4)
+            stage.driver.check()
+            expected = text_after(PROMPT, 40, size)
+            for result in stage.results.by_sample.values():
+                assert (list(result.tokens), result.reason) == (expected, "length")
+                assert result.text == tokenizer.decode(expected)
+                assert result.logprobs == (-0.5,) * 40
+            assert len({result.engine for result in stage.results.by_sample.values()}) == 2
+            assert ended == [("t", "g")] * 2, "once for each engine"
+
+    run(scene)
+    bodies = [body for server in servers for body in server.bodies]
+    assert len({body["rid"] for body in bodies}) == len(bodies)
+    assert {body["rid"].partition("#")[0] for body in bodies} == {f"g/{number}" for number in range(4)}
+    assert {body["cache_salt"] for body in bodies} == {"t"}
+    policy = bodies[0]["sampling_params"]["custom_params"]["slipstream"]
+    assert (policy["tenant"], policy["group_id"], policy["target"]) == ("t", "g", "f" * 64)
+    assert {body["sampling_params"]["sampling_seed"] for body in bodies} == set(range(4))
+
+
+def test_what_was_said_is_not_said_twice_when_a_server_dies(tokenizer: LocalTokenizer, size: int) -> None:
+    servers = RolloutServer(size, pause_s=0.01), RolloutServer(size, pause_s=0.01)
+
+    async def scene() -> None:
+        async with staged(wiring(tokenizer), *servers) as stage:
+            stage.driver.submit([group(n=8, max_tokens=200)])
+            await stage.until(lambda: stage.driver.num_tokens > 400)
+            servers[0].is_down = True
+            await stage.until(lambda: len(stage.results.by_sample) == 8)
+            stage.driver.check()
+            assert stage.driver.num_lost > 0
+            expected = text_after(PROMPT, 200, size)
+            assert all(list(result.tokens) == expected for result in stage.results.by_sample.values())
+            assert stage.driver.num_tokens == 8 * 200, "none twice, none lost"
+            servers[0].is_down = False
+            await stage.until(lambda: not stage.driver._lost)
+
+    run(scene)
+
+
+def test_a_stop_string_is_found_where_a_sample_went_on_in_the_middle_of_it(
+    tokenizer: LocalTokenizer, size: int
+) -> None:
+    """Chunks end behind 16 tokens; what is more urgent displaces the sample there."""
+    server = RolloutServer(size, most=1, pause_s=0.005)
+    expected = text_after(PROMPT, 40, size)
+    stop = tokenizer.decode(expected[14:18])
+
+    async def scene() -> None:
+        async with staged(wiring(tokenizer), server) as stage:
+            stage.driver.submit([group("a", n=1, stop=(stop,))])
+            await stage.until(lambda: stage.driver.num_tokens >= STREAM_INTERVAL)
+            stage.driver.submit([group("b", n=1, max_tokens=5, priority=1)])
+            await stage.until(lambda: len(stage.results.by_sample) == 2)
+            one = stage.results.by_sample["a0"]
+            assert (one.reason, one.text) == ("stop", tokenizer.decode(expected).partition(stop)[0])
+            assert list(one.tokens) == expected[: len(one.tokens)]
+            assert one.num_leases == 2, "the case must move"
+
+    run(scene)
+
+
+def test_what_others_run_goes_first(tokenizer: LocalTokenizer, size: int) -> None:
+    server = RolloutServer(size, most=6, others=2, pause_s=0.01)
+
+    async def scene() -> None:
+        async with staged(wiring(tokenizer, share=0.8), server) as stage:
+            stage.driver.submit([group(n=12, max_tokens=400)])
+            await stage.until(lambda: stage.driver.num_tokens > 800)
+            assert server.most_running == 4
+            server.others = 5
+            await stage.until(lambda: len(server.running) == 1)
+            assert server.aborted, "a slot is given up at once"
+            stage.driver.check()
+            server.others = 0
+            await stage.until(lambda: len(stage.results.by_sample) == 12)
+            expected = text_after(PROMPT, 400, size)
+            assert all(list(result.tokens) == expected for result in stage.results.by_sample.values())
+
+    run(scene)
+
+
+def test_servers_join_and_leave(tokenizer: LocalTokenizer, size: int) -> None:
+    servers = RolloutServer(size, pause_s=0.01), RolloutServer(size, pause_s=0.01)
+
+    async def scene() -> None:
+        async with staged(wiring(tokenizer), *servers) as stage:
+            gone = stage.workers.pop(0)
+            await stage.until(lambda: len(stage.driver._engines) == 1)
+            stage.driver.submit([group(n=8, max_tokens=100)])
+            await stage.until(lambda: stage.driver.num_tokens > 100)
+            assert not servers[0].bodies
+            stage.workers[:] = [gone]
+            await stage.until(lambda: len(stage.results.by_sample) == 8)
+            assert servers[0].bodies
+            assert stage.driver.num_tokens == 800
+
+    run(scene)
+
+
+@pytest.mark.parametrize(
+    ("server", "fields", "why"),
+    [
+        ({"refusal": JSONResponse({"error": {"message": "no"}}, 400)}, {}, "refuses"),
+        ({"events": [b'data: {"error": {"message": "too long", "code": 400}}\n\n']}, {}, "too long"),
+        ({"events": [b"data: {]\n\n"]}, {}, "again and again"),
+        ({"events": []}, {}, "again and again"),
+        ({}, {"sampling": SamplingParams(temperature=1.0, top_p=0.9)}, "top_p"),
+    ],
+)
+def test_what_cannot_be_answered_ends_as_refused(
+    tokenizer: LocalTokenizer, size: int, server: dict[str, Any], fields: dict[str, Any], why: str
+) -> None:
+    async def scene() -> None:
+        async with staged(wiring(tokenizer), RolloutServer(size, **server)) as stage:
+            stage.driver.submit([group(n=2, **fields)])
+            await stage.until(lambda: len(stage.results.by_sample) == 2)
+            for result in stage.results.by_sample.values():
+                assert (result.state, result.reason) == (SampleState.ABORTED, "refused")
+                assert why in result.detail
+
+    run(scene)
+
+
+@pytest.mark.parametrize(("order", "sign"), [("high first", -1), ("low first", 1), (None, None)])
+def test_greedy_tokens_have_logprob_0_and_rollouts_come_last(
+    tokenizer: LocalTokenizer, size: int, order: Literal["low first", "high first"] | None, sign: int | None
+) -> None:
+    server = RolloutServer(size, end_after=20, by_priority=order)
+
+    async def scene() -> None:
+        async with staged(wiring(tokenizer, heeds_seed=lambda: False), server) as stage:
+            stage.driver.submit([group(n=1, sampling=SamplingParams(temperature=0.0, top_p=0.9))])
+            await stage.until(lambda: stage.results.by_sample)
+            (result,) = stage.results.by_sample.values()
+            assert (result.reason, result.logprobs, len(result.tokens)) == ("stop", (0.0,) * 16, 16)
+
+    run(scene)
+    (body,) = server.bodies
+    assert "sampling_seed" not in body["sampling_params"]
+    assert body.get("priority") == (None if sign is None else sign * 10**6)
+
+
+def test_the_gateway_has_the_route_in_front_of_sglang(tokenizer: LocalTokenizer, size: int) -> None:
+    server = RolloutServer(size)
+
+    async def scene() -> None:
+        async with AsyncExitStack() as opened:
+            behind = await opened.enter_async_context(serve(server.app(), grace_s=0))
+            draft = host()
+            app = create_passthrough_app(
+                draft,
+                Upstream(behind.url),
+                settings=GatewaySettings(),
+                registry=CollectorRegistry(),
+                rollouts=Rollouts(pool=ServerPool((behind.url,), False, wiring(tokenizer)), tokenizer=tokenizer),
+            )
+            front = await opened.enter_async_context(serve(app, grace_s=0))
+            client = await opened.enter_async_context(httpx.AsyncClient(base_url=front.url, timeout=20))
+            groups = [{"prompt": list(PROMPT), "n": 2, "max_tokens": 12, "temperature": 1.0}]
+            body = {"model": draft.info.model, "id": "one", "groups": groups}
+            async for _ in _ready(client, body):
+                pass
+            answer = await client.get("/v1/rollouts/one/samples")
+            said = [json.loads(line) for line in answer.text.splitlines() if line]
+            expected = text_after(PROMPT, 12, size)
+            assert [one["tokens"] for one in said if one["object"] == "rollout.sample"] == [expected] * 2
+            assert said[-1]["state"] == "ended"
+            metrics = (await client.get("/metrics")).text
+            assert "slipstream_rollout_tokens_total 24.0" in metrics
+
+    run(scene)
+
+
+async def _ready(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterator[httpx.Response]:
+    """Asks until the pool has looked at its server."""
+    for _ in range(500):
+        answer = await client.post("/v1/rollouts", json=body)
+        if answer.status_code == 200:
+            yield answer
+            return
+        assert answer.status_code == 503, answer.text
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not come")

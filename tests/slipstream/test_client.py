@@ -1,0 +1,127 @@
+"""The Python client of rollouts, in step with a gateway and on an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from serving.gateway.app import create_app
+from serving.gateway.config import GatewaySettings
+from slipstream.client import AsyncRollouts, Group, Rollouts, Sample, SampleKey
+from speculator.errors import ConfigError, EngineError
+from speculator.redis.trace_stream import GroupRewards
+from tests.fixtures.doubles import DoubleEngine
+from tests.hostile.api import running
+
+GROUPS = [
+    Group(id="sum", prompt="2 + 2 =", n=3, max_tokens=6, temperature=0.7),
+    Group(messages=[{"role": "user", "content": "hello"}], seeds=[5, 6], max_tokens=5, stop=["zzz"]),
+]
+
+
+@pytest.fixture
+def engine() -> DoubleEngine:
+    return DoubleEngine()
+
+
+@pytest.fixture
+def rewarded() -> list[GroupRewards]:
+    return []
+
+
+@pytest.fixture
+def url(engine: DoubleEngine, rewarded: list[GroupRewards]) -> Iterator[str]:
+    app = create_app(engine, settings=GatewaySettings(), registry=CollectorRegistry(), send_rewards=rewarded.extend)
+    with running(app) as site:
+        yield site.url
+
+
+def in_step(url: str) -> tuple[list[Sample], str]:
+    with Rollouts(url) as rollouts:
+        rollout = rollouts.start(GROUPS)
+        samples = list(rollout)
+        rollout.reward({sample.key: float(sample.sample) for sample in samples if sample.group_id == "sum"})
+        return samples, rollouts.model()
+
+
+def on_a_loop(url: str) -> tuple[list[Sample], str]:
+    async def run() -> tuple[list[Sample], str]:
+        async with AsyncRollouts(url) as rollouts:
+            rollout = rollouts.start(GROUPS)
+            samples = [sample async for sample in rollout]
+            await rollout.reward({sample.key: float(sample.sample) for sample in samples if sample.group_id == "sum"})
+            return samples, await rollouts.model()
+
+    return asyncio.run(run())
+
+
+WAYS = pytest.mark.parametrize("way", [in_step, on_a_loop])
+
+
+@WAYS
+def test_typed_samples_come_and_rewards_go(
+    way: Callable[[str], tuple[list[Sample], str]], url: str, rewarded: list[GroupRewards]
+) -> None:
+    samples, model = way(url)
+    assert model == "double"
+    assert {sample.key for sample in samples} == {*(("sum", n) for n in range(3)), ("1", 0), ("1", 1)}
+    assert [sample.number for sample in samples] == list(range(5))
+    by_key = {sample.key: sample for sample in samples}
+    assert [by_key[SampleKey("1", n)].seed for n in range(2)] == [5, 6]
+    for sample in samples:
+        assert sample.state == "finished"
+        assert len(sample.tokens) == (6 if sample.group_id == "sum" else 5)
+    assert [group.rewards for group in rewarded] == [{0: 0.0, 1: 1.0, 2: 2.0}]
+
+
+@pytest.mark.parametrize(
+    ("groups", "why"),
+    [
+        ([], "one group"),
+        ([Group(prompt="a", n=2000)], "groups"),
+        ([{"prompt": "a", "speed": 3}], "speed"),
+        ([Group()], "prompt"),
+    ],
+)
+def test_what_cannot_be_is_refused(url: str, groups: list[Any], why: str) -> None:
+    with Rollouts(url) as rollouts, pytest.raises(ConfigError, match=why):
+        list(rollouts.start(groups))
+
+
+def test_what_is_cancelled_comes_as_aborted(engine: DoubleEngine, url: str) -> None:
+    engine.hold_at = 1
+    with Rollouts(url) as rollouts:
+        rollout = rollouts.start([Group(prompt="a", n=2, max_tokens=40)], rollout_id="mine")
+        samples = iter(rollout)
+
+        async def cancel() -> None:
+            async with AsyncRollouts(url) as others:
+                other = others.start([Group(prompt="a")], rollout_id="mine")
+                while not engine.requests:  # noqa: ASYNC110 - of another thread
+                    await asyncio.sleep(0.01)
+                await other.cancel()
+
+        thread = threading.Thread(target=lambda: asyncio.run(cancel()))
+        thread.start()
+        assert {sample.state for sample in samples} == {"aborted"}
+        thread.join()
+        with pytest.raises(ConfigError, match="not finished"):
+            rollout.reward({("0", 0): 1.0})
+
+
+@WAYS
+def test_a_server_that_is_not_there(way: Callable[[str], object]) -> None:
+    with pytest.raises(ConfigError, match="nothing answers"):
+        way("http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match="no address"):
+        way("http://127.0.0.1:x")
+
+
+def test_a_reward_for_a_server_that_has_gone() -> None:
+    with Rollouts("http://127.0.0.1:9") as rollouts, pytest.raises(EngineError, match="does not answer"):
+        rollouts.start(GROUPS).reward({("sum", 0): 1.0})

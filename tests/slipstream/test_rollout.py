@@ -1,0 +1,256 @@
+"""Conversations with environments: none of them holds a slot, and every sample is accounted for."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from serving.gateway.app import create_app
+from serving.gateway.config import GatewaySettings
+from slipstream.client import AsyncRollouts, Group, Rollouts, Sample, SampleKey
+from slipstream.rollout import Conversations, Step, load_environment
+from speculator.errors import ConfigError
+from speculator.redis.trace_stream import GroupRewards
+from tests.fixtures.doubles import DoubleEngine
+from tests.hostile.api import running
+
+NEVER_S = 60.0
+
+
+@pytest.fixture
+def engine() -> DoubleEngine:
+    """One slot for rollouts."""
+    return DoubleEngine(num_slots=1, context_length=4096)
+
+
+@pytest.fixture
+def rewarded() -> list[GroupRewards]:
+    return []
+
+
+@pytest.fixture
+def url(engine: DoubleEngine, rewarded: list[GroupRewards]) -> Iterator[str]:
+    app = create_app(engine, settings=GatewaySettings(), registry=CollectorRegistry(), send_rewards=rewarded.extend)
+    with running(app) as site:
+        yield site.url
+
+
+class Talker:
+    """Answers two turns and ends with the third; `does` may change what becomes of a step."""
+
+    def __init__(self, does: Callable[[SampleKey, int], Awaitable[Step | None]] | None = None) -> None:
+        self._does, self._turns = does, 0
+        self.heard: list[str] = []
+        self.key: SampleKey | None = None
+
+    async def reset(self, sample: SampleKey) -> None:
+        self.key = sample
+
+    async def step(self, text: str) -> Step:
+        assert self.key is not None, "it was reset before"
+        self.heard.append(text)
+        self._turns += 1
+        if self._does is not None and (step := await self._does(self.key, self._turns)) is not None:
+            return step
+        return Step(reward=1.0, done=True) if self._turns == 3 else Step(observation="so?", reward=0.25)
+
+
+def play(
+    url: str, groups: list[Group], make: Callable[[SampleKey], Talker], **how: Any
+) -> tuple[dict[SampleKey, Sample], Conversations]:
+    async def run() -> tuple[dict[SampleKey, Sample], Conversations]:
+        async with AsyncRollouts(url) as rollouts:
+            played = Conversations(rollouts, groups, make, **how)
+            samples = {sample.key: sample async for sample in played}
+            await played.send_rewards()
+            return samples, played
+
+    return asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_sample_is_its_turns_and_what_came_between(
+    engine: DoubleEngine, url: str, rewarded: list[GroupRewards]
+) -> None:
+    made: dict[SampleKey, Talker] = {}
+
+    def make(key: SampleKey) -> Talker:
+        made[key] = Talker()
+        return made[key]
+
+    samples, played = play(url, [Group(id="g", prompt="Say it.", n=3, max_tokens=100, turn_tokens=9)], make)
+    assert len(samples) == 3
+    for key, sample in samples.items():
+        assert (sample.state, sample.finish_reason) == ("finished", "done")
+        said = bytes(sample.tokens)
+        assert sample.turns is not None
+        assert [said[start:end].decode(errors="ignore") for start, end in sample.turns] == made[key].heard
+        (first, second, third) = sample.turns
+        assert said[first[1] : second[0]] == said[second[1] : third[0]] == b"so?"
+        assert third[1] == len(said)
+    assert set(played.rewards.values()) == {1.5}
+    assert [group.rewards for group in rewarded] == [{0: 1.5, 1: 1.5, 2: 1.5}]
+    prompts = Counter(len(request.prompt_token_ids) for request in engine.requests)
+    assert prompts == {7: 3, 7 + 12: 3, 7 + 24: 3}, "each turn begins behind what was said before"
+
+
+def test_messages_are_put_into_the_models_template(engine: DoubleEngine, url: str) -> None:
+    async def once(_: SampleKey, turn: int) -> Step | None:
+        return Step(observation=[{"role": "user", "content": "why?"}]) if turn == 1 else Step(done=True)
+
+    group = Group(messages=[{"role": "user", "content": "hello"}], max_tokens=100, turn_tokens=8)
+    samples, _ = play(url, [group], lambda _: Talker(once))
+    (sample,) = samples.values()
+    assert sample.turns is not None
+    (first, second) = sample.turns
+    assert bytes(sample.tokens[first[1] : second[0]]) == b"\n<user>why?\n<assistant>"
+
+
+def test_an_environment_that_thinks_holds_no_slot(engine: DoubleEngine, url: str) -> None:
+    """The slow one goes on when all others have ended: there is one slot."""
+    others_ended = asyncio.Event()
+    order: list[SampleKey] = []
+
+    async def slow(key: SampleKey, turn: int) -> Step | None:
+        if key.sample == 0 and turn == 1:
+            await others_ended.wait()
+        if turn == 3:
+            order.append(key)
+            if len(order) == 5:
+                others_ended.set()
+        return None
+
+    samples, _ = play(url, [Group(prompt="Say.", n=6, max_tokens=60, turn_tokens=6)], lambda _: Talker(slow))
+    assert {sample.finish_reason for sample in samples.values()} == {"done"}
+    assert order[-1].sample == 0
+
+
+async def _raises(key: SampleKey, turn: int) -> Step | None:
+    raise OSError("the tool broke")
+
+
+async def _hangs(key: SampleKey, turn: int) -> Step | None:
+    await asyncio.sleep(NEVER_S)
+    return None
+
+
+async def _is_no_step(key: SampleKey, turn: int) -> Step | None:
+    return "an observation"  # type: ignore[return-value]
+
+
+async def _has_no_reward(key: SampleKey, turn: int) -> Step | None:
+    return Step(done=True, reward=math.nan)
+
+
+@pytest.mark.parametrize(
+    ("does", "why"),
+    [(_raises, "OSError"), (_hangs, "too slow"), (_is_no_step, "TypeError"), (_has_no_reward, "ValueError")],
+)
+def test_an_environment_that_fails_ends_its_sample_alone(
+    url: str, does: Callable[[SampleKey, int], Awaitable[Step | None]], why: str
+) -> None:
+    def make(key: SampleKey) -> Talker:
+        return Talker(does if key.sample == 1 else None)
+
+    groups = [Group(id="g", prompt="Say.", n=3, max_tokens=60, turn_tokens=6)]
+    samples, played = play(url, groups, make, step_timeout_s=0.3)
+    bad = samples.pop(SampleKey("g", 1))
+    assert (bad.state, bad.finish_reason) == ("aborted", "environment")
+    assert why in (bad.detail or "")
+    assert why in played.failures[bad.key]
+    assert {sample.finish_reason for sample in samples.values()} == {"done"}
+
+
+def test_a_step_may_be_tried_again(url: str) -> None:
+    tries: Counter[SampleKey] = Counter()
+
+    async def flaky(key: SampleKey, turn: int) -> Step | None:
+        tries[key] += 1
+        if tries[key] == 1:
+            raise OSError("not yet")
+        return Step(done=True, reward=2.0)
+
+    groups = [Group(prompt="Say.", n=2, max_tokens=60, turn_tokens=6)]
+    samples, played = play(url, groups, lambda _: Talker(flaky), retries=1)
+    assert {sample.finish_reason for sample in samples.values()} == {"done"}
+    assert not played.failures
+    assert set(tries.values()) == {2}
+
+
+def test_redundant_environments_are_given_up_once_enough_have_ended(url: str, rewarded: list[GroupRewards]) -> None:
+    async def never(key: SampleKey, turn: int) -> Step | None:
+        if key.sample in (0, 2) and turn == 2:
+            await asyncio.sleep(NEVER_S)
+        return None
+
+    groups = [Group(id="g", prompt="Say.", n=3, redundant=2, max_tokens=60, turn_tokens=6)]
+    samples, _ = play(url, groups, lambda _: Talker(never))
+    reasons = {key.sample: sample.finish_reason for key, sample in samples.items()}
+    assert reasons == {0: "redundant", 1: "done", 2: "redundant", 3: "done", 4: "done"}
+    assert [sorted(group.rewards) for group in rewarded] == [[1, 3, 4]]
+
+
+def test_redundant_samples_without_an_environment(url: str) -> None:
+    with Rollouts(url) as rollouts:
+        samples = list(rollouts.start([Group(prompt="Say.", n=2, redundant=3, max_tokens=20)]))
+    assert Counter(sample.finish_reason for sample in samples) == {"length": 2, "redundant": 3}
+
+
+def test_what_has_no_room_ends_the_sample(url: str) -> None:
+    async def long(key: SampleKey, turn: int) -> Step | None:
+        return Step(observation="x" * 200)
+
+    samples, _ = play(url, [Group(prompt="Say.", max_tokens=60, turn_tokens=6)], lambda _: Talker(long))
+    (sample,) = samples.values()
+    assert (sample.finish_reason, len(sample.tokens)) == ("length", 60)
+    assert sample.turns == ((0, 6),)
+
+
+def test_observations_that_cannot_be(url: str) -> None:
+    with httpx.Client(base_url=url, trust_env=False) as http, Rollouts(url) as rollouts:
+        groups = [Group(id="plain", prompt="a", max_tokens=3)]
+        list(rollouts.start(groups, rollout_id="r"))
+
+        def say(**one: Any) -> httpx.Response:
+            observation = {"group_id": "plain", "sample": 0, "turn": 0, **one}
+            return http.post("/v1/rollouts/r/observations", json={"observations": [observation]})
+
+        assert say(text="a").status_code == 409
+        assert say(text="a", sample=3).status_code == 404
+        assert say(text="a", group_id="no").status_code == 404
+        for wrong in ({}, {"text": "a", "done": True}, {"text": 3}, {"text": "a", "turn": -1}, {"text": "a", "x": 1}):
+            assert say(**wrong).status_code == 400, wrong
+        with pytest.raises(ConfigError, match="environment"):
+            list(rollouts.start([Group(prompt="a", max_tokens=9, turn_tokens=3)]))
+        with pytest.raises(ConfigError, match="waits for an environment"):
+            list(rollouts.start([Group(prompt="a", max_tokens=30, turn_tokens=3, environment="e")]))
+
+
+def test_an_observation_counts_once(engine: DoubleEngine, url: str) -> None:
+    async def run() -> None:
+        async with AsyncRollouts(url) as rollouts:
+            rollout = rollouts.start([Group(prompt="a", max_tokens=30, turn_tokens=4, environment="e")])
+            turns = 0
+            async for said in rollout.everything():
+                if isinstance(said, Sample):
+                    assert said.turns == ((0, 4), (5, 9))
+                    continue
+                turns += 1
+                for _ in range(3):
+                    await rollout.observe(said, "!" if turns == 1 else None)
+            assert turns == 2
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_an_environment_is_found_by_its_name() -> None:
+    assert isinstance(load_environment(f"{__name__}:Talker")(SampleKey("g", 0)), Talker)
+    for name in ("nowhere:Talker", f"{__name__}:Nobody", "Talker", f"{__name__}:NEVER_S"):
+        with pytest.raises(ConfigError, match="MODULE:CLASS"):
+            load_environment(name)
