@@ -1,0 +1,275 @@
+"""Groups of samples on two SGLang servers: divided and ordered rollouts against requests in the order of submission.
+
+.venv-sglang/bin/python -m benchmarks.sglang_rollouts [--quick] [--json FILE] [--prompts FILE.jsonl] [--drafts FOLDER]
+                                                      [--groups 12] [--samples 8] [--max-tokens 512] [--turns 3]
+                                                      [--temperature 0.7] [--slots 8] [--minutes 5]
+
+Two servers with the plugin, each on a core of its own, stand behind an sglang-router and a gateway; beside them two
+without drafts, which rest while the others work. In a turn each way answers the same groups, with another number in
+front of each prompt, so that no server has read it:
+
+* `fifo plain`: all requests at once, groups dealt to the servers in turn, no drafts;
+* `fifo`: the same on the servers with drafts: the learned head, and text of each request alone;
+* `rollout`: `/v1/rollouts` of the gateway: one probe a group, the longest first, text of the whole group.
+
+What counts is the time for a token, since sampled answers differ in length, and the tail: from the moment when nine
+tenths of the samples have ended to the last. First a head learns from live traffic for `--minutes`; with `--drafts` it
+is kept in that folder, and taken from there the next time.
+
+Targets: rollout over fifo ≥ 1.3, over fifo plain ≥ 1.6, its tail at most half of fifo's, ≤ 5% of the tokens read again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.common.report import Spread, Target, fill_in, finish, parser
+from benchmarks.sglang_cpu_scene import Scene, prepared
+from benchmarks.sglang_hybrid import SUFFIX_DEPTH, learnt_version
+from serving.request_metadata import POLICY_KEY
+from slipstream.demo.topics import Prompt, built_in_prompts, read_prompts
+from speculator.host import free_port
+from tests.sglang.pooled import find_router, router_command
+from tests.sglang.server import SglangServer
+
+DRAFTING, PLAIN = ("first", "second"), ("plain-first", "plain-second")
+WAYS = PLAIN_FIFO, FIFO, ROLLOUT = ("fifo plain", "fifo", "rollout")
+_READY_S = 120.0
+_HTTP = httpx.Timeout(None, connect=10.0)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """One way of one turn: tokens, when each sample ended, and how much was read again."""
+
+    tokens: int
+    ends_s: list[float]
+    read_again: int = 0
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.ends_s[-1]
+
+    @property
+    def tail_s(self) -> float:
+        return self.ends_s[-1] - self.ends_s[9 * len(self.ends_s) // 10 - 1]
+
+
+@dataclass(frozen=True)
+class Stage:
+    servers: dict[str, SglangServer]
+    gateway_url: str
+    model: str
+
+    async def play(self, way: str, groups: Sequence[list[int]], arguments: argparse.Namespace) -> Ended:
+        async with httpx.AsyncClient(timeout=_HTTP, limits=httpx.Limits(max_connections=None), trust_env=False) as http:
+            if way == ROLLOUT:
+                return await self._rollout(http, groups, arguments)
+            names = PLAIN if way == PLAIN_FIFO else DRAFTING
+            return await self._fifo(http, [self.servers[name].url for name in names], groups, arguments)
+
+    async def _fifo(
+        self, http: httpx.AsyncClient, urls: Sequence[str], groups: Sequence[list[int]], arguments: argparse.Namespace
+    ) -> Ended:
+        began_s, ends_s = time.perf_counter(), list[float]()
+        # Captured text would be the group's, too.
+        marks = {POLICY_KEY: {"capture": False, "tenant": "fifo", "group_id": "", "domain": ""}}
+        params = {"max_new_tokens": arguments.max_tokens, "temperature": arguments.temperature, "custom_params": marks}
+
+        async def one(url: str, prompt: list[int]) -> int:
+            body = {"input_ids": prompt, "sampling_params": params}
+            answer = (await http.post(f"{url}/generate", json=body)).raise_for_status().json()
+            ends_s.append(time.perf_counter() - began_s)
+            return int(answer["meta_info"]["completion_tokens"])
+
+        asked = [
+            one(urls[number % len(urls)], prompt)
+            for number, prompt in enumerate(groups)
+            for _ in range(arguments.samples)
+        ]
+        return Ended(sum(await asyncio.gather(*asked)), ends_s)
+
+    async def _rollout(
+        self, http: httpx.AsyncClient, groups: Sequence[list[int]], arguments: argparse.Namespace
+    ) -> Ended:
+        same = {"n": arguments.samples, "max_tokens": arguments.max_tokens, "temperature": arguments.temperature}
+        body = {"model": self.model, "logprobs": False, "groups": [{"prompt": prompt, **same} for prompt in groups]}
+        began_s, ends_s, tokens = time.perf_counter(), list[float](), 0
+        before = await self._read_again(http)
+        async with http.stream("POST", f"{self.gateway_url}/v1/rollouts", json=body) as answer:
+            answer.raise_for_status()
+            async for line in answer.aiter_lines():
+                said = json.loads(line) if line else {}
+                if said.get("object") == "rollout.sample":
+                    assert said["state"] == "finished", said
+                    ends_s.append(time.perf_counter() - began_s)
+                    tokens += len(said["tokens"])
+        assert len(ends_s) == len(groups) * arguments.samples, "every sample has ended"
+        return Ended(tokens, ends_s, await self._read_again(http) - before)
+
+    async def _read_again(self, http: httpx.AsyncClient) -> int:
+        text = (await http.get(f"{self.gateway_url}/metrics")).raise_for_status().text
+        name = "slipstream_rollout_read_again_tokens_total "
+        return int(float(next(line for line in text.splitlines() if line.startswith(name)).removeprefix(name)))
+
+
+def main() -> None:
+    arguments = _arguments()
+    prompts = read_prompts(arguments.prompts) if arguments.prompts else built_in_prompts()
+    prompts = [prompt for prompt in prompts if prompt.domain == arguments.domain]
+    rng, found = random.Random(0), defaultdict[str, list[Ended]](list)
+    with prepared(arguments.model, arguments.prompts) as scene:
+        learnt_from, asked = prompts[::2], prompts[1::2]
+        version = learnt_version(scene, learnt_from, arguments.drafts, arguments.minutes)
+        with _staged(scene, version, arguments.slots) as stage:
+            for turn in range(arguments.turns):
+                of_turn = rng.sample(asked, arguments.groups)
+                for number, way in enumerate(rng.sample(WAYS, len(WAYS))):
+                    groups = [_ids(scene, prompt, f"{turn}.{number}") for prompt in of_turn]
+                    ended = asyncio.run(stage.play(way, groups, arguments))
+                    found[way].append(ended)
+                    print(f"{way}: {ended.rate:.1f} tokens/s, {ended.ends_s[-1]:.1f} s, tail {ended.tail_s:.1f} s")
+            reports = {name: scene.report(name) for name in DRAFTING}
+    _report(found, reports, version, arguments)
+
+
+def _report(
+    found: dict[str, list[Ended]], reports: dict[str, dict[str, str]], version: int, arguments: argparse.Namespace
+) -> None:
+    def ratio(below: str) -> Spread:
+        return Spread.of([one.rate / other.rate for one, other in zip(found[ROLLOUT], found[below], strict=True)])
+
+    tail = Spread.of([one.tail_s / other.tail_s for one, other in zip(found[ROLLOUT], found[FIFO], strict=True)])
+    read_again = sum(one.read_again for one in found[ROLLOUT]) / sum(one.tokens for one in found[ROLLOUT])
+    over_fifo, over_plain = ratio(FIFO), ratio(PLAIN_FIFO)
+    rows: list[tuple[str, object]] = [
+        *((f"tokens/s, {way}", Spread.of([one.rate for one in of_way])) for way, of_way in found.items()),
+        *((f"tail, s, {way}", Spread.of([one.tail_s for one in of_way])) for way, of_way in found.items()),
+        ("rollout / fifo", over_fifo),
+        ("rollout / fifo plain", over_plain),
+        ("tail, rollout / fifo", tail),
+        ("tokens read again / generated", f"{read_again:.1%}"),
+    ]
+    document: dict[str, Any] = {
+        "over_fifo": over_fifo.to_dict(),
+        "over_fifo_plain": over_plain.to_dict(),
+        "tail": tail.to_dict(),
+        "read_again": round(read_again, 4),
+        "tokens_per_s": {way: Spread.of([one.rate for one in of_way]).to_dict() for way, of_way in found.items()},
+        "tokens": {way: [one.tokens for one in of_way] for way, of_way in found.items()},
+        "version": version,
+        "reports": reports,
+    }
+    targets = [
+        Target("rollout over fifo", over_fifo.median, 1.3),
+        Target("rollout over fifo without drafts", over_plain.median, 1.6),
+        Target("tail over fifo's", tail.median, 0.5, at_least=False),
+        Target("share of tokens read again", read_again, 0.05, at_least=False),
+    ]
+    finish(rows, targets, document, arguments.json)
+
+
+def _ids(scene: Scene, prompt: Prompt, tag: str) -> list[int]:
+    return scene.ids(f"({tag}) {prompt.text}")
+
+
+@contextlib.contextmanager
+def _staged(scene: Scene, version: int, slots: int) -> Iterator[Stage]:
+    flags = ("--stream-interval", "4", "--max-running-requests", str(slots))
+    command = find_router()
+    assert command is not None, "no sglang-router: make .venv-sglang/.installed"
+    with contextlib.ExitStack() as opened:
+        servers = {
+            **{
+                # What is recorded would cost one way and not the others.
+                name: scene.live_server(
+                    version, flags, {"SLIPSTREAM_CAPTURE": "0"}, name=name, suffix_depth=SUFFIX_DEPTH
+                )
+                for name in DRAFTING
+            },
+            **{name: scene.plain_server(*flags, name=name) for name in PLAIN},
+        }
+        cores = sorted(os.sched_getaffinity(0))
+        for number, server in enumerate(servers.values()):
+            _pin(opened.enter_context(server).pid, cores[number % 2 % len(cores)])
+        ports = {name: free_port() for name in ("router", "metrics", "gateway")}
+        workers = [servers[name].url for name in DRAFTING]
+        router_url, url = (f"http://127.0.0.1:{ports[name]}" for name in ("router", "gateway"))
+        gateway = [
+            *(sys.executable, "-m", "slipstream", "gateway", "--pool", "--sglang", router_url),
+            *("--model", str(scene.model_dir), "--store", str(scene.store.root), "--redis-url", scene.redis_url),
+            *("--port", str(ports["gateway"])),
+        ]
+        router = router_command(command, port=ports["router"], metrics_port=ports["metrics"], workers=workers)
+        for words in (router, gateway):
+            opened.enter_context(_running(words, scene.folder / "front.log"))
+        deadline = time.monotonic() + _READY_S
+        while not _has_engines(url):
+            assert time.monotonic() < deadline, (scene.folder / "front.log").read_text()[-3000:]
+            time.sleep(0.2)
+        models = httpx.get(f"{url}/v1/models", trust_env=False).raise_for_status().json()
+        yield Stage(servers, url, models["data"][0]["id"])
+
+
+def _pin(process_group: int, core: int) -> None:
+    """All threads of all processes of a server."""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(status.read_text().rpartition(")")[2].split()[2]) == process_group:
+                for thread in (status.parent / "task").iterdir():
+                    os.sched_setaffinity(int(thread.name), {core})
+
+
+@contextlib.contextmanager
+def _running(words: Sequence[str], log: Path) -> Iterator[None]:
+    # Nobody else asks: rollouts may have all slots, as the others have.
+    env = {**os.environ, "SLIPSTREAM_GATEWAY_ROLLOUT_SLOTS_SHARE": "1"}
+    with log.open("ab") as output, subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=env) as process:
+        try:
+            yield
+        finally:
+            process.terminate()
+
+
+def _has_engines(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"{url}/ready", timeout=5, trust_env=False).status_code == 200
+    return False
+
+
+def _arguments() -> argparse.Namespace:
+    options = parser("Rollouts on two SGLang servers against requests in the order of submission")
+    options.add_argument("--drafts", type=Path, metavar="FOLDER", help="take the head from here, or keep it here")
+    options.add_argument("--minutes", type=float, help="that the head learns")
+    options.add_argument("--domain", default="math", help="of the prompts")
+    options.add_argument("--groups", type=int, help="of a turn; default 12, quick 4")
+    options.add_argument("--samples", type=int, help="of a group; default 8, quick 4")
+    options.add_argument("--max-tokens", type=int, help="of a sample; default 512, quick 96")
+    options.add_argument("--turns", type=int, help="default 3, quick 1")
+    options.add_argument("--temperature", type=float, default=0.7)
+    options.add_argument("--slots", type=int, default=8, help="requests that a server decodes together")
+    arguments = options.parse_args()
+    fill_in(
+        arguments,
+        {"minutes": (0.5, 5.0), "groups": (4, 12), "samples": (4, 8), "max_tokens": (96, 512), "turns": (1, 3)},
+    )
+    return arguments
+
+
+if __name__ == "__main__":
+    main()
