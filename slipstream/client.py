@@ -267,7 +267,14 @@ class _Options:
         """
         self.url, self._model, self._retry_s = url, model, retry_s
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._options: dict[str, Any] = {"base_url": url, "headers": headers, "timeout": _TIMEOUT, "trust_env": False}
+        self._options: dict[str, Any] = {
+            "base_url": url,
+            "headers": headers,
+            "timeout": _TIMEOUT,
+            # A server may close an idle connection just as a request goes out on it, and not all are sent again.
+            "limits": httpx.Limits(max_keepalive_connections=0),
+            "trust_env": False,
+        }
         try:
             httpx.URL(url)
         except httpx.InvalidURL as error:

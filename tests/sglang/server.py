@@ -125,7 +125,9 @@ class SglangServer:
         ]
         self._env = {**os.environ, **environment(num_threads), **(env or {})}
         self._ready_timeout_s = ready_timeout_s
-        self._client = httpx.Client(base_url=self.url, timeout=120, trust_env=False)
+        # SGLang may close an idle connection just as a request goes out on it.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._client = httpx.Client(base_url=self.url, timeout=120, limits=limits, trust_env=False)
         self._process: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
         self._sockets: tempfile.TemporaryDirectory[str] | None = None
