@@ -127,7 +127,7 @@ class LocalTokenizer:
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         return self._chat(messages, tokenize=True, add_generation_prompt=True, return_dict=False)  # type: ignore[no-any-return]
 
-    def encode_next(self, messages: list[dict[str, str]]) -> list[int]:
+    def encode_next(self, messages: list[dict[str, str]], *, last: int) -> list[int]:
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
         ended: str = self._chat(before, tokenize=False)
         whole: str = self._chat([*before, *messages], tokenize=False, add_generation_prompt=True)
@@ -135,8 +135,8 @@ class LocalTokenizer:
         if not (answer and whole.startswith(ended)):
             message = "the model's chat template writes earlier messages anew: send a text"
             raise RequestError(message, param="messages")
-        for number in self.end_token_ids:
-            rest = rest.removeprefix(self.special_tokens.get(number, ""))
+        if last in self.end_token_ids:
+            rest = rest.removeprefix(self.special_tokens.get(last, ""))
         return self.encode_more(rest + whole[len(ended) :])
 
     def _chat(self, messages: list[dict[str, str]], **how: bool) -> Any:

@@ -212,8 +212,9 @@ class Tokenizer(Protocol):
     def encode_more(self, text: str) -> list[int]:
         """Token ids of text that goes on behind other text."""
 
-    def encode_next(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of these messages behind an answer that has ended with its end token, ready for the next answer.
+    def encode_next(self, messages: list[dict[str, str]], *, last: int) -> list[int]:
+        """Token ids of these messages behind an answer with this last token, ready for the next answer. Where that is
+        no end token, since the answer was cut, they begin with one.
 
         Raises RequestError as `encode_chat`, and where the template writes earlier messages anew.
         """

@@ -105,6 +105,10 @@ class Driver:
         sample = self._scheduler.sample(sample_id)
         return len(sample.turns) - 1 if sample.state is SampleState.AWAITING else None
 
+    def last_token(self, sample_id: SampleId) -> int:
+        """Of a sample that awaits its environment."""
+        return self._scheduler.sample(sample_id).tokens[-1]
+
     def observe(self, sample_id: SampleId, tokens: Sequence[int]) -> None:
         """The environment that has the word says these tokens; the sample goes on behind them, as far as they fit."""
         ended = self._scheduler.observed(sample_id, tokens)

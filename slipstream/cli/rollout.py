@@ -62,8 +62,8 @@ def rollout(
     """Send a file of groups to a running server, and write finished samples as lines of JSON, as they end.
 
     A connection that breaks is made again, and nothing is generated or written twice. With an environment, samples are
-    written with their `reward`. Exit code 1 where samples were aborted or the server is gone for good, 2 where it
-    refuses the file.
+    written with their `reward`. Exit code 1 where samples were aborted that are not redundant, or the server is gone
+    for good, 2 where it refuses the file.
     """
     from slipstream.client import AsyncRollouts, Rollouts, Sample
     from slipstream.rollout import Conversations, load_environment
@@ -72,7 +72,8 @@ def rollout(
     groups = {
         place: group if "n" in group or "seeds" in group else {**group, "n": n} for place, group in groups.items()
     }
-    client = Rollouts(url, api_key=api_key, model=model, retry_s=retry_s)
+    server: dict[str, Any] = {"url": url, "api_key": api_key, "model": model, "retry_s": retry_s}
+    client = Rollouts(**server)
     make = None if environment is None else load_environment(environment)
     try:
         target = nullcontext(sys.stdout.buffer) if out is None else out.open("wb")
@@ -82,13 +83,13 @@ def rollout(
     with client, target as writing, counting("samples") as count:
 
         def write(sample: Sample, more: dict[str, Any]) -> None:
-            states[sample.state] += 1
+            states["redundant" if sample.finish_reason == "redundant" else sample.state] += 1
             writing.write(json_line({**asdict(sample), **more}) + b"\n")
             writing.flush()
             count(states.total(), None)
 
         async def converse(make: Factory) -> None:
-            async with AsyncRollouts(url, api_key=api_key, model=model, retry_s=retry_s) as rollouts:
+            async with AsyncRollouts(**server) as rollouts:
                 played = Conversations(
                     rollouts,
                     [*groups.values()],

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from serving.answer_text import AnswerText, LocalTokenizer
 from serving.engine import Piece
+from slipstream.models import BUNDLED_MODEL, resolve_model
 from speculator.errors import ConfigError
 from tests.fixtures import toy
 from tests.serving.local.harness import toy_engine
@@ -222,3 +223,15 @@ def test_every_chunk_of_the_engine_is_its_pieces(tmp_path: Path) -> None:
         assert [piece.source != "target" for piece in chunk.pieces] == proposed
         sources += [piece.source for piece in chunk.pieces]
     assert {"suffix", "target"} <= set(sources)
+
+
+def test_messages_go_on_behind_an_answer_whether_it_ended_or_was_cut() -> None:
+    """As the template would write the whole conversation."""
+    tokenizer = LocalTokenizer(resolve_model(BUNDLED_MODEL))
+    asked, answer = [{"role": "user", "content": "Name a river."}], "The Rhine."
+    more = [{"role": "user", "content": "Another?"}]
+    whole = tokenizer.encode_chat([*asked, {"role": "assistant", "content": answer}, *more])
+    begun = [*tokenizer.encode_chat(asked), *tokenizer.encode_more(answer)]
+    (end,) = tokenizer.encode_more("<|im_end|>")
+    assert begun + tokenizer.encode_next(more, last=begun[-1]) == whole
+    assert [*begun, end, *tokenizer.encode_next(more, last=end)] == whole

@@ -6,14 +6,17 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry
+from typer.testing import CliRunner
 
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
+from slipstream.cli.main import app
 from slipstream.client import AsyncRollouts, Group, Rollouts, Sample, SampleKey
 from slipstream.rollout import Conversations, Step, load_environment
 from speculator.errors import ConfigError
@@ -37,8 +40,8 @@ def rewarded() -> list[GroupRewards]:
 
 @pytest.fixture
 def url(engine: DoubleEngine, rewarded: list[GroupRewards]) -> Iterator[str]:
-    app = create_app(engine, settings=GatewaySettings(), registry=CollectorRegistry(), send_rewards=rewarded.extend)
-    with running(app) as site:
+    gateway = create_app(engine, settings=GatewaySettings(), registry=CollectorRegistry(), send_rewards=rewarded.extend)
+    with running(gateway) as site:
         yield site.url
 
 
@@ -194,6 +197,14 @@ def test_redundant_environments_are_given_up_once_enough_have_ended(url: str, re
     reasons = {key.sample: sample.finish_reason for key, sample in samples.items()}
     assert reasons == {0: "redundant", 1: "done", 2: "redundant", 3: "done", 4: "done"}
     assert [sorted(group.rewards) for group in rewarded] == [[1, 3, 4]]
+
+
+def test_redundant_samples_do_not_make_the_command_fail(url: str, tmp_path: Path) -> None:
+    file = tmp_path / "groups.jsonl"
+    file.write_text('{"prompt": "Say.", "n": 2, "redundant": 3, "max_tokens": 20}\n')
+    ended = CliRunner().invoke(app, ["rollout", str(file), "--url", url])
+    assert ended.exit_code == 0, ended.output
+    assert "2 finished, 3 redundant" in ended.output
 
 
 def test_redundant_samples_without_an_environment(url: str) -> None:

@@ -130,10 +130,12 @@ def rollout_routes(
         """What environments say. An observation that came before, or of a sample that has ended, changes nothing."""
         rollout = find(request, rollout_id)
         body = await read_body(request, ObservationsBody, max_bytes=settings.max_body_bytes)
-        found = [_awaiting(rollout, at, one) for at, one in enumerate(body.observations)]
-        texts = await asyncio.to_thread(_observed, tokenizer, body.observations)
+        awaited = [(_awaiting(rollout, at, one), one) for at, one in enumerate(body.observations)]
+        awaited = [(sample_id, one) for sample_id, one in awaited if book.driver.awaited_turn(sample_id) == one.turn]
+        observed = [(one, book.driver.last_token(sample_id)) for sample_id, one in awaited]
+        texts = await asyncio.to_thread(_observed, tokenizer, observed)
         taken = 0
-        for sample_id, one, tokens in zip(found, body.observations, texts, strict=True):
+        for (sample_id, one), tokens in zip(awaited, texts, strict=True):
             # By now another one may have come.
             if book.driver.awaited_turn(sample_id) == one.turn:
                 taken += 1
@@ -192,15 +194,15 @@ def _awaiting(rollout: Rollout, at: int, one: ObservationBody) -> SampleId:
     return SampleId(work.request.group_id, one.sample)
 
 
-def _observed(tokenizer: Tokenizer, observations: Sequence[ObservationBody]) -> list[Sequence[int] | None]:
-    """Tokens of each; None where it ends the sample. For a thread."""
+def _observed(tokenizer: Tokenizer, observations: Sequence[tuple[ObservationBody, int]]) -> list[Sequence[int] | None]:
+    """Tokens of each, behind a turn with this last token; None where it ends the sample. For a thread."""
 
-    def of(one: ObservationBody) -> Sequence[int] | None:
+    def of(one: ObservationBody, last: int) -> Sequence[int] | None:
         if one.messages is not None:
-            return tokenizer.encode_next([message.for_template() for message in one.messages])
+            return tokenizer.encode_next([message.for_template() for message in one.messages], last=last)
         return None if one.text is None else tokenizer.encode_more(one.text)
 
-    return [of(one) for one in observations]
+    return [of(*one) for one in observations]
 
 
 _BLOCK = 64
