@@ -17,6 +17,8 @@ POLICY_KEY = "slipstream"
 """Where the policy stands in `custom_params`; no client can write there."""
 TARGET_KEY = "target"
 """In the policy: the fingerprint of the target that the gateway's drafts are for."""
+TARGET_VERSION_KEY = "target_version"
+"""In the policy, where the gateway knows of versions: no older one may answer."""
 OTHER_TARGET = "This engine serves another target than its gateway's drafts are for."
 """What the plugin answers then, with status 503: a router tries another engine."""
 
@@ -45,3 +47,8 @@ class Marks:
         """Raises ValueError for what `to_header` cannot have written."""
         read = msgspec.json.decode(value, type=_Written)
         return cls(rid=read.rid, cache_salt=read.cache_salt, policy=read.slipstream)
+
+
+def version_of_label(label: str | None) -> int | None:
+    """The target's version, where SGLang's `weight_version` is one: its first weights are called "default"."""
+    return int(label) if label and len(label) < 10 and label.isascii() and label.isdecimal() else None

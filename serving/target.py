@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import stat
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,8 @@ class TargetDesk:
 
     def _move(self, version: int, path: str | None) -> TargetReport:
         in_service = self._host.target_version
+        if version == in_service and path is None:
+            return TargetReport(version=version, previous=version, stall_ms=0.0)
         if version <= in_service:
             raise TargetError(f"version {version} is not newer than {in_service}, which is in service")
         folder = None if path is None else self._allowed(path)
@@ -90,12 +92,23 @@ class TargetLayout:
 
 def read_layout(model_dir: Path) -> TargetLayout:
     """Of a target that serves; weights are not read. Raises ConfigError where the folder has no safetensors model."""
-    shapes: dict[str, tuple[int, ...]] = {}
     with reading(model_dir):
-        for path in set(weight_files(model_dir).values()):
-            with open_weights(path) as file:
-                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - not a dict
+        shapes = _shapes(set(weight_files(model_dir).values()))
     return TargetLayout(essentials=target_essentials(model_dir), shapes=shapes)
+
+
+def check_weights(folder: Path, layout: TargetLayout) -> None:
+    """Look whether the safetensors model in `folder` has the tensors and the shapes of the layout; no values are read.
+
+    Raises TargetError, with the reason, where it has not.
+    """
+    _check_essentials(folder, layout)
+    try:
+        with reading(folder):
+            shapes = _shapes(_files(folder))
+    except ConfigError as error:
+        raise TargetError(str(error)) from error
+    _check_shapes(folder, shapes, layout)
 
 
 def read_weights(folder: Path, layout: TargetLayout) -> dict[str, Tensor]:
@@ -104,19 +117,36 @@ def read_weights(folder: Path, layout: TargetLayout) -> dict[str, Tensor]:
     A folder without a config.json is taken to be of the same architecture, as far as its shapes agree.
     Raises TargetError, with the reason, unless every tensor is there, has its shape and is finite.
     """
-    if (folder / "config.json").exists() and _essentials(folder) != layout.essentials:
-        raise TargetError(f"{folder.name}: config.json is of another architecture than the target in service")
+    _check_essentials(folder, layout)
     weights: dict[str, Tensor] = {}
     for path in _files(folder):
         weights |= _read(path, _most_bytes(layout))
-    if difference := sorted(weights.keys() ^ layout.shapes.keys()):
-        raise TargetError(f"{folder.name}: there are missing or extra tensors: {', '.join(difference[:5])}")
+    _check_shapes(folder, {name: tuple(tensor.shape) for name, tensor in weights.items()}, layout)
     for name, tensor in weights.items():
-        if tuple(tensor.shape) != layout.shapes[name]:
-            raise TargetError(f"{folder.name}: {name} has shape {tuple(tensor.shape)}, not {layout.shapes[name]}")
         if not tensor.is_floating_point() or not is_finite(tensor):
             raise TargetError(f"{folder.name}: {name} is not finite")
     return weights
+
+
+def _shapes(paths: Iterable[Path]) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in paths:
+        with open_weights(path) as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - not a dict
+    return shapes
+
+
+def _check_shapes(folder: Path, shapes: Mapping[str, tuple[int, ...]], layout: TargetLayout) -> None:
+    if difference := sorted(shapes.keys() ^ layout.shapes.keys()):
+        raise TargetError(f"{folder.name}: there are missing or extra tensors: {', '.join(difference[:5])}")
+    for name, shape in shapes.items():
+        if shape != layout.shapes[name]:
+            raise TargetError(f"{folder.name}: {name} has shape {shape}, not {layout.shapes[name]}")
+
+
+def _check_essentials(folder: Path, layout: TargetLayout) -> None:
+    if (folder / "config.json").exists() and _essentials(folder) != layout.essentials:
+        raise TargetError(f"{folder.name}: config.json is of another architecture than the target in service")
 
 
 def _essentials(folder: Path) -> dict[str, Any]:

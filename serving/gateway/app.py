@@ -97,13 +97,15 @@ def create_passthrough_app(
     drafts: Drafts | None = None,
     targets: Targets | None = None,
     target: str = "",
+    least_version: Callable[[], int] = lambda: 0,
     rollouts: Rollouts | None = None,
 ) -> FastAPI:
     """The same app in front of a server that speaks the OpenAI protocol itself; `host` answers for its draft. It serves
-    the target with the fingerprint `target`. Without `rollouts` there is no route for them.
+    the target with the fingerprint `target`, in no version older than `least_version`. Without `rollouts` there is no
+    route for them.
     """
     metrics = GatewayMetrics(registry)
-    routers = [passthrough_routes(host, upstream, settings, metrics, target)]
+    routers = [passthrough_routes(host, upstream, settings, metrics, target, least_version)]
     on_moved: Callable[[int], None] = _ignore
     erase: Callable[[Collection[str]], None] = _ignore
     running: Callable[[], AbstractAsyncContextManager[None]] = nullcontext

@@ -33,7 +33,7 @@ from serving.gateway.openai.schema import Count, GroupCapture, Stop
 from serving.gateway.openai.stream import DONE, Emit, EventStream, until_disconnect
 from serving.gateway.telemetry import Exchange, exchange_of
 from serving.gateway.upstream import ERROR_EVENT, Upstream, refusal_in, room_in
-from serving.request_metadata import POLICY_KEY, TARGET_KEY, Marks
+from serving.request_metadata import POLICY_KEY, TARGET_KEY, TARGET_VERSION_KEY, Marks
 from speculator.errors import EngineError, RequestError
 from speculator.tracing import outgoing_headers
 
@@ -44,9 +44,16 @@ WARNING = "x-slipstream-warning"
 
 
 def passthrough_routes(
-    host: DraftHost, upstream: Upstream, settings: GatewaySettings, metrics: GatewayMetrics, target: str
+    host: DraftHost,
+    upstream: Upstream,
+    settings: GatewaySettings,
+    metrics: GatewayMetrics,
+    target: str,
+    least_version: Callable[[], int],
 ) -> APIRouter:
-    """`target` is the fingerprint of what every engine must serve; empty where that is not known."""
+    """`target` is the fingerprint of what every engine must serve, in this version or a later one; empty and 0 where
+    that is not known.
+    """
     router = APIRouter()
     openapi = request_body(ForwardedBody, served=host.info.model)
 
@@ -58,7 +65,8 @@ def passthrough_routes(
         check_limits(host.info, settings, model=body.model, num_samples=body.num_samples)
         check_completion_tokens(settings, body.completion_tokens or 0)
         policy = body.slipstream.policy(exchange, body.slipstream.group_id)
-        marks = marks_of(body, request_id=exchange.request_id, policy=policy, target=target)
+        meant = {key: value for key, value in ((TARGET_KEY, target), (TARGET_VERSION_KEY, least_version())) if value}
+        marks = marks_of(body, request_id=exchange.request_id, policy=policy, meant=meant)
         call = _UpstreamCall(
             upstream=upstream,
             metrics=metrics,
@@ -243,11 +251,11 @@ class ForwardedBody(Strict):
         return max(self.max_tokens or 0, self.max_completion_tokens or 0) or None
 
 
-def marks_of(body: ForwardedBody, *, request_id: str, policy: CapturePolicy, target: str) -> Marks:
+def marks_of(body: ForwardedBody, *, request_id: str, policy: CapturePolicy, meant: Mapping[str, str | int]) -> Marks:
+    """`meant` says which target must answer."""
     # No tenant's name has a slash: whatever a client writes behind it stays within the tenant.
     salt = f"{policy.tenant}/{body.cache_salt}" if body.cache_salt else policy.tenant
-    policy_fields = {**asdict(policy), **({TARGET_KEY: target} if target else {}), **outgoing_headers()}
-    return Marks(rid=request_id, cache_salt=salt, policy=policy_fields)
+    return Marks(rid=request_id, cache_salt=salt, policy={**asdict(policy), **meant, **outgoing_headers()})
 
 
 def rewrite(raw: bytes, body: ForwardedBody, marks: Marks, *, max_tokens: int | None) -> bytes:

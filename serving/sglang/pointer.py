@@ -1,7 +1,7 @@
 """Which draft and which target an SGLang server should run, on all of its ranks.
 
 Rank 0 reads both in Redis, without which the process must start and go on. The other ranks hear of them at meetings.
-SGLang's target weights are moved by its own means, by whoever then announces the new version to this process.
+SGLang's target weights are moved by its own means, and the plugin sees each update.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 import structlog
 
-from serving.sglang.rank_agreement import Agreement
+from serving.request_metadata import version_of_label
 from speculator.errors import ConfigError, StreamError
 from speculator.redis.client import connect
 from speculator.redis.control_plane import CanaryHolder, CanarySlot, DraftPointer, EndedGroups
@@ -39,12 +39,6 @@ class LazyPointer:
 
     def depth_limit(self, engine_id: str) -> int | None:
         return self._connected().depth_limit(engine_id)
-
-    def announced_target(self, process: str) -> int | None:
-        return self._connected().announced_target(process)
-
-    def withdraw_announcement(self, process: str) -> None:
-        self._connected().withdraw_announcement(process)
 
     def report_engine(self, engine_id: str, status: Mapping[str, str | int | float]) -> None:
         self._connected().report_engine(engine_id, status)
@@ -131,35 +125,34 @@ log = structlog.get_logger(__name__)
 
 
 class RankTarget:
-    """One rank's target."""
+    """The version of one rank's target, of which SGLang itself tells every rank between the same two steps."""
 
-    def __init__(
-        self, agreement: Agreement, announcements: LazyPointer | None, *, on_version: Callable[[int], object]
-    ) -> None:
-        """`announcements` is None on ranks that only follow; `on_version` is told of each new target."""
-        self._agreement, self._announcements, self._on_version = agreement, announcements, on_version
-        self.process = f"{socket.gethostname()}:{os.getpid()}"
-        self.version = self._announced = 0
-        self._is_listening = False
-        """Whether announcements are for this process: a container that starts again often has its old host and pid."""
+    def __init__(self, on_version: Callable[[int], object]) -> None:
+        """`on_version` is told of each new target."""
+        self._on_version = on_version
+        self._process = f"{socket.gethostname()}:{os.getpid()}"
+        self.version = 0
+        self._labelled = 0
+        """The newest that a label has named."""
+        self._updated_at = -1
 
-    def agree(self) -> None:
-        """With the other ranks, at a meeting; on the scheduler's thread."""
-        self._announced = max(self._announced, self._agreement.first(self._announced))
+    def updated(self, label: str | None, step: int) -> None:
+        """SGLang has new weights, before this step; they are of the version that their label names, else of the next.
 
-    def follow(self) -> None:
-        """Take over what is announced. On the follower's thread. Raises StreamError where that cannot be read."""
-        if self._announcements is not None:
-            if not self._is_listening:
-                # Before the first report, and so before anybody can mean this process.
-                self._announcements.withdraw_announcement(self.process)
-                self._is_listening = True
-            self._announced = max(self._announced, self._announcements.announced_target(self.process) or 0)
-        if self._announced > self.version:
-            self.version = self._announced
-            self._on_version(self.version)
-            log.info("slipstream: the target is of version %d now", self.version)
+        Weights come in parts, too: parts between which nothing was decoded are of one version.
+        """
+        version = version_of_label(label)
+        if version is None and step != self._updated_at:
+            version = self.version + 1
+        elif version is not None:
+            self._labelled = max(self._labelled, version)
+        self._updated_at = step
+        if version is None or version <= self.version:
+            return
+        self.version = version
+        self._on_version(version)
+        log.info("slipstream: the target is of version %d now", version)
 
     def status(self) -> dict[str, str | int | float]:
         """Fields of the engine's report."""
-        return {"target_version": self.version, "process": self.process}
+        return {"target_version": self.version, "target_label": self._labelled, "process": self._process}

@@ -84,6 +84,8 @@ class EngineReport:
     draft_accept_length: float | None
     """Of the version in service, lately."""
     target_version: int | None
+    target_label: int | None
+    """The newest version that a label of SGLang's weights has named."""
     process: str
     """"host:pid" of the scheduler."""
     running: int | None
@@ -216,6 +218,7 @@ def _merged(ever: Sequence[EngineReport], now: Sequence[EngineReport]) -> Engine
         text_tokens=_total(_known(now, "text_tokens")),
         last_verdict=next((report.last_verdict for report in now if report.last_verdict), ""),
         target_version=min(_known(now, "target_version"), default=None),
+        target_label=max(_known(now, "target_label"), default=None),
         model=next((report.model for report in now if report.model), ""),
         context_length=min(_known(now, "context_length"), default=None),
         max_depth=min(_known(now, "max_depth"), default=None),

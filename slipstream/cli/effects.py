@@ -98,7 +98,7 @@ _KEYS = Rule(("max_key_share",), _set("keys_file"), "has no effect without keys"
 GATEWAY_OF_LOCAL = (_KEYS,)
 GATEWAY_IN_FRONT = (
     Rule(
-        ("default_max_tokens", "max_prompt_tokens", "targets_dir"),
+        ("default_max_tokens", "max_prompt_tokens"),
         _never,
         "is for --engine local, SGLang has its own way: unset it",
     ),

@@ -15,9 +15,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from serving.sglang.outside.launcher import SglangProcess, SglangStart
 from serving.sglang.outside.pool import PoolClient, check_routers, is_ready
 from serving.sglang.outside.rollouts import ServerPool, Wiring
 from serving.sglang.report import EngineReport, commonest
-from serving.target import TargetDesk
+from serving.target import TargetDesk, TargetLayout, read_layout
 from slipstream.models import checked_fingerprint
 from slipstream.start.exposure import check_exposure
 from slipstream.start.sglang import checked_interpreter, with_draft
@@ -50,6 +51,7 @@ from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer, EndedGroups
 from speculator.redis.trace_deletion import Erasures
 from speculator.redis.trace_stream import RewardStream
+from speculator.target_folder import weight_files
 from speculator.versions.lineage import ensure_lineage
 from speculator.versions.operator import DraftDesk
 from speculator.versions.store import DraftStore
@@ -67,7 +69,7 @@ class GatewayOptions:
     """The one that SGLang was given: its report is found by it. None: an sglang-router is at each address, and behind
     each of them every engine that reports."""
     model_dir: Path
-    """Only its name is used; weights are not read."""
+    """Its name is used and, where they are there, the tokenizer and the shapes of the weights, which are not read."""
     store: Path
     redis_url: str
     host: str
@@ -96,6 +98,7 @@ def run_gateway(options: GatewayOptions, settings: GatewaySettings) -> None:
         engine_id = options.engine_id
         client = _single(options, engine_id, pointer) if engine_id else _pool(options, pointer, fingerprint)
         opened.callback(client.stop)
+        client.target_layout = _layout(options.model_dir)
         client.start()
         drafts = DraftDesk(store, lambda: pointer, target_fingerprint=fingerprint)
         rollouts = _rollouts(
@@ -149,6 +152,7 @@ def run_sglang_server(
             is_process_alive=lambda: process.is_alive,
         )
         opened.callback(client.stop)
+        client.target_layout = _layout(start.model_dir)
         client.start()
         drafts = DraftDesk(store, lambda: pointer, target_fingerprint=fingerprint)
         ended, urls = _until_ended(process), (process.url,)
@@ -180,7 +184,7 @@ async def _serve(
     if isinstance(client, PoolClient):
         registry.register(PoolCollector(lambda: client.num_engines, lambda: client.num_on_version))
     upstream = Upstream(*urls, max_connections=settings.max_in_flight)
-    targets = TargetDesk(client, TargetMetrics(registry), folder=None)
+    targets = TargetDesk(client, TargetMetrics(registry), folder=settings.targets_dir)
     app = create_passthrough_app(
         client,
         upstream,
@@ -189,6 +193,7 @@ async def _serve(
         drafts=drafts,
         targets=targets,
         target=target,
+        least_version=lambda: client.least_target_version,
         rollouts=rollouts,
     )
     client.on_look = ErasureWatch(erasures.orders, [app.state.erase]).look
@@ -197,6 +202,15 @@ async def _serve(
         await serve_until_signal(server, model=client.info.model, draft_version=client.draft_version, beside=beside)
     finally:
         await upstream.close()
+
+
+def _layout(model_dir: Path) -> Callable[[], TargetLayout] | None:
+    """What the target's new weights must be like; None where the folder has none to go by."""
+    try:
+        weight_files(model_dir)
+    except ConfigError:
+        return None
+    return partial(read_layout, model_dir)
 
 
 def _rollouts(

@@ -202,9 +202,6 @@ class RedisKeys:
     def depth(self, engine_id: str) -> str:
         return self._key(f"depth:{engine_id}")
 
-    def target_version(self, process: str) -> str:
-        return self._key(f"target_version:{process}")
-
     def group_text(self, group: str) -> str:
         """String: serving/group_cache/texts.py; `group` is a member of `group_texts`."""
         return self._key(f"group_text:{group}")

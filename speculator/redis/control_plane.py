@@ -19,7 +19,6 @@ from speculator.redis.client import RedisKeys, redis_errors
 
 ENGINE_TTL_S = 30
 RESTING_TTL_S = 60
-ANNOUNCEMENT_TTL_S = 3600
 AWAITED_S = 10.0
 """An engine that asked for the canary's slot in vain is taken to wait for so long; it asks every few seconds."""
 CRASHES_KEPT_S = 24 * 3600
@@ -190,21 +189,6 @@ class DraftPointer:
     def set_depth(self, engine_id: str, depth: int) -> None:
         """Ask an engine in another process to draft at most `depth` proposals a round; 0 turns drafting off."""
         self._redis.set(self._keys.depth(engine_id), depth)
-
-    @redis_errors
-    def announce_target(self, process: str, version: int) -> None:
-        """Tell an engine's process ("host:pid") that its target is of this version now, until it restarts."""
-        self._redis.set(self._keys.target_version(process), version, ex=ANNOUNCEMENT_TTL_S)
-
-    @redis_errors
-    def announced_target(self, process: str) -> int | None:
-        key = self._keys.target_version(process)
-        return _number(self._redis.get(key), key)
-
-    @redis_errors
-    def withdraw_announcement(self, process: str) -> None:
-        """Forget what an earlier process of this name was told: the one that starts has its own weights."""
-        self._redis.delete(self._keys.target_version(process))
 
     @redis_errors
     def depth_limit(self, engine_id: str) -> int | None:

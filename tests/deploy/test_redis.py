@@ -174,10 +174,6 @@ def test_the_engine_reports_and_hears_what_the_gateway_says(login: As) -> None:
         assert DraftPointer(login(user), MODEL).engines() == {"sglang": {"version": "4"}}
     gateway.set_depth("sglang", 2)
     assert engine.depth_limit("sglang") == 2
-    gateway.announce_target("host:1", 7)
-    assert engine.announced_target("host:1") == 7
-    engine.withdraw_announcement("host:1")
-    assert engine.announced_target("host:1") is None
 
 
 def test_engines_agree_on_a_canary(login: As) -> None:

@@ -67,13 +67,23 @@ def test_a_version_comes_into_service(tmp_path: Path) -> None:
     assert here.registry.get_sample_value("slipstream_target_stall_seconds_sum") == pytest.approx(0.08)
 
 
-@pytest.mark.parametrize("version", [1, 4, 5])
+@pytest.mark.parametrize("version", [1, 4])
 def test_versions_only_count_up(version: int) -> None:
     here = scene()
     here.desk.announce(5, None)
     with pytest.raises(TargetError, match="not newer than 5"):
         here.desk.announce(version, None)
     assert (here.host.target_version, here.changes()) == (5, (1, 1))
+
+
+def test_the_version_in_service_may_be_said_twice_without_weights(tmp_path: Path) -> None:
+    (tmp_path / "step").mkdir()
+    here = scene(tmp_path)
+    here.desk.announce(5, None)
+    assert here.desk.announce(5, None) == TargetReport(version=5, previous=5, stall_ms=0.0)
+    with pytest.raises(TargetError, match="not newer than 5"):
+        here.desk.announce(5, "step")
+    assert here.host.moves == [(5, None)]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ then the proposals), P = N − 1 proposals.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from serving.capture.recorder import make_header
 from serving.engine import CapturePolicy
-from serving.request_metadata import POLICY_KEY, TARGET_KEY, Marks
+from serving.request_metadata import POLICY_KEY, TARGET_KEY, TARGET_VERSION_KEY, Marks, version_of_label
 from speculator.draft.sampling_params import SamplingParams
 from speculator.host import now_ms
 from speculator.trace import BranchRows, Trace, Verification, VerifyRounds
@@ -53,10 +53,17 @@ def is_marked(custom_params: Mapping[str, Any] | None) -> bool:
     return bool(_ours(custom_params))
 
 
-def is_for_another_target(custom_params: Mapping[str, Any] | None, fingerprint: str) -> bool:
-    """Whether the gateway means a target other than that of `fingerprint`; not where either says nothing."""
-    meant = _ours(custom_params).get(TARGET_KEY, "")
-    return bool(meant and fingerprint and meant != fingerprint)
+def is_for_another_target(
+    custom_params: Mapping[str, Any] | None, fingerprint: str, weight_version: Callable[[], str]
+) -> bool:
+    """Whether the gateway means a target other than that of `fingerprint`, or newer weights than those with this
+    label; not where either says nothing.
+    """
+    policy = _ours(custom_params)
+    meant, least = policy.get(TARGET_KEY, ""), policy.get(TARGET_VERSION_KEY, 0)
+    if meant and fingerprint and meant != fingerprint:
+        return True
+    return bool(least and least > (version_of_label(weight_version()) or 0))
 
 
 def policy_of(custom_params: Mapping[str, Any] | None) -> CapturePolicy:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,9 @@ import httpx
 import structlog
 
 from serving.engine import EngineHealth, EngineInfo, SwapReport, TargetReport
+from serving.sglang.outside.weights import update_weights
 from serving.sglang.report import EngineReport
+from serving.target import TargetLayout, check_weights
 from speculator.errors import DraftError, EngineDeadError, EngineError, RequestError, StreamError, type_and_place
 from speculator.redis.control_plane import ENGINE_TTL_S, DraftPointer
 
@@ -26,6 +28,8 @@ _ANSWER_LASTS_S = 15.0
 """A long prompt being tokenised can keep SGLang's HTTP server from answering for some seconds."""
 _HTTP_TIMEOUT_S = 5.0
 SWAP_POLL_S = 0.1
+_UPDATE_TIMEOUT_S = 600.0
+"""Of reading a large target's weights from a disk."""
 
 
 class SglangClient:
@@ -60,6 +64,8 @@ class SglangClient:
         self._redis_is_away = False
         self.on_look: Callable[[], object] = lambda: None
         """Called at every look."""
+        self.target_layout: Callable[[], TargetLayout] | None = None
+        """What new weights of the target must be like; None where that cannot be read here."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sglang-client", daemon=True)
 
@@ -106,43 +112,74 @@ class SglangClient:
             raise RequestError(f"depth {depth} is not in 0…{self._info.max_depth}", param="depth")
 
     def install_draft(self, version: int) -> SwapReport:
-        """Publish the version and wait until the plugin says what became of it.
+        """Publish the version and wait until every engine runs it.
 
-        Raises DraftError where it refuses the version, EngineError where it says nothing in time, StreamError.
+        Raises DraftError where one refuses the version, EngineError where one says nothing in time, StreamError.
         """
         previous = self._draft_version
         self._pointer.publish(version)
-        deadline = time.monotonic() + self._swap_timeout_s
-        while time.monotonic() < deadline and not self._stop.wait(SWAP_POLL_S):
-            report = self._read_report()
-            if report is not None and version in report.refused:
+
+        def runs(report: EngineReport) -> bool:
+            if version in report.refused:
                 raise DraftError(f"SGLang refuses draft version {version}: its log says why")
-            if report is not None and report.version == version:
-                # The steps of the report, which is a little later than the swap.
-                return SwapReport(
-                    version=version, previous=previous, stall_ms=report.last_stall_ms or 0.0, step=report.steps or 0
-                )
-        raise EngineError(f"SGLang did not take draft version {version} within {self._swap_timeout_s:.0f} s")
+            return report.version == version
+
+        self._wait_for_all(runs, f"draft version {version}")
+        report = self._report
+        assert report is not None, "all of at least one"
+        # The steps of the report, which is a little later than the swap.
+        return SwapReport(
+            version=version, previous=previous, stall_ms=report.last_stall_ms or 0.0, step=report.steps or 0
+        )
 
     @property
     def target_version(self) -> int:
         return (self._report.target_version if self._report is not None else None) or 0
 
+    @property
+    def least_target_version(self) -> int:
+        """No engine may answer that has older weights; 0 where weights come without a label that says their version."""
+        return (self._report.target_label if self._report is not None else None) or 0
+
     def move_target(self, version: int, folder: Path | None) -> TargetReport:
-        """As the protocol says: SGLang's weights were updated by its own means, and the plugin is told of it."""
+        """As the protocol says: with a folder every server is given its weights, without one they have them already.
+
+        An engine that does not get them serves nothing of what the gateway sends until it does; so it is with one that
+        starts again. Raises TargetError for weights that do not fit.
+        """
+        previous, stall_ms = self.target_version, 0.0
         if folder is not None:
-            raise RequestError("SGLang moves its target by its own means: leave the path out", param="path")
-        report = self._read_report()
-        if report is None or not report.process:
-            raise EngineError("the plugin does not report")
-        previous = report.target_version or 0
-        self._pointer.announce_target(report.process, version)
-        deadline = time.monotonic() + self._swap_timeout_s
-        while time.monotonic() < deadline and not self._stop.wait(SWAP_POLL_S):
-            report = self._read_report()
-            if report is not None and report.target_version == version:
-                return TargetReport(version=version, previous=previous, stall_ms=0.0)
-        raise EngineError(f"SGLang did not take target version {version} within {self._swap_timeout_s:.0f} s")
+            if self.target_layout is not None:
+                check_weights(folder, self.target_layout())
+            stall_ms, failed = update_weights(self._servers(), version, folder, timeout_s=_UPDATE_TIMEOUT_S)
+            if failed:
+                reasons = "; ".join(f"{url}: {reason}" for url, reason in sorted(failed.items()))
+                raise EngineError(f"target version {version} is not on {reasons}. Say it again to bring it there")
+        self._wait_for_all(
+            lambda report: report.target_version == version,
+            f"target version {version}, which SGLang knows by the weight_version of an update,",
+        )
+        return TargetReport(version=version, previous=previous, stall_ms=stall_ms)
+
+    def _servers(self) -> Sequence[str]:
+        """Where SGLang itself can be reached."""
+        return (str(self._http.base_url).rstrip("/"),)
+
+    def _now(self) -> Mapping[str, EngineReport]:
+        """What each engine last reported."""
+        return {} if self._report is None else {self._engine_id: self._report}
+
+    def _wait_for_all(self, is_there: Callable[[EngineReport], bool], what: str) -> None:
+        deadline_s = time.monotonic() + self._swap_timeout_s
+        missing: list[str] = []
+        while time.monotonic() < deadline_s and not self._stop.wait(SWAP_POLL_S):
+            self._read_report()
+            reports = self._now()
+            missing = [engine_id for engine_id, report in reports.items() if not is_there(report)]
+            if reports and not missing:
+                return
+        who = ", ".join(sorted(missing)) or "no engine reports: SGLang"
+        raise EngineError(f"{who} did not take {what} within {self._swap_timeout_s:.0f} s")
 
     def look(self) -> None:
         """One look at SGLang and at its report."""

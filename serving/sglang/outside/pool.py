@@ -9,24 +9,25 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from uuid import uuid4
 
 import httpx
+import msgspec
 import structlog
 
-from serving.engine import EngineInfo, SwapReport, TargetReport
+from serving.engine import EngineInfo
 from serving.request_metadata import OTHER_TARGET, POLICY_KEY, TARGET_KEY, Marks
-from serving.sglang.outside.client import SWAP_POLL_S, SglangClient
+from serving.sglang.outside.client import SglangClient
 from serving.sglang.report import EngineReport, Pool
-from speculator.errors import ConfigError, DraftError, EngineDeadError, EngineError, RequestError
+from speculator.errors import ConfigError, EngineDeadError, EngineError
 from speculator.redis.control_plane import DraftPointer
 
 log = structlog.get_logger(__name__)
 _READINESS = "/readiness"
 """Where sglang-router answers 200 while it has a healthy worker; at /health it speaks of itself alone."""
+WORKERS = "/workers"
 _READINESS_TIMEOUT_S = 2.0
 """It answers from memory, and routers are asked one after another."""
 
@@ -36,6 +37,28 @@ def is_ready(http: httpx.Client, router: str) -> bool:
     with suppress(httpx.TransportError):
         return http.get(f"{router}{_READINESS}", timeout=_READINESS_TIMEOUT_S).status_code == 200
     return False
+
+
+class _Worker(msgspec.Struct):
+    url: str
+
+
+class Workers(msgspec.Struct):
+    """As a router lists them."""
+
+    workers: list[_Worker] = []
+
+    def urls(self) -> list[str]:
+        return [worker.url.rstrip("/") for worker in self.workers]
+
+
+def list_servers(http: httpx.Client, routers: Sequence[str]) -> list[str]:
+    """The addresses of all servers, by the first router that answers; none where none does."""
+    for router in routers:
+        with suppress(httpx.HTTPError, msgspec.MsgspecError):
+            answer = http.get(f"{router}{WORKERS}").raise_for_status()
+            return msgspec.json.decode(answer.content, type=Workers).urls()
+    return []
 
 
 class PoolClient(SglangClient):
@@ -84,47 +107,15 @@ class PoolClient(SglangClient):
         for engine_id in self._pointer.engines():
             self._pointer.set_depth(engine_id, depth)
 
-    def install_draft(self, version: int) -> SwapReport:
-        """Publish the version and wait until every engine runs it; raises as SglangClient does."""
-        previous = self._draft_version
-        self._pointer.publish(version)
+    def _servers(self) -> Sequence[str]:
+        """Raises EngineError where no router says."""
+        servers = list_servers(self._http, self._routers)
+        if not servers:
+            raise EngineError("no router says which servers there are")
+        return servers
 
-        def runs(report: EngineReport) -> bool:
-            if version in report.refused:
-                raise DraftError(f"an SGLang refuses draft version {version}: its log says why")
-            return report.version == version
-
-        self._wait_for_all(runs, f"draft version {version}")
-        report = self._report
-        assert report is not None, "all of at least one"
-        return SwapReport(
-            version=version, previous=previous, stall_ms=report.last_stall_ms or 0.0, step=report.steps or 0
-        )
-
-    def move_target(self, version: int, folder: Path | None) -> TargetReport:
-        """As the protocol says; every engine's weights were updated already, by SGLang's own means."""
-        if folder is not None:
-            raise RequestError("SGLang moves its target by its own means: leave the path out", param="path")
-        self._read_report()
-        processes = [report.process for report in self._reports.values()]
-        if not processes or not all(processes):
-            raise EngineError("the plugin does not report")
-        previous = self.target_version
-        for process in processes:
-            self._pointer.announce_target(process, version)
-        self._wait_for_all(lambda report: report.target_version == version, f"target version {version}")
-        return TargetReport(version=version, previous=previous, stall_ms=0.0)
-
-    def _wait_for_all(self, is_there: Callable[[EngineReport], bool], what: str) -> None:
-        deadline = time.monotonic() + self._swap_timeout_s
-        missing: list[str] = []
-        while time.monotonic() < deadline and not self._stop.wait(SWAP_POLL_S):
-            self._read_report()
-            missing = [engine_id for engine_id, report in self._reports.items() if not is_there(report)]
-            if self._reports and not missing:
-                return
-        who = ", ".join(sorted(missing)) or "no engine reports: SGLang"
-        raise EngineError(f"{who} did not take {what} within {self._swap_timeout_s:.0f} s")
+    def _now(self) -> Mapping[str, EngineReport]:
+        return self._reports
 
     def _ask_info(self, max_depth: int) -> EngineInfo:
         """By the reports: the router answers for models without the length of their context."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Literal
@@ -32,8 +32,10 @@ from serving.engine import Chunk, GenerateRequest
 from serving.gateway.errors import ApiError
 from serving.gateway.passthrough import whole_events
 from serving.gateway.upstream import Upstream
-from serving.request_metadata import POLICY_KEY, TARGET_KEY
+from serving.request_metadata import POLICY_KEY, TARGET_KEY, version_of_label
 from serving.rollout.engines import RolloutEngine
+from serving.sglang.outside.pool import WORKERS, Workers
+from serving.sglang.outside.weights import Weights
 from speculator.errors import EngineBusyError, EngineDeadError, EngineError, RequestError, type_and_place
 
 log = structlog.get_logger(__name__)
@@ -60,6 +62,7 @@ class Wiring:
     share: float
     """Of a server's requests, that rollouts may have."""
     target_version: Callable[[], int]
+    """Where SGLang's weights have no label that says it."""
     heeds_seed: Callable[[], bool]
     end_group: Callable[[str, str], None]
     """A tenant's prompt group has ended. Must not block."""
@@ -83,9 +86,19 @@ class _Finish(msgspec.Struct):
     message: str = ""
 
 
+class _Span(msgspec.Struct):
+    """Of an answer: the tokens up to `end` that none before it has."""
+
+    version: str
+    end: int
+
+
 class _Meta(msgspec.Struct):
     finish_reason: _Finish | None = None
     output_token_logprobs: list[tuple[float, int, str | None]] = []
+    weight_version: str = ""
+    """Of the last token."""
+    weight_versions: list[_Span] = []
 
 
 class _Failure(msgspec.Struct):
@@ -115,6 +128,10 @@ class SglangRolloutEngine:
         self._num_open = 0
         """Requests of ours that are under way."""
         self._num_missed = _MISSED_LOOKS
+        self.target_label = 0
+        """The version of its weights, where SGLang's label for them says it."""
+        self._num_behind = 0
+        """Looks at which another server had newer ones."""
         self._priority: int | None = None
         """The lowest, where the server goes by priorities."""
         self._others = (0, 0)
@@ -128,6 +145,8 @@ class SglangRolloutEngine:
 
     @property
     def num_slots(self) -> int:
+        if self._num_behind:
+            return 0
         most = self._load.max_running_requests
         return max(0, min(max(1, int(self._wiring.share * most)), most - min(self._others)))
 
@@ -137,21 +156,27 @@ class SglangRolloutEngine:
 
     @property
     def is_alive(self) -> bool:
-        return self._num_missed < _MISSED_LOOKS
+        return max(self._num_missed, self._num_behind) < _MISSED_LOOKS
 
     def drop(self, tenant: str, group_id: str) -> None:
         self._wiring.end_group(tenant, group_id)
+
+    def compare(self, newest: int) -> None:
+        """With the newest weights in the pool: with older ones it takes nothing new, and in the end counts as dead."""
+        self._num_behind = self._num_behind + 1 if self.target_label < newest else 0
 
     async def look(self) -> None:
         """Ask how much room there is. A server that does not say keeps what it had, until it counts as dead."""
         num_open = self._num_open
         try:
             if self._num_missed >= _MISSED_LOOKS:
-                info = (await self._http.get("/server_info")).raise_for_status().json()
-                lowest = _LAST if info["schedule_low_priority_values_first"] else -_LAST
-                self._priority = lowest if info["enable_priority_scheduling"] else None
+                settings = (await self._http.get("/server_info")).raise_for_status().json()
+                lowest = _LAST if settings["schedule_low_priority_values_first"] else -_LAST
+                self._priority = lowest if settings["enable_priority_scheduling"] else None
             answer = (await self._http.get("/v1/loads", params={"include": "core"})).raise_for_status()
             loads = msgspec.json.decode(answer.content, type=_Loads).loads
+            info = (await self._http.get("/model_info")).raise_for_status()
+            self.target_label = version_of_label(msgspec.json.decode(info.content, type=Weights).weight_version) or 0
         except (httpx.HTTPError, ValueError, LookupError, TypeError, msgspec.MsgspecError):
             self._num_missed += 1
             return
@@ -173,11 +198,10 @@ class SglangRolloutEngine:
             async with aclosing(self._events(body)) as events:
                 async for event in events:
                     has_ended = event.meta_info.finish_reason is not None
-                    chunk = answer.take(event)
-                    if chunk.token_ids or chunk.finish_reason is not None:
+                    for chunk in answer.take(event):
                         yield chunk
-                    if chunk.finish_reason is not None:
-                        return
+                        if chunk.finish_reason is not None:
+                            return
             raise EngineError("the stream ended before the answer did")
         except EngineDeadError:
             self._num_missed = _MISSED_LOOKS
@@ -280,11 +304,21 @@ class _Answer:
     wiring: Wiring
     num_tokens: int = 0
 
-    def take(self, event: _Event) -> Chunk:
-        """The tokens that are new, up to what ends the answer."""
-        new = event.output_ids[self.num_tokens :]
-        logprobs = [logprob for logprob, _, _ in event.meta_info.output_token_logprobs[self.num_tokens :]]
-        finish = event.meta_info.finish_reason
+    def take(self, event: _Event) -> Iterator[Chunk]:
+        """The tokens that are new, up to what ends the answer; those of each target's version on their own."""
+        finish, meta = event.meta_info.finish_reason, event.meta_info
+        said = event.output_ids
+        spans = [(span.version, min(span.end, len(said))) for span in meta.weight_versions[:-1]]
+        for label, end in [*spans, (meta.weight_version, len(said))]:
+            is_last = end == len(said)
+            if end > self.num_tokens or (is_last and finish is not None):
+                logprobs = [logprob for logprob, _, _ in meta.output_token_logprobs[self.num_tokens : end]]
+                chunk = self._part(said[self.num_tokens : end], logprobs, label, finish if is_last else None)
+                yield chunk
+                if chunk.finish_reason is not None:
+                    return
+
+    def _part(self, new: list[int], logprobs: list[float], label: str, finish: _Finish | None) -> Chunk:
         num_taken = 0
         for token in new[: self.request.max_tokens - self.num_tokens]:
             self.text.push(token, "target")
@@ -297,6 +331,7 @@ class _Answer:
             reason = "stop"
         elif finish is not None:
             reason = "length"
+        version = version_of_label(label)
         shown = self.text.take() if reason is None else self.text.finish()
         greedy = not self.request.sampling.temperature
         return Chunk(
@@ -305,16 +340,8 @@ class _Answer:
             token_ids=tuple(new[:num_taken]),
             finish_reason=reason,
             logprobs=tuple(0.0 if greedy else logprob for logprob in logprobs[:num_taken]),
-            target_version=self.wiring.target_version(),
+            target_version=self.wiring.target_version() if version is None else version,
         )
-
-
-class _Worker(msgspec.Struct):
-    url: str
-
-
-class _Workers(msgspec.Struct):
-    workers: list[_Worker] = []
 
 
 @dataclass
@@ -344,6 +371,9 @@ class ServerPool:
         new = {url: SglangRolloutEngine(url, self.wiring) for url in urls if url not in self._engines}
         self._engines |= new
         await asyncio.gather(*(engine.look() for engine in self._engines.values()))
+        newest = max((engine.target_label for engine in self._engines.values()), default=0)
+        for engine in self._engines.values():
+            engine.compare(newest)
         if gone or new:
             log.info("rollout_servers", servers=sorted(engine.name for engine in self._engines.values()))
             on_change(self._engines.values())
@@ -353,8 +383,8 @@ class ServerPool:
         """Of the first router that answers; those known so far where none does."""
         for router in self.urls:
             try:
-                answer = (await self._http.get(f"{router}/workers")).raise_for_status()
-                return [worker.url.rstrip("/") for worker in msgspec.json.decode(answer.content, type=_Workers).workers]
+                answer = (await self._http.get(f"{router}{WORKERS}")).raise_for_status()
+                return msgspec.json.decode(answer.content, type=Workers).urls()
             except (httpx.HTTPError, msgspec.MsgspecError):
                 continue
         return tuple(self._engines)

@@ -84,6 +84,13 @@ PROCESSED = SglangFunction(
     ("self", "batch", "result"),
 )
 """The scheduler has a step's tokens, and has given them to their requests."""
+_WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+WEIGHT_UPDATES = tuple(
+    SglangFunction(f"{_WEIGHTS}.update_weights_from_{source}", ("self", "recv_req"))
+    for source in ("disk", "distributed", "tensor", "ipc")
+)
+WEIGHTS_UPDATED = SglangFunction(f"{_WEIGHTS}.flush_cache_after_weight_update", ("self", "recv_req"))
+"""Called once the target has new weights, also where the draft did not take them or the cache cannot be flushed."""
 _AMX = "sglang.srt.layers.attention.intel_amx_backend.IntelAMXAttnBackend"
 _ATTEND = ("self", "q", "k", "v", "layer", "forward_batch")
 CPU_PLAN = SglangFunction(f"{_AMX}.init_forward_metadata", ("self", "forward_batch"))
@@ -126,6 +133,8 @@ SGLANG_FUNCTIONS = (
     RELEASE,
     STEPS,
     PROCESSED,
+    *WEIGHT_UPDATES,
+    WEIGHTS_UPDATED,
     CHAT,
     COMPLETION,
 )

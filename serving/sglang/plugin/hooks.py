@@ -52,6 +52,8 @@ from serving.sglang.plugin.contract import (
     VERIFIED,
     VERIFY,
     WALK,
+    WEIGHT_UPDATES,
+    WEIGHTS_UPDATED,
     SglangFunction,
     check_hooked,
     check_not_hooked,
@@ -138,6 +140,9 @@ def add_hooks(settings: PluginSettings, registry: Any, hook_type: Any) -> None:
     add(ARRIVAL, _before_arrival, "before")
     add(RELEASE, _before_release, "before")
     add(STEPS, _around_steps, "around")
+    for update in WEIGHT_UPDATES:
+        add(update, _around_weight_update, "around")
+    add(WEIGHTS_UPDATED, _before_weights_updated, "before")
     if CPU_PLAN in functions_of():
         add(CPU_PLAN, one_token.after_cpu_plan, "after")
         add(CPU_EXTEND, one_token.around_cpu_extend, "around")
@@ -265,12 +270,36 @@ def _around_steps(run: Any, params: Any, batch_size: int) -> int:
     return depth
 
 
+def _around_weight_update(run: Any, updater: Any, request: Any) -> Any:
+    """New weights are the target's: SGLang loads them into the draft, too, whose shapes are others, and ends."""
+    if getattr(request, "selector", "") == "draft":
+        return run(updater, request)
+    draft, updater.draft_worker = updater.draft_worker, None
+    try:
+        return run(updater, request)
+    finally:
+        updater.draft_worker = draft
+
+
+def _before_weights_updated(_: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    if (runtime := _the_runtime()) is not None and getattr(request, "selector", "") != "draft":
+        runtime.target_updated(request.weight_version)
+
+
 def before_conversion(endpoint: Any, request: Any, raw_request: Any = None) -> None:
     """In SGLang's HTTP server, where a request still has its headers; what is raised here refuses it."""
     if raw_request is not None and (header := raw_request.headers.get(HEADER)) is not None:
         mark(request, header)
     # A router may have lost the header; the body has the same.
-    if is_for_another_target(getattr(request, "custom_params", None), _target_fingerprint):
+    params = getattr(request, "custom_params", None)
+    if is_for_another_target(params, _target_fingerprint, lambda: _weight_version(endpoint.tokenizer_manager)):
         from fastapi import HTTPException
 
         raise HTTPException(503, OTHER_TARGET)
+
+
+def _weight_version(tokenizer_manager: Any) -> str:
+    """The label of the weights in service."""
+    if hasattr(tokenizer_manager, "config_value"):
+        return str(tokenizer_manager.config_value("weight_version"))
+    return str(tokenizer_manager.server_args.weight_version)

@@ -122,7 +122,7 @@ class EngineRuntime:
             forget = [] if self._traces is None else [self._traces.forget]
             forget += [] if self.text is None else [self.text.forget]
             self._erasures = ErasureWatch(self._pointer.orders, forget)
-        self._target = RankTarget(self._agreement, self._pointer, on_version=self._target_renewed)
+        self._target = RankTarget(self._target_renewed)
         self._follower = self._new_follower(settings, store, watch)
         log.info("slipstream: draft version %d in service, engine %s, model %s", manifest.version, self._engine_id, key)
 
@@ -277,6 +277,10 @@ class EngineRuntime:
         if self._traces is not None:
             self._capturing(self._traces.capture.on_release, request)
 
+    def target_updated(self, label: str | None) -> None:
+        """SGLang has given the target other weights, under this label if any."""
+        self._target.updated(label, self.steps)
+
     # -- within the fences ------------------------------------------------------------------------------------------
 
     def _launched(self, batch: Any) -> None:
@@ -349,13 +353,19 @@ class EngineRuntime:
         if not self._agreement.is_alone:
             self.depth.learn_times(self._agreement.times(self.depth.take_times()))
             self._rank_pointer.wanted = self._agreement.first(self.draft.staged_version) or None
-            self._target.agree()
         self.depth.limit = self._agreement.limit(self._asked_limit)
         if self._agreement.all_staged(self.draft.staged_version):
             self.draft.at_boundary(self.steps, self._agreement.all)
         if self.draft.draft_version != self._depth_version:
             self._depth_version = self.draft.draft_version
             self.depth.renewed(self._depth_version)
+
+    def _target_renewed(self, version: int) -> None:
+        self.depth.target_version = version
+        if self.text is not None:
+            self.text.target_renewed(version)
+        if self._traces is not None:
+            self._traces.target_renewed(version)
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
@@ -417,15 +427,7 @@ class EngineRuntime:
 
     # -- on the follower's thread -----------------------------------------------------------------------------------
 
-    def _target_renewed(self, version: int) -> None:
-        self.depth.target_version = version
-        if self.text is not None:
-            self.text.target_renewed(version)
-        if self._traces is not None:
-            self._traces.target_renewed(version)
-
     def _status(self) -> Fields:
-        self._target.follow()
         if self._pointer is None or self._erasures is None:
             return {}
         self._asked_limit = self._pointer.depth_limit(self._engine_id)

@@ -1,63 +1,39 @@
-"""The version of an SGLang server's target: on all ranks, across restarts, and with Redis away."""
+"""The version of an SGLang server's target: what its label says, or one more."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
-import redis
 
-from serving.sglang.pointer import LazyPointer, RankTarget
-from speculator.errors import StreamError
-from speculator.redis.control_plane import DraftPointer
+from serving.sglang.pointer import RankTarget
 
 
-class Rank:
-    """One rank's target, and the versions that its traces and its depth were told."""
-
-    def __init__(self, *, first: Callable[[int], int] = lambda version: version, announcements: Any = None) -> None:
-        agreement: Any = SimpleNamespace(first=first)
-        self.told: list[int] = []
-        self.target = RankTarget(agreement, announcements, on_version=self.told.append)
-
-
-def test_a_rank_that_only_follows_hears_of_a_target_at_a_meeting() -> None:
-    announced = [0, 3, 3]
-    rank = Rank(first=lambda _: announced.pop(0))
-    rank.target.agree()
-    rank.target.follow()
-    assert (rank.target.version, rank.told) == (0, [])
-    rank.target.agree()
-    for _ in range(2):
-        rank.target.follow()
-    rank.target.agree()
-    rank.target.follow()
-    assert (rank.target.version, rank.told) == (3, [3])
-    assert rank.target.status()["target_version"] == 3
-
-
-def test_what_was_announced_to_an_earlier_process_of_that_name_is_not_for_this_one(
-    redis_client: redis.Redis, redis_url: str
-) -> None:
-    """A container that starts again, on the weights of its start."""
-    pointer = DraftPointer(redis_client, "m")
-    rank = Rank(announcements=LazyPointer(redis_url, "m"))
-    pointer.announce_target(rank.target.process, 7)
-    rank.target.follow()
-    assert (rank.target.version, rank.told) == (0, [])
-    pointer.announce_target(rank.target.process, 8)
-    rank.target.follow()
-    assert (rank.target.version, rank.told) == (8, [8])
+@pytest.mark.parametrize(
+    ("updates", "told"),
+    [
+        ([("1", 10), ("2", 20)], [1, 2]),
+        ([("7", 10), ("7", 20)], [7]),
+        ([(None, 10), (None, 20)], [1, 2]),
+        ([("step-a", 10), ("default", 20)], [1, 2]),
+        ([(None, 10), (None, 10), (None, 10)], [1]),
+        ([(None, 10), (None, 10), ("7", 10)], [1, 7]),
+        ([("5", 10), (None, 20), ("6", 30)], [5, 6]),
+        ([("5", 10), ("4", 20), (None, 30)], [5, 6]),
+        ([("1234567890", 10), ("²", 20)], [1, 2]),
+    ],
+)
+def test_versions(updates: list[tuple[str | None, int]], told: list[int]) -> None:
+    """Parts of one update, between which no step ran, are of one version; versions never fall."""
+    heard: list[int] = []
+    target = RankTarget(heard.append)
+    for label, step in updates:
+        target.updated(label, step)
+    assert heard == told
+    assert target.status()["target_version"] == told[-1]
 
 
-def test_while_redis_is_away_the_version_stands() -> None:
-    def away(_: str) -> None:
-        raise StreamError("away")
-
-    announcements: Any = SimpleNamespace(withdraw_announcement=away)
-    rank = Rank(announcements=announcements)
-    with pytest.raises(StreamError):
-        rank.target.follow()
-    assert (rank.target.version, rank.told) == (0, [])
+def test_only_labels_say_which_weights_other_engines_must_have() -> None:
+    target = RankTarget(lambda version: None)
+    target.updated(None, 1)
+    assert (target.version, target.status()["target_label"]) == (1, 0)
+    target.updated("4", 2)
+    assert (target.version, target.status()["target_label"]) == (4, 4)

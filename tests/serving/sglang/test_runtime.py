@@ -300,7 +300,7 @@ def test_text_of_a_group_goes_to_other_engines_and_the_report_counts_it(
     group = RedisKeys(model_key=key).group_text(GroupKey("t", "g").member)
     marks = {"slipstream": {"tenant": "t", "group_id": "g"}}
     wait_until(lambda: "process" in scene.report())
-    scene.pointer.announce_target(scene.report()["process"], 7)
+    scene.runtime.target_updated("7")
     wait_until(lambda: scene.report().get("target_version") == "7")
     scene.decode([Request([1, 2], max_new_tokens=60, custom_params=marks)])
     wait_until(lambda: "published=2," in scene.report()["group_text"])

@@ -414,9 +414,6 @@ def test_every_public_method_turns_a_dead_server_into_a_stream_error(own_server:
             pointer.engines,
             lambda: pointer.set_depth("engine-0", 2),
             lambda: pointer.depth_limit("engine-0"),
-            lambda: pointer.announce_target("host:1", 2),
-            lambda: pointer.announced_target("host:1"),
-            lambda: pointer.withdraw_announcement("host:1"),
             traces.memory_share,
             lambda: traces.expire(1),
         ):

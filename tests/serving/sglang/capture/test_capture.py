@@ -598,8 +598,17 @@ def test_policies_of_requests() -> None:
     ("meant", "own", "refused"), [("a", "b", True), ("a", "a", False), ("", "b", False), ("a", "", False)]
 )
 def test_a_gateway_of_another_target_is_noticed(meant: str, own: str, refused: bool) -> None:
-    assert is_for_another_target({"slipstream": {"target": meant}}, own) == refused
-    assert not is_for_another_target(None, own), "it did not come through a gateway"
+    assert is_for_another_target({"slipstream": {"target": meant}}, own, lambda: "default") == refused
+    assert not is_for_another_target(None, own, lambda: "default"), "it did not come through a gateway"
+
+
+@pytest.mark.parametrize(
+    ("least", "label", "refused"),
+    [(3, "2", True), (3, "3", False), (3, "4", False), (3, "default", True), (0, "default", False), (0, "1", False)],
+)
+def test_weights_that_are_older_than_a_gateway_means_are_noticed(least: int, label: str, refused: bool) -> None:
+    marks = {"slipstream": {"target": "a", **({"target_version": least} if least else {})}}
+    assert is_for_another_target(marks, "a", lambda: label) == refused
 
 
 @pytest.mark.parametrize("has_header", [True, False])

@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -106,6 +106,8 @@ class FakeSglang:
         default_factory=lambda: {"loads": [{"num_running_reqs": 2, "num_waiting_reqs": 1}, {"num_running_reqs": 1}]}
     )
 
+    workers: list[str] = field(default_factory=list)
+    """As a router lists them."""
     raw: list[bytes] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
@@ -122,6 +124,7 @@ class FakeSglang:
             app.add_api_route(path, self._health, response_model=None)
         app.add_api_route("/v1/models", self._models)
         app.add_api_route("/v1/loads", lambda: self.loads)
+        app.add_api_route("/workers", lambda: {"workers": [{"url": url} for url in self.workers]})
         app.add_api_route("/server_info", lambda: {"speculative_num_steps": self.depth})
         for path in ("/v1/chat/completions", "/v1/completions"):
             app.add_api_route(path, self._generate, methods=["POST"], response_model=None)
@@ -230,7 +233,11 @@ class _no_signals:  # noqa: N801
     def __exit__(self, *_: object) -> None: ...
 
 
-def in_background(fake: FakeSglang) -> tuple[str, Callable[[], None]]:
+class _HasApp(Protocol):
+    def app(self) -> FastAPI: ...
+
+
+def in_background(fake: _HasApp) -> tuple[str, Callable[[], None]]:
     """Serve from a thread, for tests of code that blocks; returns the address and what ends it."""
     server = uvicorn.Server(uvicorn.Config(fake.app(), host="127.0.0.1", port=0, log_config=None))
     thread = threading.Thread(target=server.run, daemon=True)

@@ -41,6 +41,14 @@ class RolloutServer:
     events: list[bytes] | None = None
     """Said instead of an answer."""
 
+    label: str = "default"
+    """Of its weights."""
+    refuses_weights: str = ""
+    """Why."""
+    is_paused: bool = False
+
+    calls: list[str] = field(default_factory=list)
+    """What was asked of it about weights."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     running: dict[str, asyncio.Event] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
@@ -52,7 +60,27 @@ class RolloutServer:
         app.add_api_route("/abort_request", self._abort, methods=["POST"], response_model=None)
         app.add_api_route("/v1/loads", self._loads, response_model=None)
         app.add_api_route("/server_info", self._info)
+        app.add_api_route("/model_info", lambda: {"model_path": "m", "weight_version": self.label})
+        for path in ("/pause_generation", "/continue_generation", "/update_weights_from_disk"):
+            app.add_api_route(path, self._weights, methods=["POST"], response_model=None)
         return app
+
+    async def _weights(self, request: Request) -> Response:
+        """As SGLang: what runs waits, and goes on under the new weights."""
+        asked, body = request.url.path, await request.json()
+        self.calls.append(asked)
+        if self.is_down:
+            return Response(status_code=503)
+        if asked != "/update_weights_from_disk":
+            assert body == ({"mode": "retract"} if asked == "/pause_generation" else {})
+            self.is_paused = asked == "/pause_generation"
+            return JSONResponse({"status": "ok"})
+        assert self.is_paused, "else SGLang waits until nothing runs"
+        if self.refuses_weights:
+            return JSONResponse({"success": False, "message": self.refuses_weights}, 400)
+        self.label = body["weight_version"]
+        self.seed = int(self.label)
+        return JSONResponse({"success": True, "message": "Succeeded to update model weights."})
 
     def _info(self) -> dict[str, bool]:
         by_priority, low_first = self.by_priority is not None, self.by_priority == "low first"
@@ -85,12 +113,16 @@ class RolloutServer:
                 yield event
             return
         tokens, params, said = list(body["input_ids"]), body["sampling_params"], list[int]()
+        labels: list[str] = []
         stopped = self.running[body["rid"]] = asyncio.Event()
         self.most_running = max(self.most_running, len(self.running))
         try:
             while True:
                 finish = None
+                while self.is_paused:  # noqa: ASYNC110 - a test's
+                    await asyncio.sleep(0.001)
                 for _ in range(params["stream_interval"]):
+                    labels.append(self.label)
                     tokens.append(token_after(tokens, self.seed, self.vocabulary))
                     said.append(tokens[-1])
                     if self.end_after is not None and len(tokens) >= self.end_after:
@@ -107,6 +139,8 @@ class RolloutServer:
                     "id": body["rid"],
                     "finish_reason": finish,
                     "output_token_logprobs": [[-0.5, token, None] for token in said] if body["return_logprob"] else [],
+                    "weight_version": self.label,
+                    "weight_versions": _spans(labels),
                 }
                 yield b"data: " + json.dumps({"text": "", "output_ids": said, "meta_info": meta}).encode() + b"\n\n"
                 if finish is not None:
@@ -115,6 +149,14 @@ class RolloutServer:
                 await asyncio.sleep(self.pause_s)
         finally:
             self.running.pop(body["rid"], None)
+
+
+def _spans(labels: list[str]) -> list[dict[str, Any]]:
+    ends = [at for at in range(1, len(labels) + 1) if at == len(labels) or labels[at] != labels[at - 1]]
+    return [
+        {"version": labels[end - 1], "start": start, "end": end}
+        for start, end in zip([0, *ends[:-1]], ends, strict=True)
+    ]
 
 
 def router(workers: list[str]) -> FastAPI:

@@ -17,8 +17,10 @@ from serving.sglang.gateway_metrics import SglangCollector
 from serving.sglang.outside import client as client_module
 from serving.sglang.outside.client import SglangClient
 from serving.sglang.report import EngineReport
-from speculator.errors import DraftError, EngineDeadError, EngineError, RequestError, StreamError
+from serving.target import read_layout
+from speculator.errors import DraftError, EngineDeadError, EngineError, RequestError, StreamError, TargetError
 from speculator.redis.control_plane import DraftPointer
+from tests.fixtures.toy import make_toy_model
 from tests.fixtures.waiting import wait_until
 from tests.serving.sglang.outside.fake_sglang import CONTEXT_LENGTH, MODEL, FakeSglang, in_background
 
@@ -142,30 +144,56 @@ def test_health_counts_requests_and_notices_the_end_of_the_process(scene: Scene)
     assert (state.alive, state.detail) == (False, "SGLang has ended")
 
 
-def test_a_moved_target_is_announced_to_the_process_that_serves(scene: Scene) -> None:
-    reports: dict[str, str | int | float] = {**REPORT, "target_version": 4, "process": "host:17"}
+def test_a_target_that_somebody_has_moved_is_in_service_once_the_plugin_says_so(scene: Scene) -> None:
+    reports: dict[str, str | int | float] = {**REPORT, "target_version": 4, "target_label": 4}
     scene.pointer.report_engine(ENGINE, reports)
-
-    def plugin() -> None:
-        wait_until(lambda: scene.pointer.announced_target("host:17") == 6)
-        scene.pointer.report_engine(ENGINE, {**reports, "target_version": 6})
-
-    thread = threading.Thread(target=plugin)
-    thread.start()
+    scene.client.look()
+    assert scene.client.least_target_version == 4
+    threading.Timer(
+        0.3, lambda: scene.pointer.report_engine(ENGINE, {**reports, "target_version": 6, "target_label": 6})
+    ).start()
     report = scene.client.move_target(6, None)
-    thread.join()
     assert (report.version, report.previous, scene.client.target_version) == (6, 4, 6)
-    assert scene.pointer.announced_target("host:18") is None, "the next process begins anew"
-    with pytest.raises(RequestError, match="path"):
-        scene.client.move_target(7, Path("step"))
+    assert scene.client.least_target_version == 6
+
+
+def test_new_weights_go_to_the_server_if_they_are_like_those_in_service(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[list[str], int, Path]] = []
+
+    def update(urls: list[str], version: int, folder: Path, *, timeout_s: float) -> tuple[float, dict[str, str]]:
+        given.append((urls, version, folder))
+        scene.pointer.report_engine(ENGINE, {**REPORT, "target_version": version})
+        return 12.5, ({urls[0]: "no room"} if version == 8 else {})
+
+    monkeypatch.setattr(client_module, "update_weights", update)
+    scene.pointer.report_engine(ENGINE, {**REPORT, "target_version": 4})
+    model = make_toy_model(tmp_path / "model")
+    other = make_toy_model(tmp_path / "other", hidden_size=48)
+    scene.client.target_layout = lambda: read_layout(model)
+    with pytest.raises(TargetError, match=r"other: config\.json is of another architecture"):
+        scene.client.move_target(6, other)
+    (other / "config.json").unlink()
+    with pytest.raises(TargetError, match="shape"):
+        scene.client.move_target(6, other)
+    (other / "model.safetensors").write_bytes(b"half")
+    with pytest.raises(TargetError, match="other"):
+        scene.client.move_target(6, other)
+    assert given == []
+    report = scene.client.move_target(6, model)
+    assert report.stall_ms == 12.5
+    assert [(version, folder) for _, version, folder in given] == [(6, model)]
+    with pytest.raises(EngineError, match=r"version 8 is not on http://127.0.0.1:\d+: no room"):
+        scene.client.move_target(8, model)
 
 
 def test_a_target_that_nobody_takes_is_an_error(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(EngineError, match="does not report"):
-        scene.client.move_target(6, None)
-    scene.pointer.report_engine(ENGINE, {**REPORT, "process": "host:17"})
     monkeypatch.setattr(scene.client, "_swap_timeout_s", 0.2)
-    with pytest.raises(EngineError, match="did not take"):
+    with pytest.raises(EngineError, match="no engine reports"):
+        scene.client.move_target(6, None)
+    scene.pointer.report_engine(ENGINE, {**REPORT, "target_version": 5})
+    with pytest.raises(EngineError, match=r"did not take target version 6, .*weight_version"):
         scene.client.move_target(6, None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +16,13 @@ from structlog.testing import capture_logs
 from serving.request_metadata import HEADER, OTHER_TARGET
 from serving.sglang.gateway_metrics import PoolCollector, SglangCollector
 from serving.sglang.outside.pool import PoolClient, check_routers
+from serving.sglang.outside.weights import update_weights
 from serving.sglang.report import MOST_SILENT, EngineReport, Pool, commonest
 from speculator.errors import ConfigError, DraftError, EngineDeadError, EngineError, RequestError
 from speculator.redis.control_plane import DraftPointer
 from tests.fixtures.waiting import wait_until
 from tests.serving.sglang.outside.fake_sglang import MODEL, FakeSglang, flat_error, in_background
+from tests.serving.sglang.outside.rollout_server import RolloutServer
 
 TARGET = "5f" * 32
 Report = dict[str, str | int | float]
@@ -33,6 +36,7 @@ def report(process: str, **changes: str | int | float) -> Report:
 
 @dataclass
 class Scene:
+    fake: FakeSglang
     pointer: DraftPointer
     client: PoolClient
 
@@ -45,12 +49,13 @@ AWAY = "http://127.0.0.1:9"
 
 @pytest.fixture
 def scene(redis_client: redis.Redis) -> Iterator[Scene]:
-    url, stop = in_background(FakeSglang())
+    fake = FakeSglang()
+    url, stop = in_background(fake)
     pointer = DraftPointer(redis_client, "target-abc")
     for name in ("a", "b", "c"):
         pointer.report_engine(name, report(f"{name}:1"))
     client = PoolClient((AWAY, url), pointer, draft_version=1, poll_s=0.02, swap_timeout_s=10)
-    yield Scene(pointer, client)
+    yield Scene(fake, pointer, client)
     client.stop()
     stop()
 
@@ -221,19 +226,45 @@ def test_a_version_that_one_refuses_or_does_not_take(scene: Scene, monkeypatch: 
         scene.client.install_draft(8)
 
 
-def test_a_moved_target_is_announced_to_every_process(scene: Scene) -> None:
-    def plugins() -> None:
-        for name in ("a", "b", "c"):
-            wait_until(lambda: scene.pointer.announced_target(f"{name}:1") == 6)  # noqa: B023
-            scene.engine(name, target_version=6)
+def test_new_weights_go_to_every_server_that_a_router_lists(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = RolloutServer(20), RolloutServer(20, refuses_weights="no room"), RolloutServer(20)
+    with ExitStack() as opened:
+        urls = []
+        for server in servers:
+            url, stop = in_background(server)
+            opened.callback(stop)
+            urls.append(url)
+        monkeypatch.setattr(scene.fake, "workers", urls)
+        with pytest.raises(EngineError, match=rf"version 6 is not on {urls[1]}: no room\. Say it again"):
+            scene.client.move_target(6, tmp_path)
+        assert [server.label for server in servers] == ["6", "default", "6"]
+        assert all(server.calls[-1] == "/continue_generation" and not server.is_paused for server in servers)
+        for name, label in (("a", 6), ("b", 0), ("c", 6)):
+            scene.engine(name, target_version=label, target_label=label)
+        scene.client.look()
+        assert (scene.client.target_version, scene.client.least_target_version) == (0, 6)
+        servers[1].refuses_weights = ""
+        threading.Timer(0.3, lambda: scene.engine("b", target_version=6, target_label=6)).start()
+        moved = scene.client.move_target(6, tmp_path)
+        assert (moved.version, moved.previous, servers[1].label) == (6, 0, "6")
+        updates = [server.calls.count("/update_weights_from_disk") for server in servers]
+        assert updates == [1, 2, 1], "who has them is not given them again"
+        assert moved.stall_ms > 0
+    scene.fake.workers = []
+    with pytest.raises(EngineError, match="no router"):
+        scene.client.move_target(7, tmp_path)
 
-    thread = threading.Thread(target=plugins)
-    thread.start()
-    moved = scene.client.move_target(6, None)
-    thread.join()
-    assert (moved.version, moved.previous) == (6, 0)
-    with pytest.raises(RequestError, match="path"):
-        scene.client.move_target(7, Path("step"))
+
+def test_a_server_that_is_away_is_named(tmp_path: Path) -> None:
+    down = RolloutServer(20, is_down=True)
+    url, stop = in_background(down)
+    _, failed = update_weights([url, AWAY], 3, tmp_path, timeout_s=5)
+    stop()
+    assert set(failed) == {url, AWAY}
+    assert "503" in failed[url]
+    assert down.label == "default"
 
 
 # -- what the router lets through ----------------------------------------------------------------------------------

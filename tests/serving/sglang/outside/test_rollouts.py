@@ -59,13 +59,16 @@ def wiring(tokenizer: LocalTokenizer, **changes: Any) -> Wiring:
     return Wiring(**{**values, **changes})
 
 
-def group(name: str = "g", *, n: int = 4, max_tokens: int = 40, priority: int = 0, **fields: Any) -> GroupWork:
+def group(
+    name: str = "g", *, n: int = 4, max_tokens: int = 40, priority: int = 0, alpha: int | None = None, **fields: Any
+) -> GroupWork:
     request = GroupRequest(
         group_id=name,
         prompt_token_ids=PROMPT,
         seeds=tuple(range(n)),
         max_tokens=max_tokens,
         priority=priority,
+        max_staleness=alpha,
     )
     values: dict[str, Any] = {"sampling": SamplingParams(temperature=1.0), "logprobs": True, **fields}
     return GroupWork(request=request, policy=CapturePolicy(tenant="t", group_id=name), **values)
@@ -83,6 +86,11 @@ class Stage:
 
     def __init__(self, driver: Driver, pool: ServerPool, results: Results, workers: list[str]) -> None:
         self.driver, self.pool, self.results, self.workers = driver, pool, results, workers
+
+    def alive(self) -> list[bool]:
+        """Whether each server counts as such, in the order of the workers."""
+        engines = self.pool._engines
+        return [url in engines and engines[url].is_alive for url in self.workers]
 
     async def until(self, condition: Callable[[], object]) -> None:
         for _ in range(2000):
@@ -262,6 +270,79 @@ def test_greedy_tokens_have_logprob_0_and_rollouts_come_last(
     (body,) = server.bodies
     assert "sampling_seed" not in body["sampling_params"]
     assert body.get("priority") == (None if sign is None else sign * 10**6)
+
+
+def test_tokens_are_of_the_target_that_said_them(tokenizer: LocalTokenizer, size: int) -> None:
+    """Samples that may mix targets go on under new weights; those that may not end, with no token of the new."""
+    server = RolloutServer(size, pause_s=0.01)
+
+    async def scene() -> None:
+        async with staged(wiring(tokenizer), server) as stage:
+            stage.driver.submit([group("may", n=2, max_tokens=400), group("may not", n=2, max_tokens=400, alpha=0)])
+            await stage.until(lambda: stage.driver.num_tokens > 100)
+            server.label, server.seed = "3", 3
+            await stage.until(lambda: len(stage.results.by_sample) == 4)
+            for name, result in stage.results.by_sample.items():
+                of_old = 0
+                while of_old < len(result.tokens) and list(result.tokens[: of_old + 1]) == text_after(
+                    PROMPT, of_old + 1, size
+                ):
+                    of_old += 1
+                if name.startswith("may/"):
+                    assert (result.state, len(result.tokens), result.target_version) == (SampleState.FINISHED, 400, 0)
+                    text, first = [*PROMPT, *result.tokens], len(PROMPT) + of_old
+                    assert 0 < of_old < 400
+                    assert all(text[t] == token_after(text[:t], 3, size) for t in range(first, len(text)))
+                else:
+                    assert result.state is SampleState.STALE
+                    assert 0 < of_old == len(result.tokens) < 400
+            stage.driver.check()
+
+    run(scene)
+
+
+@pytest.mark.parametrize(("alpha", "num_tokens"), [(0, 3), (None, 8)])
+def test_tokens_of_two_targets_in_one_event_are_told_apart(
+    tokenizer: LocalTokenizer, size: int, alpha: int | None, num_tokens: int
+) -> None:
+    spans = [{"version": "default", "start": 0, "end": 3}, {"version": "5", "start": 3, "end": 8}]
+    meta = {
+        "finish_reason": {"type": "length", "length": 8},
+        "output_token_logprobs": [[-0.5, token, None] for token in range(8)],
+        "weight_version": "5",
+        "weight_versions": spans,
+    }
+    event = b"data: " + json.dumps({"output_ids": list(range(8)), "meta_info": meta}).encode() + b"\n\n"
+
+    async def scene() -> None:
+        async with staged(wiring(tokenizer), RolloutServer(size, events=[event])) as stage:
+            stage.driver.submit([group(n=1, max_tokens=8, alpha=alpha)])
+            await stage.until(lambda: stage.results.by_sample)
+            (result,) = stage.results.by_sample.values()
+            assert (result.tokens, result.target_version) == (tuple(range(num_tokens)), 0)
+            assert result.state is (SampleState.FINISHED if alpha is None else SampleState.STALE)
+            assert len(result.logprobs) == num_tokens
+
+    run(scene)
+
+
+def test_a_server_with_older_weights_than_another_gets_no_samples(tokenizer: LocalTokenizer, size: int) -> None:
+    servers = RolloutServer(size, label="2", seed=2), RolloutServer(size, label="1", seed=1)
+
+    async def scene() -> None:
+        async with staged(wiring(tokenizer), *servers) as stage:
+            await stage.until(lambda: stage.alive() == [True, False])
+            stage.driver.submit([group(n=8, max_tokens=40)])
+            await stage.until(lambda: len(stage.results.by_sample) == 8)
+            assert {result.target_version for result in stage.results.by_sample.values()} == {2}
+            assert not servers[1].bodies
+            servers[1].label, servers[1].seed = "2", 2
+            await stage.until(lambda: stage.alive() == [True, True])
+            stage.driver.submit([group("next", n=16, max_tokens=40)])
+            await stage.until(lambda: len(stage.results.by_sample) == 24)
+            assert servers[1].bodies
+
+    run(scene)
 
 
 def test_the_gateway_has_the_route_in_front_of_sglang(tokenizer: LocalTokenizer, size: int) -> None:
