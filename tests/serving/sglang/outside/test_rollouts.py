@@ -282,13 +282,13 @@ def test_tokens_are_of_the_target_that_said_them(tokenizer: LocalTokenizer, size
             await stage.until(lambda: stage.driver.num_tokens > 100)
             server.label, server.seed = "3", 3
             await stage.until(lambda: len(stage.results.by_sample) == 4)
-            for name, result in stage.results.by_sample.items():
+            for result in stage.results.by_sample.values():
                 of_old = 0
                 while of_old < len(result.tokens) and list(result.tokens[: of_old + 1]) == text_after(
                     PROMPT, of_old + 1, size
                 ):
                     of_old += 1
-                if name.startswith("may/"):
+                if result.sample_id.group_id == "may":
                     assert (result.state, len(result.tokens), result.target_version) == (SampleState.FINISHED, 400, 0)
                     text, first = [*PROMPT, *result.tokens], len(PROMPT) + of_old
                     assert 0 < of_old < 400
