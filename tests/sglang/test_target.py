@@ -175,7 +175,7 @@ def test_weights_from_tensors_are_the_targets_too_and_without_a_label_the_next_v
     from sglang.srt.utils import MultiprocessingSerializer
 
     # By the names of files: descriptors pass between parents and children alone.
-    monkeypatch.setattr(torch.multiprocessing, "_sharing_strategy", "file_system")
+    monkeypatch.setattr("torch.multiprocessing._sharing_strategy", "file_system")
 
     before = int(plugged.report()["target_version"])
     weights = [

@@ -1,0 +1,1 @@
+"""Programs of users, that use Slipstream as they would."""
