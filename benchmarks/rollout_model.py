@@ -131,6 +131,8 @@ class Outcome:
     num_tokens: int = 0
     ends_s: list[float] = field(default_factory=list)
     """Of every sample, in order."""
+    ends_by_job_s: dict[str, float] = field(default_factory=dict)
+    """Of the last sample of each."""
     tokens_read: int = 0
     """Prompts and what was read again because a sample moved."""
 
@@ -218,9 +220,11 @@ class _Engine:
             run.carry = exact - int(exact)
             run.done += tokens
             if run.done == run.length:
-                limit = self._scheduler.sample(run.lease.sample_id).group.request.max_tokens
+                request = self._scheduler.sample(run.lease.sample_id).group.request
+                limit = request.max_tokens
                 self._scheduler.finished(run.lease, (0,) * tokens, "length" if run.length == limit else "stop")
                 outcome.ends_s.append(now_s)
+                outcome.ends_by_job_s[request.job] = now_s
                 outcome.num_tokens += run.length
                 self.runs.remove(run)
             elif self._scheduler.progressed(run.lease, (0,) * tokens) == "stop":

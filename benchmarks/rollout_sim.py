@@ -20,9 +20,12 @@ is submitted at once, and the rollout ends with its last sample.
     own suffixes         everything, but a request drafts from its own text alone
     oracle               everything, but the order is the longest first by true lengths
 
+Two jobs, each with the work of half of the engines, run on those halves, and together on all of them, both with
+"everything": how much sooner the later of the two is done, and each of them.
+
 Tail: from the end of the first nine tenths of the samples to the end of the last. Medians over seeds (least … most).
 Targets, at the last number of engines: everything against fifo, throughput + 44% and tail − 72%; and within 10% of the
-oracle's throughput.
+oracle's throughput; two jobs on one pool 1.2 times as fast as on its halves.
 """
 
 from __future__ import annotations
@@ -71,6 +74,13 @@ class Workload:
                 drawn = round(math.exp(centre + rng.gauss(0, within)))
                 lengths[SampleId(group.group_id, index)] = min(max(drawn, 1), arguments.limit)
         return cls(groups=groups, lengths=lengths)
+
+    def of_job(self, job: str) -> Workload:
+        """The same, under names that no other job has."""
+        groups = [replace(group, group_id=f"{job}-{group.group_id}", job=job) for group in self.groups]
+        return Workload(
+            groups=groups, lengths={SampleId(f"{job}-{i}", n): length for (i, n), length in self.lengths.items()}
+        )
 
 
 class Oracle:
@@ -139,6 +149,29 @@ def run_all(arguments: argparse.Namespace, costs: Costs, num_engines: int) -> di
     return outcomes
 
 
+def two_jobs(arguments: argparse.Namespace, costs: Costs, num_engines: int, seed: int) -> dict[str, float]:
+    """How many times as soon the last sample of both jobs, and on average of each, comes on one pool as on halves."""
+    half = num_engines // 2
+    policy = Policy(order=ContextAware(), chunk_tokens=arguments.chunk)
+    setup = Setup(
+        costs=costs,
+        num_engines=half,
+        slots=arguments.slots,
+        memory_tokens=arguments.memory_tokens,
+        drafting=Drafting(),
+    )
+    jobs = [Workload.draw(arguments, half, 1000 + 2 * seed + number).of_job(str(number)) for number in range(2)]
+    apart = [simulate(job.groups, job.lengths, policy, setup).makespan_s for job in jobs]
+    together = simulate(
+        [group for pair in zip(*(job.groups for job in jobs), strict=True) for group in pair],
+        jobs[0].lengths | jobs[1].lengths,
+        policy,
+        replace(setup, num_engines=2 * half),
+    )
+    each = [alone / together.ends_by_job_s[str(number)] for number, alone in enumerate(apart)]
+    return {"both": max(apart) / together.makespan_s, "each": statistics.mean(each)}
+
+
 def _ratios(these: Sequence[Outcome], those: Sequence[Outcome]) -> tuple[Spread, Spread]:
     """Throughput and tail of these over those, seed by seed."""
     pairs = list(zip(these, those, strict=True))
@@ -203,6 +236,17 @@ def main() -> None:
         fifo = outcomes["fifo"]
         rows += [(f"{num_engines:>2} engines: {name}", _row(these, fifo)) for name, these in outcomes.items()]
         document[f"{num_engines}_engines"] = {name: _figures(these, fifo) for name, these in outcomes.items()}
+        if num_engines > 1:
+            ratios = [two_jobs(arguments, costs, num_engines, seed) for seed in range(arguments.seeds)]
+            spreads = {name: Spread.of([ratio[name] for ratio in ratios]) for name in ("both", "each")}
+            document[f"{num_engines}_engines"]["two_jobs"] = {name: one.to_dict() for name, one in spreads.items()}
+            both, each = spreads["both"], spreads["each"]
+            rows.append(
+                (
+                    f"{num_engines:>2} engines: two jobs, one pool over its halves",
+                    f"{both.median:5.2f} × ({both.low:.2f} … {both.high:.2f}) for both, {each.median:.2f} × for each",
+                )
+            )
     throughput, tail = _ratios(outcomes["everything"], fifo)
     of_oracle, _ = _ratios(outcomes["everything"], outcomes["oracle"])
     targets = [
@@ -210,6 +254,8 @@ def main() -> None:
         Target("tail_over_fifo", tail.median, 0.28, at_least=False),
         Target("throughput_over_oracle", of_oracle.median, 0.9),
     ]
+    if arguments.engines[-1] > 1:
+        targets.append(Target("two_jobs", spreads["both"].median, 1.2))
     finish(rows, targets, document, arguments.json)
 
 

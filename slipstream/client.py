@@ -261,11 +261,21 @@ def _answered(said: Sample | Turn) -> Sample:
 class _Options:
     """Of both clients."""
 
-    def __init__(self, url: str, *, api_key: str | None = None, model: str | None = None, retry_s: float = 60) -> None:
-        """`model` None is the one that the server serves. A rollout is given up after `retry_s` without a sample or an
-        answer. Raises ConfigError for what is no address.
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        model: str | None = None,
+        job: str | None = None,
+        weight: float = 1.0,
+        retry_s: float = 60,
+    ) -> None:
+        """`model` None is the one that the server serves. Jobs of a tenant share the engines by their weights. A
+        rollout is given up after `retry_s` without a sample or an answer. Raises ConfigError for what is no address.
         """
         self.url, self._model, self._retry_s = url, model, retry_s
+        self._job: dict[str, Any] = {"weight": weight, **({} if job is None else {"job": job})}
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._options: dict[str, Any] = {
             "base_url": url,
@@ -288,7 +298,7 @@ class _Options:
         *,
         logprobs: bool,
     ) -> _Progress:
-        body = _body(groups, rollout_id, logprobs=logprobs)
+        body = {**_body(groups, rollout_id, logprobs=logprobs), **self._job}
         return _Progress(self.url, body, places, self._retry_s)
 
     def _served(self, response: httpx.Response) -> str:

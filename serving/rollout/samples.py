@@ -56,6 +56,10 @@ class GroupRequest:
     max_tokens: int
     priority: int = 0
     """Higher goes first."""
+    job: str = ""
+    """Jobs share the engines (serving/rollout/shares.py)."""
+    weight: float = 1.0
+    """Of the job: twice as much gets twice as many tokens, as long as it has work."""
     deadline_s: float | None = None
     """On the clock that `Scheduler.expire` is given."""
     max_staleness: int | None = None
@@ -78,6 +82,8 @@ class GroupRequest:
             raise RequestError("max_staleness must be at least 0", param="max_staleness")
         if self.turn_tokens is not None and self.turn_tokens < 1:
             raise RequestError("turn_tokens must be at least 1", param="turn_tokens")
+        if not self.weight > 0:
+            raise RequestError("a job's weight must be above 0", param="weight")
         if self.num_needed is not None and not 1 <= self.num_needed <= len(self.seeds):
             raise RequestError("as many samples as are needed must be begun", param="num_needed")
 
@@ -110,6 +116,10 @@ class Sample:
     @property
     def sample_id(self) -> SampleId:
         return SampleId(self.group.request.group_id, self.index)
+
+    @property
+    def job(self) -> str:
+        return self.group.request.job
 
     @property
     def context(self) -> int:

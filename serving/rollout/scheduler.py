@@ -27,6 +27,7 @@ from typing import Literal
 from serving.rollout.engines import Host
 from serving.rollout.order import Order, Rank, urgency
 from serving.rollout.samples import Ended, EndReason, Group, GroupRequest, Lease, Sample, SampleId, SampleState
+from serving.rollout.shares import Shares
 from speculator.errors import RequestError
 
 Verdict = Literal["go on", "stop"]
@@ -44,7 +45,8 @@ class Scheduler:
         self._policy, self.target_version = policy, target_version
         self._groups: dict[str, Group] = {}
         self._num_groups = 0
-        self._queue = WaitingQueue()
+        self._shares = Shares()
+        self._queue = WaitingQueue(self._shares.time)
         self._hosts: dict[str, Host] = {}
         # Numbers are of all groups, since a group may come back under the name of one that was forgotten.
         self._lease_numbers = itertools.count(1)
@@ -65,6 +67,7 @@ class Scheduler:
         group.samples = [Sample(group=group, index=index, seed=seed) for index, seed in enumerate(request.seeds)]
         self._groups[request.group_id] = group
         self._num_groups += 1
+        self._shares.came(request.job, len(group.samples))
         for sample in group.samples:
             self._queue.put(sample, self._policy.order.rank(sample))
 
@@ -116,6 +119,7 @@ class Scheduler:
                 sample.home = None if sample.home == engine else sample.home
         for sample in host.running.values():
             del self._leases[sample.lease]
+            self._shares.runs(sample.job, -1)
             self._to_queue(sample)
         return list(host.running)
 
@@ -259,10 +263,11 @@ class Scheduler:
     def _all_under_way(self) -> Iterable[Sample]:
         return (sample for group in self._groups.values() for sample in self._under_way(group))
 
-    @staticmethod
-    def _append(sample: Sample, tokens: Sequence[int]) -> None:
+    def _append(self, sample: Sample, tokens: Sequence[int]) -> None:
+        request = sample.group.request
+        self._shares.got(request.job, len(tokens), request.weight)
         sample.tokens.extend(tokens)
-        most = sample.group.request.max_tokens
+        most = request.max_tokens
         assert len(sample.tokens) <= most, f"{sample.sample_id} got more than its {most} tokens"
 
     def _new_host(self) -> Host:
@@ -276,6 +281,7 @@ class Scheduler:
         sample.group.engines.add(engine)
         sample.lease = next(self._lease_numbers)
         self._leases[sample.lease] = sample
+        self._shares.runs(sample.job, 1)
         if sample.target_version is None or not sample.tokens:
             sample.target_version = self.target_version
         request = sample.group.request
@@ -306,6 +312,9 @@ class Scheduler:
         if not host.could_hold(waiting):
             return False
         if host.free_slots == 0:
+            if waiting.job != running.job and urgency(waiting) == urgency(running):
+                jobs = ((one.job, one.group.request.weight) for one in (waiting, running))
+                return self._shares.displaces(*jobs)
             return self._policy.order.displaces(waiting, running)
         return urgency(waiting) < urgency(running) and not host.fits(waiting, host.room())
 
@@ -319,6 +328,7 @@ class Scheduler:
         assert engine is not None
         self._hosts[engine].remove(sample)
         del self._leases[sample.lease]
+        self._shares.runs(sample.job, -1)
         return engine
 
     def _to_queue(self, sample: Sample) -> None:
@@ -347,6 +357,7 @@ class Scheduler:
             engine = self._leave(sample)
             stop = None if state is SampleState.FINISHED else (engine, sample.lease)
         self._queue.discard(sample)
+        self._shares.ended(sample.job)
         sample.state, sample.engine = state, None
         return Ended(sample_id=sample.sample_id, state=state, reason=reason, stop=stop)
 
@@ -357,16 +368,22 @@ def is_stale(sample: Sample, newest_version: int) -> bool:
     return limit is not None and sample.target_version is not None and newest_version - sample.target_version > limit
 
 
+def _kind(sample: Sample) -> tuple[Rank, str, bool]:
+    return urgency(sample), sample.job, sample.is_probe
+
+
 _LOOKS = 64
 _SPARE = 64
 """Outdated entries that the heap may have beside as many as it has live ones."""
 
 
 class WaitingQueue:
-    """A heap of samples; an outdated entry is skipped when it surfaces."""
+    """A heap of samples for each job; an outdated entry is skipped when it surfaces."""
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[Rank, int, Sample]] = []
+    def __init__(self, time: Callable[[str], float] = lambda job: 0.0) -> None:
+        """Of jobs with samples that are as urgent, the one with the least `time` goes first."""
+        self._time = time
+        self._heaps: dict[str, list[tuple[Rank, int, Sample]]] = {}
         self._tickets: dict[SampleId, int] = {}
         self._numbers = itertools.count()
 
@@ -380,20 +397,31 @@ class WaitingQueue:
         """Queue a sample; one that waits already gets the new rank."""
         self.discard(sample)
         ticket = self._tickets[sample.sample_id] = next(self._numbers)
-        heapq.heappush(self._heap, (rank, ticket, sample))
+        heapq.heappush(self._heaps.setdefault(sample.job, []), (rank, ticket, sample))
 
     def discard(self, sample: Sample) -> None:
         self._tickets.pop(sample.sample_id, None)
         # Samples of groups that have ended would stay for as long as something better waits.
-        if len(self._heap) > 2 * len(self._tickets) + _SPARE:
-            self._heap = [entry for entry in self._heap if self._is_live(entry)]
-            heapq.heapify(self._heap)
+        if sum(map(len, self._heaps.values())) > 2 * len(self._tickets) + _SPARE:
+            for heap in self._heaps.values():
+                heap[:] = [entry for entry in heap if self._is_live(entry)]
+                heapq.heapify(heap)
 
     def first(self) -> Sample | None:
         """The best; it stays."""
-        while self._heap and not self._is_live(self._heap[0]):
-            heapq.heappop(self._heap)
-        return self._heap[0][2] if self._heap else None
+        heap = self._best()
+        return None if heap is None else heap[0][2]
+
+    def _best(self) -> list[tuple[Rank, int, Sample]] | None:
+        """The heap with the sample that goes first on top."""
+        for job, heap in list(self._heaps.items()):
+            while heap and not self._is_live(heap[0]):
+                heapq.heappop(heap)
+            if not heap:
+                del self._heaps[job]
+        keys = ((urgency(heap[0][2]), self._time(job), heap[0][:2], job) for job, heap in self._heaps.items())
+        best = min(keys, default=None)
+        return None if best is None else self._heaps[best[-1]]
 
     def take(
         self,
@@ -403,18 +431,20 @@ class WaitingQueue:
         prefers: Callable[[Sample], bool] = lambda _: True,
     ) -> Sample | None:
         """The best that fits, among the first 64: what does not fit keeps its place. Nothing less urgent goes before
-        one that `will_fit` once others have ended. Of probes that are as urgent, or of others, it is the best that is
-        preferred, if there is one: what no engine prefers is taken by one that would have nothing else to do.
+        one that `will_fit` once others have ended. Of a job's probes that are as urgent, or of its others, it is the
+        best that is preferred, if there is one: what no engine prefers is taken by one that would have nothing else
+        to do.
         """
         looked_at: list[tuple[Rank, int, Sample]] = []
         found: Sample | None = None
         awaited: Rank | None = None
-        while len(looked_at) < _LOOKS and (sample := self.first()) is not None:
+        while len(looked_at) < _LOOKS and (heap := self._best()) is not None:
+            sample = heap[0][2]
             if awaited is not None and urgency(sample) > awaited:
                 break
-            if found is not None and (urgency(sample), sample.is_probe) != (urgency(found), found.is_probe):
+            if found is not None and _kind(sample) != _kind(found):
                 break
-            looked_at.append(heapq.heappop(self._heap))
+            looked_at.append(heapq.heappop(heap))
             if fits(sample):
                 if found is None or prefers(sample):
                     found = sample
@@ -423,7 +453,7 @@ class WaitingQueue:
             elif awaited is None and will_fit(sample):
                 awaited = urgency(sample)
         for entry in looked_at:
-            heapq.heappush(self._heap, entry)
+            heapq.heappush(self._heaps.setdefault(entry[2].job, []), entry)
         if found is not None:
             self.discard(found)
         return found

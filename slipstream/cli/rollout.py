@@ -41,6 +41,10 @@ def rollout(
         str | None, typer.Option(envvar="SLIPSTREAM_API_KEY", help="Where the server asks for one.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="Default: the one that the server serves.")] = None,
+    job: Annotated[str | None, typer.Option(help="Jobs of a tenant share the engines; default: all are one.")] = None,
+    weight: Annotated[
+        float, typer.Option(min=0.01, max=100, callback=finite, help="Of the job: twice as much, twice the tokens.")
+    ] = 1,
     n: Annotated[int, typer.Option("--n", min=1, help="Samples of a group whose line says neither n nor seeds.")] = 1,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Of a sample whose line does not say; default: the server's.")
@@ -72,7 +76,8 @@ def rollout(
     groups = {
         place: group if "n" in group or "seeds" in group else {**group, "n": n} for place, group in groups.items()
     }
-    server: dict[str, Any] = {"url": url, "api_key": api_key, "model": model, "retry_s": retry_s}
+    server: dict[str, Any] = {"url": url, "api_key": api_key, "model": model, "job": job, "weight": weight}
+    server["retry_s"] = retry_s
     client = Rollouts(**server)
     make = None if environment is None else load_environment(environment)
     try:

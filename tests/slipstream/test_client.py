@@ -49,6 +49,15 @@ def in_step(url: str) -> tuple[list[Sample], str]:
         return samples, rollouts.model()
 
 
+def test_the_job_of_a_client_is_that_of_its_rollouts(url: str) -> None:
+    with Rollouts(url, job="mine", weight=3) as rollouts:
+        assert len(list(rollouts.start(GROUPS))) == len(in_step(url)[0])
+    with Rollouts(url, job="not a name!") as rollouts, pytest.raises(ConfigError, match="job"):
+        list(rollouts.start(GROUPS))
+    with Rollouts(url, weight=0) as rollouts, pytest.raises(ConfigError, match="weight"):
+        list(rollouts.start(GROUPS))
+
+
 def on_a_loop(url: str) -> tuple[list[Sample], str]:
     async def run() -> tuple[list[Sample], str]:
         async with AsyncRollouts(url) as rollouts:

@@ -87,6 +87,8 @@ def rollout_routes(
                     len(prompt), group.max_tokens, info, settings, prompt_param=f"groups[{number}].prompt"
                 ),
                 priority=group.priority,
+                job=f"{exchange.tenant}/{body.job or ''}",
+                weight=body.weight,
                 deadline_s=None if group.deadline_s is None else book.clock() + group.deadline_s,
                 max_staleness=group.max_staleness,
                 when_stale=group.when_stale,

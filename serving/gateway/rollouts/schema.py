@@ -77,6 +77,10 @@ class RolloutBody(Strict):
     """By which it is asked about; default: one is made. One that is known already is refused: nothing runs twice."""
     groups: Annotated[list[GroupBody], Field(min_length=1, max_length=MAX_GROUPS, fail_fast=True)]
     logprobs: bool = True
+    job: Name | None = None
+    """Whose rollout it is, where a tenant has several jobs: they share the engines by the tokens that they have had."""
+    weight: Annotated[float, Field(ge=0.01, le=100)] = 1.0
+    """Of the job: twice the weight, twice the tokens, while both have work."""
     slipstream: CaptureChoice = CaptureChoice()
     """The groups say themselves what belongs together."""
 

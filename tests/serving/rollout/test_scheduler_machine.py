@@ -51,9 +51,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         when_stale=st.sampled_from(["return", "abort"]),
         turn=st.none() | st.integers(1, 12),
         redundant=st.integers(0, 3),
+        job=st.sampled_from(["", "a", "b"]),
+        weight=st.sampled_from([0.5, 1.0, 4.0]),
     )
     def submit(  # type: ignore[no-untyped-def]
-        self, samples, max_tokens, priority, due_s, staleness, when_stale, turn, redundant
+        self, samples, max_tokens, priority, due_s, staleness, when_stale, turn, redundant, job, weight
     ) -> None:
         name = next(name for name in NAMES if name not in self.requests)  # also of one that was forgotten
         request = GroupRequest(
@@ -67,6 +69,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             when_stale=when_stale,
             turn_tokens=turn,
             num_needed=max(samples - redundant, 1),
+            job=job,
+            weight=weight,
         )
         self.scheduler.submit(request)
         self.requests[name] = request

@@ -221,6 +221,26 @@ def test_samples_that_are_too_old_for_an_announced_target_end() -> None:
     talk(app, with_client)
 
 
+def test_a_job_that_comes_later_does_not_wait_for_all_of_another() -> None:
+    engine = DoubleEngine(hold_at=1, num_slots=1)
+
+    async def with_client(client: httpx.AsyncClient) -> None:
+        first = body({"prompt": "a", "n": 4, "max_tokens": 9}, job="one")
+        second = body({"prompt": "bb", "n": 1, "max_tokens": 9}, job="two", weight=2)
+        answers = [asyncio.create_task(client.post(ROLLOUTS, json=first))]
+        await engine.holding.wait()
+        answers.append(asyncio.create_task(client.post(ROLLOUTS, json={**second, "id": "second"})))
+        while (await client.get(f"{ROLLOUTS}/second")).status_code != 200:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        engine.release.set()
+        for answer in await asyncio.gather(*answers):
+            assert lines(answer)[-1]["state"] == "ended"
+
+    talk(app_of(engine, rollout_slots_share=1.0), with_client)
+    lengths = [len(request.prompt_token_ids) for request in engine.requests]
+    assert lengths.index(max(lengths)) == 1, "the other job has had more by then"
+
+
 def test_a_client_that_vanishes_has_a_while_to_come_back_and_then_all_is_cancelled() -> None:
     engine = DoubleEngine(hold_at=1)
 

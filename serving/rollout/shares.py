@@ -1,0 +1,57 @@
+"""Several jobs on one pool: whoever has had the fewest tokens for its weight goes first, within the same urgency.
+
+A job's time is the tokens that it has got, divided by its weight. One that comes, or comes back, begins where the
+others that are there have got to: what it did not use before gives it no right to the whole pool now. This is fair
+queueing by start times (Goyal, Vin and Cheng, SIGCOMM 1996), with tokens as they come in the place of the lengths of
+packets.
+
+What runs is moved for the sake of another job only where that would still hold at most half as many slots for its
+weight after the exchange: the rest comes as samples end, and every move costs reading a context again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+_FEW = 2
+_MOST_JOBS = 1000
+"""That are remembered while none of their samples is under way."""
+
+
+class Shares:
+    def __init__(self) -> None:
+        self._times: dict[str, float] = {}
+        self._under_way: Counter[str] = Counter()
+        self._running: Counter[str] = Counter()
+
+    def time(self, job: str) -> float:
+        """Tokens for a weight of 1."""
+        return self._times.get(job, 0.0)
+
+    def came(self, job: str, num_samples: int) -> None:
+        if not self._under_way[job]:
+            others = [self._times[other] for other, count in self._under_way.items() if count]
+            self._times[job] = max(self.time(job), min(others, default=0.0))
+        self._under_way[job] += num_samples
+
+    def ended(self, job: str) -> None:
+        """One of its samples."""
+        self._under_way[job] -= 1
+        if not self._under_way[job]:
+            del self._under_way[job]
+            if len(self._times) > _MOST_JOBS:
+                del self._times[job]
+
+    def runs(self, job: str, change: int) -> None:
+        """So many more of its samples hold a slot."""
+        self._running[job] += change
+        if not self._running[job]:
+            del self._running[job]
+
+    def displaces(self, waiting: tuple[str, float], running: tuple[str, float]) -> bool:
+        """Whether the first of two jobs, each with its weight, should have a slot that the other one holds."""
+        (comes, more), (goes, less) = waiting, running
+        return _FEW * (self._running[comes] + 1) / more <= (self._running[goes] - 1) / less
+
+    def got(self, job: str, num_tokens: int, weight: float) -> None:
+        self._times[job] = self.time(job) + num_tokens / weight
