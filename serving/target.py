@@ -107,7 +107,7 @@ def check_weights(folder: Path, layout: TargetLayout) -> None:
         with reading(folder):
             shapes = _shapes(_files(folder))
     except ConfigError as error:
-        raise TargetError(str(error)) from error
+        raise TargetError(f"{folder.name} has no readable safetensors weights") from error
     _check_shapes(folder, shapes, layout)
 
 

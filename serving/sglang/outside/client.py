@@ -156,7 +156,7 @@ class SglangClient:
                 reasons = "; ".join(f"{url}: {reason}" for url, reason in sorted(failed.items()))
                 raise EngineError(f"target version {version} is not on {reasons}. Say it again to bring it there")
         self._wait_for_all(
-            lambda report: report.target_version == version,
+            lambda report: (report.target_version or 0) >= version,
             f"target version {version}, which SGLang knows by the weight_version of an update,",
         )
         return TargetReport(version=version, previous=previous, stall_ms=stall_ms)

@@ -146,7 +146,8 @@ class SglangRolloutEngine:
     @property
     def num_slots(self) -> int:
         if self._num_behind:
-            return 0
+            # Nothing new; what runs goes on under the new weights, which may be a moment late.
+            return self._num_open
         most = self._load.max_running_requests
         return max(0, min(max(1, int(self._wiring.share * most)), most - min(self._others)))
 
@@ -307,18 +308,22 @@ class _Answer:
     def take(self, event: _Event) -> Iterator[Chunk]:
         """The tokens that are new, up to what ends the answer; those of each target's version on their own."""
         finish, meta = event.meta_info.finish_reason, event.meta_info
-        said = event.output_ids
+        said, newest = event.output_ids, version_of_label(meta.weight_version)
         spans = [(span.version, min(span.end, len(said))) for span in meta.weight_versions[:-1]]
         for label, end in [*spans, (meta.weight_version, len(said))]:
             is_last = end == len(said)
             if end > self.num_tokens or (is_last and finish is not None):
+                version = version_of_label(label)
+                if version is None:
+                    version = self.wiring.target_version()
+                    version = version if newest is None else min(version, newest - 1)
                 logprobs = [logprob for logprob, _, _ in meta.output_token_logprobs[self.num_tokens : end]]
-                chunk = self._part(said[self.num_tokens : end], logprobs, label, finish if is_last else None)
+                chunk = self._part(said[self.num_tokens : end], logprobs, version, finish if is_last else None)
                 yield chunk
                 if chunk.finish_reason is not None:
                     return
 
-    def _part(self, new: list[int], logprobs: list[float], label: str, finish: _Finish | None) -> Chunk:
+    def _part(self, new: list[int], logprobs: list[float], version: int, finish: _Finish | None) -> Chunk:
         num_taken = 0
         for token in new[: self.request.max_tokens - self.num_tokens]:
             self.text.push(token, "target")
@@ -331,7 +336,6 @@ class _Answer:
             reason = "stop"
         elif finish is not None:
             reason = "length"
-        version = version_of_label(label)
         shown = self.text.take() if reason is None else self.text.finish()
         greedy = not self.request.sampling.temperature
         return Chunk(
@@ -340,7 +344,7 @@ class _Answer:
             token_ids=tuple(new[:num_taken]),
             finish_reason=reason,
             logprobs=tuple(0.0 if greedy else logprob for logprob in logprobs[:num_taken]),
-            target_version=self.wiring.target_version() if version is None else version,
+            target_version=version,
         )
 
 
