@@ -19,7 +19,10 @@ from serving.gateway.errors import ApiError, reply, unavailable
 from speculator.errors import (
     DraftError,
     EngineBusyError,
+    EngineDeadError,
+    EngineError,
     LifecycleError,
+    RequestError,
     StoreError,
     StreamError,
     TargetError,
@@ -143,7 +146,10 @@ def target_routes(targets: Targets, settings: GatewaySettings, on_moved: Callabl
             raise ApiError(409, str(error), code="target_refused") from error
         except EngineBusyError as error:
             raise ApiError(409, "The target is being moved already.", code="target_is_moving") from error
-        except StreamError as error:
+        except (EngineDeadError, RequestError):
+            raise
+        except (EngineError, StreamError) as error:
+            # It says which server did not take the weights.
             raise unavailable(str(error), code="target_unavailable") from error
         on_moved(report.version)
         return reply(report)

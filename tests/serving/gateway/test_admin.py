@@ -24,6 +24,7 @@ from speculator.errors import (
     DraftFileError,
     EngineBusyError,
     EngineDeadError,
+    EngineError,
     LifecycleError,
     RequestError,
     SlipstreamError,
@@ -267,6 +268,7 @@ def test_a_bad_body_is_refused_by_field(body: dict[str, Any], param: str) -> Non
         (RequestError("no path is taken here", param="path"), 400, "invalid_value", "no path"),
         (StreamError("Redis is away"), 503, "target_unavailable", "Redis"),
         (EngineDeadError("gone"), 503, "engine_unavailable", ""),
+        (EngineError("version 2 is not on http://b: no room"), 503, "target_unavailable", "http://b: no room"),
     ],
 )
 def test_a_refusal_says_why(failure: Exception, status: int, code: str, says: str) -> None:
