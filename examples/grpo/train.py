@@ -1,8 +1,8 @@
 """GRPO on this machine: a server, what learns to draft for it, and TRL, until the reward has risen.
 
-    python -m examples.grpo.train --steps 30 --out run
-    python -m examples.grpo.train --steps 30 --alpha 1 --out run-async
-    python -m examples.grpo.train --engine sglang --out run-sglang -- --sglang-python .venv-sglang/bin/python
+    python -m examples.grpo.train --steps 30
+    python -m examples.grpo.train --steps 30 --alpha 1 --out runs/late
+    python -m examples.grpo.train --engine sglang --out runs/sglang -- --sglang-python .venv-sglang/bin/python
 
 What follows `--` goes to `slipstream serve`.
 """
@@ -49,7 +49,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--frozen-draft", action="store_true", help="let nothing learn to draft")
-    parser.add_argument("--out", type=Path, default=Path("grpo"), help="folder of logs, drafts and steps.jsonl")
+    parser.add_argument("--out", type=Path, default=Path("runs/grpo"), help="folder of logs, drafts and steps.jsonl")
     parser.add_argument("serve", nargs="*", help="further arguments of `slipstream serve`")
     return parser.parse_args(arguments)
 

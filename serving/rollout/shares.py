@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 
 _FEW = 2
+"""How many times fewer slots for its weight a job must hold, to be given one that is held."""
 _MOST_JOBS = 1000
 """That are remembered while none of their samples is under way."""
 

@@ -1,7 +1,7 @@
-"""Which draft and which target an SGLang server should run, on all of its ranks.
+"""Which draft an SGLang server should run, and which target it has, on all of its ranks.
 
-Rank 0 reads both in Redis, without which the process must start and go on. The other ranks hear of them at meetings.
-SGLang's target weights are moved by its own means, and the plugin sees each update.
+Rank 0 reads the draft in Redis, without which the process must start and go on. The other ranks hear of it at meetings.
+The target's weights are moved by SGLang's own means, of which the plugin sees each.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class TraceAssembler:
         self.held_bytes = self.queued_bytes = 0
         """Of queued copies and the rows of open spans; of the copies alone."""
         self.target_version = 0
-        """Set when a new target is announced: what was begun under another is not recorded."""
+        """Set when the target has moved: what was begun under another is not recorded."""
         self._spans: dict[Ticket, RequestSpan] = {}
         """Of running requests, those that began first in front."""
         self.dropped: collections.Counter[str] = collections.Counter()

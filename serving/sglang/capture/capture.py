@@ -438,7 +438,7 @@ class TracePipeline:
         self.capture = StepCapture(settings, assembler, device=device, probe=probe, budget=budget, sampler=sampler)
 
     def target_renewed(self, version: int) -> None:
-        """A new target is announced: what was begun under another is not recorded."""
+        """The target has moved: what was begun under another is not recorded."""
         self._assembler.target_version = version
 
     def forget(self, tenants: Collection[str]) -> None:

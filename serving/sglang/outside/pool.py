@@ -27,7 +27,7 @@ from speculator.redis.control_plane import DraftPointer
 log = structlog.get_logger(__name__)
 _READINESS = "/readiness"
 """Where sglang-router answers 200 while it has a healthy worker; at /health it speaks of itself alone."""
-WORKERS = "/workers"
+_WORKERS = "/workers"
 _READINESS_TIMEOUT_S = 2.0
 """It answers from memory, and routers are asked one after another."""
 
@@ -43,22 +43,17 @@ class _Worker(msgspec.Struct):
     url: str
 
 
-class Workers(msgspec.Struct):
-    """As a router lists them."""
-
+class _Workers(msgspec.Struct):
     workers: list[_Worker] = []
 
-    def urls(self) -> list[str]:
-        return [worker.url.rstrip("/") for worker in self.workers]
 
-
-def list_servers(http: httpx.Client, routers: Sequence[str]) -> list[str]:
-    """The addresses of all servers, by the first router that answers; none where none does."""
+def list_servers(http: httpx.Client, routers: Sequence[str]) -> list[str] | None:
+    """The addresses of all servers, by the first router that answers; None where none does."""
     for router in routers:
         with suppress(httpx.HTTPError, msgspec.MsgspecError):
-            answer = http.get(f"{router}{WORKERS}").raise_for_status()
-            return msgspec.json.decode(answer.content, type=Workers).urls()
-    return []
+            answer = http.get(f"{router}{_WORKERS}").raise_for_status()
+            return [worker.url.rstrip("/") for worker in msgspec.json.decode(answer.content, type=_Workers).workers]
+    return None
 
 
 class PoolClient(SglangClient):

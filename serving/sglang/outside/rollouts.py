@@ -34,7 +34,7 @@ from serving.gateway.passthrough import whole_events
 from serving.gateway.upstream import Upstream
 from serving.request_metadata import POLICY_KEY, TARGET_KEY, version_of_label
 from serving.rollout.engines import RolloutEngine
-from serving.sglang.outside.pool import WORKERS, Workers
+from serving.sglang.outside.pool import list_servers
 from serving.sglang.outside.weights import Weights
 from speculator.errors import EngineBusyError, EngineDeadError, EngineError, RequestError, type_and_place
 
@@ -357,7 +357,7 @@ class ServerPool:
     wiring: Wiring
     look_s: float = LOOK_S
     _engines: dict[str, SglangRolloutEngine] = field(default_factory=dict)
-    _http: httpx.AsyncClient = field(default_factory=lambda: httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False))
+    _http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=_TIMEOUT_S, trust_env=False))
 
     @asynccontextmanager
     async def running(self, on_change: Callable[[Iterable[RolloutEngine]], None]) -> AsyncIterator[None]:
@@ -367,7 +367,8 @@ class ServerPool:
         finally:
             looking.cancel()
             await asyncio.gather(looking, return_exceptions=True)
-            await asyncio.gather(self._http.aclose(), *(engine.close() for engine in self._engines.values()))
+            await asyncio.gather(*(engine.close() for engine in self._engines.values()))
+            self._http.close()
 
     async def look(self, on_change: Callable[[Iterable[RolloutEngine]], None]) -> None:
         urls = await self._servers() if self.is_routed else self.urls
@@ -384,14 +385,9 @@ class ServerPool:
         await asyncio.gather(*(engine.close() for engine in gone))
 
     async def _servers(self) -> Sequence[str]:
-        """Of the first router that answers; those known so far where none does."""
-        for router in self.urls:
-            try:
-                answer = (await self._http.get(f"{router}{WORKERS}")).raise_for_status()
-                return msgspec.json.decode(answer.content, type=Workers).urls()
-            except (httpx.HTTPError, msgspec.MsgspecError):
-                continue
-        return tuple(self._engines)
+        """Those known so far where no router answers."""
+        listed = await asyncio.to_thread(list_servers, self._http, self.urls)
+        return tuple(self._engines) if listed is None else listed
 
     async def _look_on(self, on_change: Callable[[Iterable[RolloutEngine]], None]) -> None:
         while True:
