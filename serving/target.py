@@ -44,6 +44,8 @@ class TargetDesk:
 
     def announce(self, version: int, path: str | None) -> TargetReport:
         """Raises RequestError, TargetError, EngineBusyError and what else the engine raises; nothing changed then."""
+        if path is None and version == self._host.target_version:
+            return TargetReport(version=version, previous=version, stall_ms=0.0)
         if not self._moving.acquire(blocking=False):
             raise EngineBusyError("the target is being moved already")
         try:
@@ -60,8 +62,6 @@ class TargetDesk:
 
     def _move(self, version: int, path: str | None) -> TargetReport:
         in_service = self._host.target_version
-        if version == in_service and path is None:
-            return TargetReport(version=version, previous=version, stall_ms=0.0)
         if version <= in_service:
             raise TargetError(f"version {version} is not newer than {in_service}, which is in service")
         folder = None if path is None else self._allowed(path)

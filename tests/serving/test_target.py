@@ -81,6 +81,7 @@ def test_the_version_in_service_may_be_said_twice_without_weights(tmp_path: Path
     here = scene(tmp_path)
     here.desk.announce(5, None)
     assert here.desk.announce(5, None) == TargetReport(version=5, previous=5, stall_ms=0.0)
+    assert here.changes() == (1, 0), "it has not moved again"
     with pytest.raises(TargetError, match="not newer than 5"):
         here.desk.announce(5, "step")
     assert here.host.moves == [(5, None)]
