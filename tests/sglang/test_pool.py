@@ -39,7 +39,10 @@ def pool(model_dir: Path, draft_store: DraftStore, tmp_path_factory: pytest.Temp
     shutil.copytree(draft_store.root, folder / "drafts")
     # Other modules serve the same model, with versions of their own.
     with EmbeddedRedis(folder / "redis") as redis:
-        pooled = Pooled(folder, model_dir, folder / "drafts", redis.url, settings={"WATCH": "0"})
+        # In bfloat16 logprobs depend on what else is in the batch, now and then by a third.
+        pooled = Pooled(
+            folder, model_dir, folder / "drafts", redis.url, settings={"WATCH": "0"}, flags=("--dtype", "float32")
+        )
         with pooled.running():
             yield pooled
 
@@ -136,8 +139,7 @@ def test_rollouts_run_on_both_engines_and_say_what_plain_requests_do(pool: Poole
     greedy = samples["greedy", 0]
     prompt = LocalTokenizer(pool.model_dir).encode_chat(chat)
     own, most = _read(pool, prompt, greedy["tokens"])
-    # In bfloat16 a batch of another size may choose another one of two that are as likely.
-    assert own == pytest.approx(most, abs=0.3)
+    assert own == pytest.approx(most, abs=0.02)
     assert (greedy["finish_reason"], set(greedy["logprobs"])) == ("stop", {0.0})
     assert greedy["tokens"][-1] in LocalTokenizer(pool.model_dir).end_token_ids, "the token that ended it"
     assert greedy["text"] == LocalTokenizer(pool.model_dir).decode(greedy["tokens"])
@@ -145,7 +147,7 @@ def test_rollouts_run_on_both_engines_and_say_what_plain_requests_do(pool: Poole
     assert len({tuple(one["tokens"]) for one in drawn}) > 1, "temperature 1 is drawn"
     for one in drawn:
         assert (len(one["tokens"]), len(one["logprobs"])) == (40, 40)
-        assert one["logprobs"] == pytest.approx(_read(pool, drawn_from, one["tokens"])[0], abs=0.3)
+        assert one["logprobs"] == pytest.approx(_read(pool, drawn_from, one["tokens"])[0], abs=0.02)
     headers = read(stream, 7)
     assert {header.domain for header in headers} == {"rollouts"}
     assert {header.request_id.partition("#")[0].rpartition("/")[2] for header in headers} == set("012345")
