@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 from uuid import uuid4
@@ -237,6 +237,13 @@ def _rewards(rewards: Rewards) -> dict[str, Any]:
     return {"rewards": [{"group_id": name, "sample": number, "reward": one} for (name, number), one in of_samples]}
 
 
+def _cancelled(groups: Iterable[str] | None) -> dict[str, list[str]] | None:
+    """The query; None where there is nothing to cancel."""
+    if groups is None:
+        return {}
+    return {"group_id": names} if (names := [*groups]) else None
+
+
 def _check(response: httpx.Response) -> httpx.Response:
     """Raises ConfigError where the server refuses, EngineError where it cannot."""
     if response.is_success:
@@ -370,10 +377,12 @@ class Rollout:
         with _away(self._client.url):
             _check(self._client.http.post(f"/v1/rollouts/{self.rollout_id}/rewards", json=_rewards(rewards)))
 
-    def cancel(self) -> None:
-        """End what has not ended; it comes as aborted."""
-        with _away(self._client.url):
-            _check(self._client.http.delete(f"/v1/rollouts/{self.rollout_id}", timeout=_SHORT_S))
+    def cancel(self, groups: Iterable[str] | None = None) -> None:
+        """End what has not ended, of these groups or of all; it comes as aborted."""
+        if (query := _cancelled(groups)) is not None:
+            with _away(self._client.url):
+                url = f"/v1/rollouts/{self.rollout_id}"
+                _check(self._client.http.delete(url, params=query, timeout=_SHORT_S))
 
 
 class AsyncRollouts(_Options):
@@ -466,7 +475,9 @@ class AsyncRollout:
         with _away(self._client.url):
             _check(await self._client.http.post(f"/v1/rollouts/{self.rollout_id}/rewards", json=_rewards(rewards)))
 
-    async def cancel(self) -> None:
+    async def cancel(self, groups: Iterable[str] | None = None) -> None:
         """As `Rollout.cancel`."""
-        with _away(self._client.url):
-            _check(await self._client.http.delete(f"/v1/rollouts/{self.rollout_id}", timeout=_SHORT_S))
+        if (query := _cancelled(groups)) is not None:
+            with _away(self._client.url):
+                url = f"/v1/rollouts/{self.rollout_id}"
+                _check(await self._client.http.delete(url, params=query, timeout=_SHORT_S))

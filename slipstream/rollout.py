@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -119,6 +119,10 @@ class Conversations:
                 # Nobody answers its environments any more.
                 with suppress(SlipstreamError):
                     await self._rollout.cancel()
+
+    async def cancel(self, groups: Iterable[str] | None = None) -> None:
+        """As `AsyncRollout.cancel`, once it is iterated."""
+        await self._rollout.cancel(groups)
 
     async def send_rewards(self) -> None:
         """Of the samples that have finished: the draft learns more from the better ones."""

@@ -123,10 +123,10 @@ class RolloutBook:
         rollout.seen_s = self.clock()
         return rollout
 
-    def cancel(self, rollout: Rollout) -> None:
-        """End what has not ended; nothing where all has."""
-        rollout.is_cancelled = rollout.is_cancelled or rollout.ended_s is None
-        self.driver.cancel(work.request.group_id for work in rollout.groups.values())
+    def cancel(self, rollout: Rollout, names: Collection[str] = ()) -> None:
+        """End what has not ended, of these groups or of all; nothing where all has."""
+        rollout.is_cancelled = rollout.is_cancelled or (not names and rollout.ended_s is None)
+        self.driver.cancel(work.request.group_id for name, work in rollout.groups.items() if not names or name in names)
 
     def erase(self, tenants: Collection[str]) -> None:
         """For another thread: end and forget all rollouts of these tenants, and return when it is done.

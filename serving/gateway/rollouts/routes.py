@@ -45,6 +45,17 @@ _CURSOR = {
         }
     ]
 }
+_GROUPS = {
+    "parameters": [
+        {
+            "name": "group_id",
+            "in": "query",
+            "required": False,
+            "schema": {"type": "array", "items": {"type": "string"}},
+            "description": "Groups to cancel; without one the whole rollout is.",
+        }
+    ]
+}
 SendRewards = Callable[[Sequence[GroupRewards]], object]
 """Hands rewards on to the trainer; blocks, and raises StreamError."""
 
@@ -120,11 +131,14 @@ def rollout_routes(
         rollout = find(request, rollout_id)
         return stream(request, rollout, _cursor(request.query_params.get("after", "0"), len(rollout.lines)))
 
-    @router.delete("/{rollout_id}")
+    @router.delete("/{rollout_id}", openapi_extra=_GROUPS)
     async def cancel_rollout(request: Request, rollout_id: str) -> Response:
         """What has ended can be read for a while yet."""
-        rollout = find(request, rollout_id)
-        book.cancel(rollout)
+        rollout, names = find(request, rollout_id), set(request.query_params.getlist("group_id"))
+        if unknown := names - rollout.groups.keys():
+            message = f"This rollout has no group {min(unknown)}."
+            raise ApiError(404, message, code="group_not_found", param="group_id")
+        book.cancel(rollout, names)
         return reply(described(book, rollout))
 
     @router.post("/{rollout_id}/observations", openapi_extra=request_body(ObservationsBody))

@@ -302,6 +302,30 @@ def test_cancelling_stops_the_engine_and_keeps_what_there_is() -> None:
     assert (len(engine.aborted), engine.finished) == (2, [])
 
 
+def test_a_group_can_be_cancelled_by_itself() -> None:
+    engine = DoubleEngine(hold_at=1)
+
+    async def with_client(client: httpx.AsyncClient) -> None:
+        groups = [{"id": name, "prompt": "p", "max_tokens": 20} for name in ("a", "c", "d")]
+        async with client.stream("POST", ROLLOUTS, json=body(id="r", groups=groups)) as response:
+            reading = response.aiter_lines()
+            await anext(reading)
+            await engine.holding.wait()
+            refused = await client.delete(f"{ROLLOUTS}/r", params={"group_id": ["c", "e"]})
+            assert (refused.status_code, error_of(refused)["code"]) == (404, "group_not_found")
+            cancelled = (await client.delete(f"{ROLLOUTS}/r", params={"group_id": ["a", "c"]})).json()
+            assert (cancelled["state"], cancelled["num_ended"]) == ("running", 2), "nothing of what was refused"
+            ended = [json.loads(await anext(reading)) for _ in range(2)]
+            assert [(one["group_id"], one["finish_reason"]) for one in ended] == [
+                ("a", "cancelled"),
+                ("c", "cancelled"),
+            ]
+            left = (await client.delete(f"{ROLLOUTS}/r")).json()
+            assert (left["state"], left["num_ended"]) == ("cancelled", 3)
+
+    talk(app_of(engine), with_client)
+
+
 def test_a_finished_rollout_is_kept_for_a_while_and_then_gone() -> None:
     async def with_client(client: httpx.AsyncClient) -> None:
         lines(await client.post(ROLLOUTS, json=body(id="r")))
