@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -49,6 +50,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--frozen-draft", action="store_true", help="let nothing learn to draft")
+    parser.add_argument("--drafts", type=Path, help="begin with a copy of this folder of drafts; default: a fresh one")
     parser.add_argument("--out", type=Path, default=Path("runs/grpo"), help="folder of logs, drafts and steps.jsonl")
     parser.add_argument("serve", nargs="*", help="further arguments of `slipstream serve`")
     return parser.parse_args(arguments)
@@ -110,6 +112,8 @@ def main(arguments: Sequence[str]) -> None:
     args = parse(arguments)
     args.out.mkdir(parents=True)
     (args.out / "targets").mkdir()
+    if args.drafts:
+        shutil.copytree(args.drafts, args.out / "drafts")
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     disable_progress_bar()
     model = resolve_model(args.model)
