@@ -33,8 +33,9 @@ from typing import Literal
 import httpx
 
 from benchmarks.common.report import Spread, Target, fill_in, finish, parser, pick_prompts
+from slipstream.children import running_child
 from slipstream.client import AsyncRollouts, Group, SampleKey
-from slipstream.demo.servers import Scrape, running_child, wait_until_ready
+from slipstream.demo.servers import Scrape, wait_until_ready
 from slipstream.rollout import Conversations, Step
 from speculator.host import free_port
 from speculator.redis.embedded import EmbeddedRedis

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.common.report import Median, Spread
 from benchmarks.sglang_cpu_scene import FIXED_ID, IN_TURNS, LEARNT_FROM, UNSEEN, Scene
-from slipstream.demo.servers import running_child
+from slipstream.children import running_child
 from slipstream.demo.topics import Prompt
 from tests.sglang.server import SglangServer
 

@@ -26,7 +26,8 @@ import httpx
 
 from benchmarks.common.report import Target, fill_in, finish, parser
 from serving.acceptance import SOURCES
-from slipstream.demo.servers import Child, Scrape, running_child, wait_until_ready
+from slipstream.children import Child, running_child
+from slipstream.demo.servers import Scrape, wait_until_ready
 from slipstream.demo.topics import Prompt, built_in_prompts, endless, read_prompts
 from slipstream.demo.traffic import Traffic
 from slipstream.models import resolve_model

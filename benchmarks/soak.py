@@ -46,7 +46,8 @@ import psutil
 
 from benchmarks.common.report import Target, fill_in, finish, parser
 from benchmarks.slopes import Slope, slope
-from slipstream.demo.servers import Child, Scrape, running_child
+from slipstream.children import Child, running_child
+from slipstream.demo.servers import Scrape
 from slipstream.models import resolve_model
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.host import free_port

@@ -42,7 +42,7 @@ from serving.engine import CapturePolicy, GenerateRequest
 from serving.hotswap.breaker import LiveWatch
 from serving.hotswap.follower import DraftFollower
 from serving.local.engine import LocalEngine
-from slipstream.demo.servers import Child, running_child
+from slipstream.children import Child, running_child
 from slipstream.demo.topics import Prompt, built_in_prompts, read_prompts
 from slipstream.models import resolve_model
 from speculator.draft.checkpoint import expected_shapes, model_key, target_fingerprint

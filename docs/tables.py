@@ -66,7 +66,7 @@ def variable_rows() -> dict[str, list[tuple[str, ...]]]:
 def _fields(owner: type[BaseSettings]) -> Iterator[tuple[str, ...]]:
     schema = owner.model_json_schema()["properties"]
     for variable, name in variables_of(owner).items():
-        field = schema[name]
+        field = schema.get(name) or schema[variable]
         meaning = " ".join(field.get("description", "").split())
         yield f"`{variable}`", _kind(name, field), _value(name, field["default"]), meaning
 

@@ -12,7 +12,8 @@ from typing import Any
 import typer
 from pydantic_settings import BaseSettings
 
-PREFIX = "SLIPSTREAM_"
+from speculator.host import PREFIX
+
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
 """What the services of one deployment must agree on, where nobody says otherwise."""
 
@@ -70,7 +71,11 @@ def known_variables(app: typer.Typer) -> frozenset[str]:
 def variables_of(owner: type[BaseSettings]) -> dict[str, str]:
     """The names of a class's variables, each with its field. Fields without a default are options of a command."""
     prefix = owner.model_config["env_prefix"]
-    return {f"{prefix}{name.upper()}": name for name, field in owner.model_fields.items() if not field.is_required()}
+    return {
+        str(field.validation_alias or f"{prefix}{name.upper()}"): name
+        for name, field in owner.model_fields.items()
+        if not field.is_required()
+    }
 
 
 def unknown_variables(environment: Mapping[str, str], known: Iterable[str]) -> dict[str, str | None]:

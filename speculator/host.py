@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import ctypes
 import fcntl
 import itertools
 import os
 import re
+import signal
 import socket
+import sys
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
 from pathlib import Path
@@ -34,7 +37,8 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-CACHE_VARIABLE = "SLIPSTREAM_CACHE"
+PREFIX = "SLIPSTREAM_"
+CACHE_VARIABLE = f"{PREFIX}CACHE"
 
 
 def memory_bytes() -> int:
@@ -78,10 +82,24 @@ def free_port() -> int:
     raise OSError(f"no port of {_PORTS[0]} to {_PORTS[-1]} is free")
 
 
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+def end_with(parent_pid: int) -> None:
+    """Runs in a new process, as its `preexec_fn`: when the thread that made it ends, it gets SIGTERM. Linux only."""
+    if sys.platform == "linux":
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
 def unusable(prefix: str, invalid: ValidationError) -> ConfigError:
     """The first fault of a settings class with that `env_prefix`, under its variable's name and without its value."""
     first = invalid.errors(include_url=False)[0]
-    variable = prefix + "_".join(str(part) for part in first["loc"]).upper()
+    place = "_".join(str(part) for part in first["loc"]).upper()
+    # A field may have a variable of its own.
+    variable = place if place.startswith(PREFIX) else prefix + place
     return ConfigError(f"{variable} is not usable: {first['msg']}: set {variable} or unset it")
 
 

@@ -35,7 +35,7 @@ def run_trainer(config: TrainerConfig) -> None:
     The launcher sets OMP_NUM_THREADS=1 and OMP_WAIT_POLICY=PASSIVE before torch is imported: a spinning OpenMP thread
     takes more from the engine beside it than training does. It also sets MALLOC_MMAP_THRESHOLD_ and
     MALLOC_TRIM_THRESHOLD_, so that glibc keeps the memory that the next step allocates again
-    (slipstream/demo/servers.py). Raises ConfigError, StreamError, StoreError, DraftFileError or DraftMismatchError
+    (slipstream/children.py). Raises ConfigError, StreamError, StoreError, DraftFileError or DraftMismatchError
     when it cannot start, and StoreError when it cannot save its checkpoint.
     """
     os.environ.setdefault(*_KERNEL_CACHE)

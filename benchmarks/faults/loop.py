@@ -13,7 +13,8 @@ from pathlib import Path
 import httpx
 
 from benchmarks.faults.load import Load, Window
-from slipstream.demo.servers import Child, Scrape
+from slipstream.children import Child
+from slipstream.demo.servers import Scrape
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.host import free_port
 from speculator.redis.client import connect

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.sglang_cpu_scene import Scene, prepared
-from slipstream.demo.servers import running_child
+from slipstream.children import running_child
 from slipstream.models import BUNDLED_MODEL
 from tests.sglang.server import SglangServer
 

@@ -28,7 +28,8 @@ from trl import GRPOConfig
 
 from examples.grpo.rollouts import BehaviourLogprobs, Chat, ServerRollouts
 from examples.grpo.sums import make_sums, reward
-from slipstream.demo.servers import Scrape, running_child, wait_until_ready
+from slipstream.children import running_child
+from slipstream.demo.servers import Scrape, wait_until_ready
 from slipstream.models import BUNDLED_MODEL, resolve_model
 from speculator.draft.eagle3 import is_fast
 from speculator.host import free_port

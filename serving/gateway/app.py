@@ -17,7 +17,7 @@ from serving.gateway.access import AccessControl
 from serving.gateway.admin import Drafts, Targets, admin_routes, target_routes
 from serving.gateway.config import GatewaySettings
 from serving.gateway.errors import error_response
-from serving.gateway.keys import Keyring
+from serving.gateway.keys import Keyring, OneKey
 from serving.gateway.live.live import Live, live_routes
 from serving.gateway.live.status import declare_keys, page_routes, status_routes
 from serving.gateway.metrics import GatewayMetrics, HealthCollector, RolloutCollector
@@ -166,8 +166,8 @@ def _assemble(
             # The server leaves the body of the answer out.
             app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
     app.add_exception_handler(HTTPException, _routing_error)
-    declare_keys(app, has_keys=settings.keys_file is not None)
-    keyring = None if settings.keys_file is None else Keyring(settings.keys_file)
+    keyring = _keyring(settings)
+    declare_keys(app, has_keys=keyring is not None)
     # What is added later stands further out.
     app.add_middleware(
         AccessControl,
@@ -179,3 +179,10 @@ def _assemble(
     )
     app.add_middleware(Telemetry, metrics=metrics)
     return app
+
+
+def _keyring(settings: GatewaySettings) -> Keyring | OneKey | None:
+    """None where whoever reaches the port is let in. Raises ConfigError for a file that is not usable."""
+    if settings.keys_file is not None:
+        return Keyring(settings.keys_file)
+    return None if settings.api_key is None else OneKey(settings.api_key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -17,7 +18,13 @@ _SPARE_CONNECTIONS = 200
 class GatewaySettings(BaseSettings):
     """Limits on requests, and the keys that open the gateway."""
 
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX,
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        populate_by_name=True,
+    )
 
     default_max_tokens: int = Field(default=512, ge=1)
     """Completion tokens when the request names no limit, less where the context has less room."""
@@ -49,6 +56,8 @@ class GatewaySettings(BaseSettings):
     """For so long after its end a rollout can be read again, and rewarded; less where others need the room."""
     keys_file: Path | None = None
     """The API keys, as `slipstream keys` writes them; without it whoever reaches the port is let in."""
+    api_key: SecretStr | None = Field(default=None, validation_alias="SLIPSTREAM_API_KEY", min_length=1)
+    """The one key, in place of a file with keys: whoever has it is let in, as the tenant `default`."""
     auth_elsewhere: bool = False
     """1 where something in front lets in the right clients alone; a port that others reach needs keys otherwise."""
     targets_dir: Path | None = None
@@ -69,19 +78,24 @@ class GatewaySettings(BaseSettings):
         return max(1, int(self.max_key_share * self.max_in_flight))
 
 
-def load_settings() -> GatewaySettings:
-    """The settings of this process's environment; raises ConfigError naming the variable at fault."""
+def load_settings(*, api_key: str | None = None) -> GatewaySettings:
+    """The settings of this process's environment, `api_key` before that of the environment; raises ConfigError naming
+    the variable at fault.
+    """
+    given: dict[str, Any] = {} if api_key is None else {"api_key": SecretStr(api_key)}
     try:
-        settings = GatewaySettings()
+        settings = GatewaySettings(**given)
     except ValidationError as invalid:
         raise unusable(ENV_PREFIX, invalid) from None
+    if settings.api_key is not None and settings.keys_file is not None:
+        raise ConfigError(f"--api-key (SLIPSTREAM_API_KEY) and {ENV_PREFIX}KEYS_FILE are both set: leave one out")
     file, variable = settings.admin_key_file, f"{ENV_PREFIX}ADMIN_KEY_FILE"
     if file is None:
         return settings
     if settings.admin_key is not None:
         raise ConfigError(f"{ENV_PREFIX}ADMIN_KEY and {variable} are both set: unset one of them")
     try:
-        return GatewaySettings(admin_key=SecretStr(read_secret(file, variable)))
+        return GatewaySettings(admin_key=SecretStr(read_secret(file, variable)), **given)
     except ValidationError as invalid:
         reason = invalid.errors(include_url=False)[0]["msg"]
         raise ConfigError(f"{variable} names {file}, whose text is not usable as a key: {reason}") from None

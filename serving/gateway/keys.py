@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import structlog
 from msgspec import Meta
+from pydantic import SecretStr
 
 from speculator.errors import ConfigError
 from speculator.host import exclusive, sync, write_synced
@@ -147,8 +148,23 @@ def make_key(name: str, secret: str, *, lifetime_s: int | None, **fields: Any) -
         raise ConfigError(f"no such key can be made: {error}") from None
 
 
+class OneKey:
+    """Of a gateway whose clients all have the same key."""
+
+    has_tenants = False
+
+    def __init__(self, secret: SecretStr) -> None:
+        self._key = ApiKey(name="api-key", sha256=digest(secret.get_secret_value().encode()))
+
+    def find(self, secret: bytes) -> ApiKey | None:
+        return self._key if hmac.compare_digest(self._key.sha256, digest(secret)) else None
+
+
 class Keyring:
     """Reads the file again whenever it is another one; a broken or missing file leaves the keys as they were."""
+
+    has_tenants = True
+    """Some keys may not see what names the tenants of others."""
 
     def __init__(self, file: Path) -> None:
         """Raises ConfigError: there is no last good file to fall back to."""

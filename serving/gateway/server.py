@@ -15,7 +15,7 @@ import math
 import resource
 import signal
 import socket
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -163,9 +163,17 @@ def make_room(settings: GatewaySettings, *, each: int) -> None:
 
 
 async def serve_until_signal(
-    server: GatewayServer, *, model: str, draft_version: int, beside: Coroutine[Any, Any, None] | None = None
+    server: GatewayServer,
+    *,
+    model: str,
+    draft_version: int,
+    beside: Coroutine[Any, Any, None] | None = None,
+    on_serving: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Serve until SIGTERM, SIGINT or the end of `beside`, then drain; raises what `beside` raised."""
+    """Serve until SIGTERM, SIGINT or the end of `beside`, then drain; raises what `beside` raised.
+
+    `on_serving` is told the address once requests are taken; it must not block.
+    """
     ends: list[asyncio.Task[Any]] = [] if beside is None else [asyncio.create_task(beside)]
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -177,6 +185,7 @@ async def serve_until_signal(
     gc.collect()
     gc.freeze()
     log.info("serving", url=server.url, model=model, draft_version=draft_version)
+    on_serving(server.url)
     ends += asyncio.create_task(stopping.wait()), asyncio.create_task(server.wait())
     done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     log.info("stopping")

@@ -66,6 +66,7 @@ SERVE = (
     Rule(("context_length",), _local, "is for --engine local: pass --context-length after --"),
     Rule(("threads", "head_off_share"), _local, "is for --engine local: leave it out"),
     Rule(("sglang_python", "capture_bytes_per_s", "start_timeout_s"), _sglang, "is for --engine sglang: leave it out"),
+    Rule(("data_dir",), _set("learn"), "is for --learn: pass that too, or leave it out"),
     _SHARING,
     Rule(("suffix_depth",), lambda values: values["depth"] or not values["suffix_depth"], _NO_ROUND_DRAFTS, False),
     Rule(("control_share", "plain_share", "head_off_share"), _set("depth"), _NO_ROUND_DRAFTS, is_refused=False),
@@ -94,7 +95,12 @@ REPLAY = (
 PRUNE = (Rule(("redis_url",), _set("model"), "is of a stream: pass --model, whose it is"),)
 DOCTOR = (Rule(("sglang_python",), _sglang, "is for --engine sglang: leave it out"),)
 
-_KEYS = Rule(("max_key_share",), _set("keys_file"), "has no effect without keys", is_refused=False)
+_KEYS = Rule(
+    ("max_key_share",),
+    lambda values: values["keys_file"] or values["api_key"],
+    "has no effect without keys",
+    is_refused=False,
+)
 GATEWAY_OF_LOCAL = (_KEYS,)
 GATEWAY_IN_FRONT = (
     Rule(

@@ -57,12 +57,34 @@ Engine = Annotated[
 SglangArguments = Annotated[
     list[str] | None, typer.Argument(metavar="-- SGLANG_ARGUMENTS", help="Passed to SGLang as they are.")
 ]
-Name = Annotated[str | None, typer.Option(help="Name that clients use; default: the directory's.")]
+Name = Annotated[
+    str | None, typer.Option("--name", "--served-model-name", help="Name that clients use; default: the directory's.")
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar="SLIPSTREAM_API_KEY", help="The one key that clients need; `slipstream keys` makes several, with limits."
+    ),
+]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")]
 Capture = Annotated[
     bool,
     typer.Option("--capture", envvar="SLIPSTREAM_CAPTURE", help="Record traces: prompts and answers go to Redis."),
+]
+Learn = Annotated[
+    bool,
+    typer.Option(
+        "--learn",
+        help="Record traces, and start what learns from them: the trainer and, without --redis-url, a Redis.",
+    ),
+]
+DataDir = Annotated[
+    Path | None,
+    typer.Option(
+        help="What --learn keeps: drafts, the trainer's state, recorded prompts and answers; "
+        "default: ~/.local/share/slipstream/NAME."
+    ),
 ]
 ControlShare = Annotated[
     float,

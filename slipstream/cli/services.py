@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -22,6 +23,7 @@ from speculator.tracing import configure_spans
 
 if TYPE_CHECKING:
     from serving.gateway.config import GatewaySettings
+    from slipstream.start.learning import Learning
 
 
 def serve(
@@ -29,11 +31,14 @@ def serve(
     model: Model,
     sglang_arguments: options.SglangArguments = None,
     engine: options.Engine = "local",
+    learn: options.Learn = False,
+    data_dir: options.DataDir = None,
     name: options.Name = None,
     redis_url: RedisUrl = DEFAULT_REDIS_URL,
     store: Store = Path("drafts"),
     host: options.Host = "127.0.0.1",
     port: options.Port = 8000,
+    api_key: options.ApiKey = None,
     capture: options.Capture = False,
     capture_floor: options.CaptureFloor = DEFAULT_FLOOR,
     trace_ttl_hours: options.TraceTtl = 0,
@@ -64,29 +69,55 @@ def serve(
     configure_spans("slipstream-gateway")
     from slipstream.demo.topics import read_texts
 
+    if learn:
+        context.params["capture"] = True
     options.check_together(context)
     warn_of_unread_variables()
     given = _given(context)
     given["vocab_texts"] = read_texts(vocab_from) if vocab_from else []
-    if engine == "sglang":
+    with _learning(context, given) if learn else nullcontext() as learning:
+        if learning is not None:
+            given |= {"redis_url": learning.redis_url, "store": learning.store, "on_serving": learning.begin}
+        _serve(given)
+
+
+def _learning(context: typer.Context, given: Mapping[str, Any]) -> Learning:
+    """What nobody has named lies in the folder of the data."""
+    from slipstream.start.learning import Learning, default_data_dir
+
+    def named(option: str) -> Any:
+        source = context.get_parameter_source(option)
+        return None if source is None or source.name == "DEFAULT" else given[option]
+
+    return Learning(
+        Path(given["data_dir"] or default_data_dir(given["model_name"])),
+        model=str(given["model_dir"]),
+        redis_url=named("redis_url"),
+        store=named("store"),
+    )
+
+
+def _serve(given: Mapping[str, Any]) -> None:
+    if given["engine"] == "sglang":
         from serving.sglang.outside.launcher import SglangStart
         from slipstream.start.gateway import run_sglang_server
 
-        given["device"] = device or "cuda"
-        places = ("host", "port", "draft_vocab_size", "vocab_texts", "seed", "start_timeout_s")
+        device = given["device"] or "cuda"
+        places = ("host", "port", "draft_vocab_size", "vocab_texts", "seed", "start_timeout_s", "on_serving")
         run_sglang_server(
-            SglangStart(**_fields(SglangStart, given)),
-            _gateway_settings(effects.GATEWAY_IN_FRONT),
-            **{name: given[name] for name in places},
+            SglangStart(**_fields(SglangStart, {**given, "device": device})),
+            _gateway_settings(effects.GATEWAY_IN_FRONT, given["api_key"]),
+            shares_card=given["learn"] and device == "cuda",
+            **{name: given[name] for name in places if name in given},
         )
     else:
         from serving.local.config import LocalEngineConfig
         from slipstream.start.local import ServeOptions, run_server
 
-        given |= {"device": device or "cpu", "num_slots": slots, "num_threads": threads}
-        config = LocalEngineConfig(**_fields(LocalEngineConfig, given))
+        engine = {"device": given["device"] or "cpu", "num_slots": given["slots"], "num_threads": given["threads"]}
+        config = LocalEngineConfig(**_fields(LocalEngineConfig, {**given, **engine}))
         served = ServeOptions(**_fields(ServeOptions, {**given, "engine": config}))
-        run_server(served, _gateway_settings(effects.GATEWAY_OF_LOCAL))
+        run_server(served, _gateway_settings(effects.GATEWAY_OF_LOCAL, given["api_key"]), **_fields(run_server, given))
 
 
 def _given(context: typer.Context) -> dict[str, Any]:
@@ -105,15 +136,17 @@ def _given(context: typer.Context) -> dict[str, Any]:
     }
 
 
-def _fields(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+def _fields(kind: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: given[name] for name in inspect.signature(kind).parameters if name in given}
 
 
-def _gateway_settings(rules: Iterable[effects.Rule]) -> GatewaySettings:
-    """Of this process's environment. Raises ConfigError for a variable that is unusable, or of another engine."""
+def _gateway_settings(rules: Iterable[effects.Rule], api_key: str | None) -> GatewaySettings:
+    """Of this process's environment and the command line. Raises ConfigError for a variable that is unusable, or of
+    another engine.
+    """
     from serving.gateway.config import load_settings
 
-    settings = load_settings()
+    settings = load_settings(api_key=api_key)
     check_variables(settings, rules)
     return settings
 
@@ -200,6 +233,7 @@ def gateway(
     store: Store = Path("drafts"),
     host: options.Host = "127.0.0.1",
     port: options.Port = 8000,
+    api_key: options.ApiKey = None,
     engine_id: EngineId = "sglang",
     pool: Annotated[
         bool,
@@ -227,7 +261,7 @@ def gateway(
             port=port,
             start_timeout_s=start_timeout_s,
         ),
-        _gateway_settings(effects.GATEWAY_IN_FRONT),
+        _gateway_settings(effects.GATEWAY_IN_FRONT, api_key),
     )
 
 

@@ -27,10 +27,11 @@ from rich.live import Live
 from rich.table import Table
 
 from serving.gateway.server import bind
+from slipstream.children import KEYS_FILE, Child, running_child
 from slipstream.demo import TENANTS
 from slipstream.demo.narration import chapter_sentences, progress
 from slipstream.demo.report import ChapterRun, DemoRun
-from slipstream.demo.servers import KEYS_FILE, Child, Scrape, running_child, wait_until_ready
+from slipstream.demo.servers import Scrape, wait_until_ready
 from slipstream.demo.story import (
     CHAPTERS,
     GUEST,

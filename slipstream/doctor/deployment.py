@@ -19,8 +19,9 @@ from serving.gateway.keys import read_keys
 from slipstream.doctor.finding import Finding, failed, ok, skipped, warning
 from slipstream.doctor.machine import is_writable
 from slipstream.models import resolve_model
-from slipstream.settings import COMPOSE_VARIABLES, PREFIX, unknown_variables
+from slipstream.settings import COMPOSE_VARIABLES, unknown_variables
 from speculator.errors import ConfigError, SlipstreamError, StreamError
+from speculator.host import PREFIX
 from speculator.redis.client import RedisKeys, connect, is_denied, redis_errors
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
@@ -80,6 +81,9 @@ def check_keys() -> Iterator[Finding]:
             yield warning("keys", f"{len(keys) - len(over)} in {file}; expired: {', '.join(over)}")
         else:
             yield ok("keys", f"{len(keys)} in {file}")
+    elif settings.api_key is not None:
+        yield ok("keys", "one for all clients: SLIPSTREAM_API_KEY")
+        return
     elif settings.auth_elsewhere:
         yield ok("keys", "no API keys: something in front lets in the right clients alone, as AUTH_ELSEWHERE says")
     else:

@@ -30,25 +30,30 @@ def is_loopback(host: str) -> bool:
 def check_exposure(host: str, redis_url: str, settings: GatewaySettings) -> None:
     """Raise ConfigError for a file of keys that is not usable, and for an unsafe start on an address that others reach.
 
-    Unsafe: no API keys, no admin key, a key or a password of Redis that can be guessed, another machine's Redis without
-    a password. An operator who has something in front that authenticates says so (AUTH_ELSEWHERE), and then needs no
-    API keys, but all the rest.
+    Unsafe: no API keys, no admin key beside a file of them, a key or a password of Redis that can be guessed, another
+    machine's Redis without a password. An operator who has something in front that authenticates says so
+    (AUTH_ELSEWHERE), and then needs no API keys, but all the rest.
     """
     if settings.keys_file is not None:
         read_keys(settings.keys_file)
     if is_loopback(host):
         return
     where = f"others can reach --host {host}"
-    if settings.keys_file is None and not settings.auth_elsewhere:
+    if settings.api_key is not None:
+        if is_weak(settings.api_key.get_secret_value()):
+            raise ConfigError(f"{where} and --api-key can be guessed: give it 32 random bytes")
+    elif settings.keys_file is None and not settings.auth_elsewhere:
         raise ConfigError(
-            f"{where} and there are no API keys: make one with `slipstream keys add` and set {ENV_PREFIX}KEYS_FILE, or "
-            f"set {ENV_PREFIX}AUTH_ELSEWHERE=1 where something in front of the gateway lets in the right clients alone"
+            f"{where} and there are no API keys: pass --api-key, or make keys with `slipstream keys add` and set "
+            f"{ENV_PREFIX}KEYS_FILE, or set {ENV_PREFIX}AUTH_ELSEWHERE=1 where something in front of the gateway lets "
+            "in the right clients alone"
         )
-    if settings.admin_key is None:
+    # Where all have one key, /admin may stay closed.
+    if settings.admin_key is None and settings.api_key is None:
         raise ConfigError(
             f"{where} and there is no admin key: set {_ADMIN_KEY} to 32 random bytes, or {_ADMIN_KEY}_FILE"
         )
-    if is_weak(settings.admin_key.get_secret_value()):
+    if settings.admin_key is not None and is_weak(settings.admin_key.get_secret_value()):
         raise ConfigError(f"{where} and the admin key can be guessed: set {_ADMIN_KEY} to 32 random bytes")
     _check_redis(redis_url, where)
 

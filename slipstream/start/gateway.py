@@ -118,8 +118,11 @@ def run_sglang_server(
     vocab_texts: Sequence[Text],
     seed: int | None,
     start_timeout_s: float,
+    shares_card: bool = False,
+    on_serving: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Start SGLang, and serve in front of it until SIGTERM or SIGINT.
+    """Start SGLang, and serve in front of it until SIGTERM or SIGINT. `shares_card` as of `with_draft`, `on_serving` as
+    of `serve_until_signal`.
 
     Raises ConfigError, StreamError, StoreError or DraftError when it cannot start, EngineDeadError when SGLang ends.
     """
@@ -139,7 +142,9 @@ def run_sglang_server(
         )
         # Of this start alone: an order that was given to an earlier one ends with it.
         engine_id = f"{socket.gethostname()}-{os.getpid()}"
-        options, version = with_draft(start, python, store, newest, fingerprint=fingerprint, engine_id=engine_id)
+        options, version = with_draft(
+            start, python, store, newest, fingerprint=fingerprint, engine_id=engine_id, shares_card=shares_card
+        )
         process = opened.enter_context(SglangProcess(options))
         log.info("sglang started", python=str(python), pid=process.pid, sglang_url=process.url, draft_version=version)
         process.wait_until_healthy(start_timeout_s)
@@ -158,7 +163,19 @@ def run_sglang_server(
         ended, urls = _until_ended(process), (process.url,)
         rollouts = _rollouts(urls, client, settings, redis_client, start.model_dir, fingerprint, is_routed=False)
         erasures = Erasures(redis_client, key)
-        asyncio.run(_serve(urls, listener, client, settings, drafts, fingerprint, rollouts, erasures, beside=ended))
+        serving = _serve(
+            urls,
+            listener,
+            client,
+            settings,
+            drafts,
+            fingerprint,
+            rollouts,
+            erasures,
+            beside=ended,
+            on_serving=on_serving,
+        )
+        asyncio.run(serving)
 
 
 async def _serve(
@@ -172,6 +189,7 @@ async def _serve(
     erasures: Erasures,
     *,
     beside: Coroutine[Any, Any, None] | None = None,
+    on_serving: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Serve on `listener` what SGLang answers at the first of `urls` that can be reached, until a signal or the end of
     `beside`; `target` is the fingerprint of what it serves.
@@ -199,7 +217,13 @@ async def _serve(
     client.on_look = ErasureWatch(erasures.orders, [app.state.erase]).look
     server = GatewayServer(app, listener, max_connections=settings.max_connections)
     try:
-        await serve_until_signal(server, model=client.info.model, draft_version=client.draft_version, beside=beside)
+        await serve_until_signal(
+            server,
+            model=client.info.model,
+            draft_version=client.draft_version,
+            beside=beside,
+            on_serving=on_serving,
+        )
     finally:
         await upstream.close()
 

@@ -7,7 +7,7 @@ Stop:  gateway drains → follower → engine → group texts and recorder flush
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -72,8 +72,10 @@ class ServeOptions:
     capture_floor: float = DEFAULT_FLOOR
 
 
-def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
-    """Serve until SIGTERM or SIGINT.
+def run_server(
+    options: ServeOptions, settings: GatewaySettings, *, on_serving: Callable[[str], None] = lambda _: None
+) -> None:
+    """Serve until SIGTERM or SIGINT; `on_serving` is told the address once requests are taken, and must not block.
 
     Raises ConfigError, StreamError, StoreError or DraftError when it cannot start, EngineDeadError when the engine
     fails.
@@ -173,7 +175,11 @@ def run_server(options: ServeOptions, settings: GatewaySettings) -> None:
         opened.callback(lambda: follower.stop(is_in_order=engine.health().alive))
         server = GatewayServer(app, listener, max_connections=settings.max_connections)
         serving = serve_until_signal(
-            server, model=config.model_name, draft_version=engine.draft_version, beside=until_it_fails(engine)
+            server,
+            model=config.model_name,
+            draft_version=engine.draft_version,
+            beside=until_it_fails(engine),
+            on_serving=on_serving,
         )
         asyncio.run(serving)
 

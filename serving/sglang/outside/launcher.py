@@ -8,7 +8,6 @@ us first. When we are killed, the kernel ends SGLang's main process and SGLang i
 from __future__ import annotations
 
 import collections
-import ctypes
 import itertools
 import json
 import os
@@ -31,7 +30,7 @@ import httpx
 
 from serving.capture.sampling import DEFAULT_BRANCH_SHARE, DEFAULT_FLOOR
 from speculator.errors import ConfigError, EngineDeadError
-from speculator.host import free_port
+from speculator.host import end_with, free_port
 
 REFUSAL = "slipstream: "
 """How the plugin's one line begins when it does not let SGLang start."""
@@ -49,8 +48,6 @@ _ON_CPU = (
 )
 _POLL_S = 0.2
 _TAIL_LINES = 30
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +182,7 @@ class SglangProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=partial(_end_with, os.getpid()),
+                preexec_fn=partial(end_with, os.getpid()),
             )
         except OSError as error:
             self._scratch.cleanup()
@@ -278,13 +275,6 @@ class SglangProcess:
 
     def _end(self) -> str:
         return "\n".join(self._tail)
-
-
-def _end_with(parent_pid: int) -> None:
-    """Runs in the new process: when the parent's thread ends, SGLang is asked to."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent_pid:
-        os._exit(1)
 
 
 _PROJECT = Path(__file__).resolve().parents[3]

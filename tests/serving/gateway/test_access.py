@@ -433,3 +433,15 @@ def test_the_document_says_which_key_each_operation_needs(keys: KeyFile) -> None
         [],
         [{"adminKey": []}],
     ]
+
+
+def test_one_key_for_all_clients() -> None:
+    """As other servers have it: it opens everything but /admin, metrics too, since there is one tenant."""
+    settings = GatewaySettings(api_key=SecretStr("secret-of-all"))
+    app = create_app(DoubleEngine(), settings=settings, registry=CollectorRegistry(), drafts=DeskDouble())
+    for path in ("/v1/models", "/metrics"):
+        assert answer(app, "GET", path, {}).status_code == 401
+        assert answer(app, "GET", path, bearer("secret-of-others")).status_code == 401
+        assert answer(app, "GET", path, bearer("secret-of-all")).status_code == 200
+    assert ask(app, lambda client: client.post(CHAT, json=CHAT_BODY, headers=bearer("secret-of-all"))).is_success
+    assert answer(app, "GET", "/admin/drafts", bearer("secret-of-all")).status_code == 403

@@ -41,3 +41,23 @@ def test_the_admin_key_may_be_in_a_file(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv("SLIPSTREAM_GATEWAY_ADMIN_KEY", "0123456789abcdef")
     with pytest.raises(ConfigError, match="both set"):
         load_settings()
+
+
+def test_one_key_may_be_given_or_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def key(**given: str) -> str | None:
+        found = load_settings(**given).api_key
+        return None if found is None else found.get_secret_value()
+
+    assert key() is None
+    assert key(api_key="given") == "given"
+    monkeypatch.setenv("SLIPSTREAM_API_KEY", "set")
+    (tmp_path / "admin").write_text("0123456789abcdef\n")
+    monkeypatch.setenv("SLIPSTREAM_GATEWAY_ADMIN_KEY_FILE", str(tmp_path / "admin"))
+    assert (key(), key(api_key="given")) == ("set", "given")
+    monkeypatch.setenv("SLIPSTREAM_GATEWAY_KEYS_FILE", "keys.json")
+    with pytest.raises(ConfigError, match="both set"):
+        load_settings()
+    monkeypatch.delenv("SLIPSTREAM_GATEWAY_KEYS_FILE")
+    monkeypatch.setenv("SLIPSTREAM_API_KEY", "")
+    with pytest.raises(ConfigError, match="set SLIPSTREAM_API_KEY or unset it"):
+        load_settings()

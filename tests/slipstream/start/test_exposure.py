@@ -123,3 +123,12 @@ def test_sglang_itself_is_for_a_private_network(host: str) -> None:
     check_sglang_exposure(host, HERE, is_private=True)
     with pytest.raises(ConfigError, match="has no password"):
         check_sglang_exposure(host, "redis://elsewhere", is_private=True)
+
+
+@pytest.mark.parametrize("host", PUBLIC)
+def test_elsewhere_one_key_for_all_is_enough(host: str) -> None:
+    assert reason(host, GatewaySettings(api_key=SecretStr(STRONG))) == ""
+    assert "--api-key can be guessed" in reason(host, GatewaySettings(api_key=SecretStr("changeme")))
+    weak = GatewaySettings(api_key=SecretStr(STRONG), admin_key=SecretStr("password-password"))
+    assert "the admin key can be guessed" in reason(host, weak)
+    assert "no password" in reason(host, GatewaySettings(api_key=SecretStr(STRONG)), "redis://far:6379/0")

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from redis.exceptions import ResponseError
 
 from speculator.errors import ConfigError
 from speculator.redis.client import PASSWORD_FILE_VARIABLE, connect
-from speculator.redis.embedded import EmbeddedRedis
+from speculator.redis.embedded import EmbeddedRedis, redis_server
 from speculator.redis.trace_stream import TraceStream
 
 
@@ -92,3 +93,45 @@ def test_without_a_binary_the_fix_is_named(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="--redis-url"):
         EmbeddedRedis(tmp_path)
+
+
+def binary(folder: Path, version: str) -> Path:
+    """What says that it is this Redis, and is the real one."""
+    file = folder / "redis-server"
+    says = f'[ "$1" = --version ] && echo Redis server v={version} && exit'
+    file.write_text(f'#!/bin/sh\n{says}\nexec {redis_server()} "$@"\n')
+    file.chmod(0o755)
+    return file
+
+
+def test_the_systems_server_is_taken_where_it_is_recent_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = redis_server()
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    (tmp_path / "redis-server").write_text("#!/bin/sh\necho Redis server v=5.0.7\n")
+    (tmp_path / "redis-server").chmod(0o755)
+    assert redis_server() == ours
+    (tmp_path / "redis-server").write_text("#!/bin/sh\necho Redis server v=7.4.1\n")
+    assert redis_server() == str(tmp_path / "redis-server")
+
+
+def test_what_a_newer_release_wrote_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redis 6 does not see the files of Redis 7, and would begin with nothing."""
+    data, programs = tmp_path / "data", tmp_path / "programs"
+    programs.mkdir()
+    newer = binary(programs, "7.4.1")
+    with monkeypatch.context() as with_newer:
+        with_newer.setenv("PATH", str(programs), prepend=":")
+        with EmbeddedRedis(data):
+            assert (data / "redis.release").read_text() == "7"
+    newer.unlink()
+    with pytest.raises(ConfigError, match="written by Redis 7"):
+        EmbeddedRedis(data)
+
+
+def test_nobody_runs_scripts(tmp_path: Path) -> None:
+    with (
+        EmbeddedRedis(tmp_path) as server,
+        connect(server.url) as client,
+        pytest.raises(ResponseError, match="unknown command"),
+    ):
+        client.eval("return 1", 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from slipstream.demo.servers import Child
+from slipstream.children import Child
 from tests.fixtures.waiting import wait_until
 
 

@@ -1,0 +1,113 @@
+"""Services as child processes: of `slipstream serve --learn`, of the demo and of benchmarks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+from speculator.errors import SlipstreamError
+from speculator.host import end_with
+
+
+class ChildError(SlipstreamError):
+    """A child process ended when it should have been running, with the end of its log."""
+
+
+KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+"""For a trainer. Each step allocates the same tens of megabytes. By default glibc gives them back to the kernel, which
+clears each page again: ten thousand page faults a step. See mallopt(3)."""
+
+KEYS_FILE = "SLIPSTREAM_GATEWAY_KEYS_FILE"
+_NOT_INHERITED = (KEYS_FILE, "SLIPSTREAM_API_KEY", "SLIPSTREAM_GATEWAY_AUTH_ELSEWHERE", "SLIPSTREAM_CAPTURE")
+"""Settings of a server that may be in this shell. The demo's clients have keys of their own or none, and the command
+line tells each server whether it captures."""
+
+
+def _environment(command: str, num_threads: int, settings: Mapping[str, str]) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+    # Passive waiting: a thread pool that spins would take the core from the other process.
+    threads = {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    return {**(KEEP_FREED_MEMORY if command == "train" else {}), **inherited, **threads, **settings}
+
+
+class Child:
+    """One `slipstream …` process; `log_path` receives everything it prints.
+
+    It runs in a process group of its own, so that Ctrl-C reaches the parent alone, which then ends its children in
+    order. It stays in the parent's session: Linux may share a core equally between sessions, whatever the niceness
+    within them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        arguments: list[str],
+        *,
+        log_path: Path,
+        num_threads: int,
+        settings: Mapping[str, str] | None = None,
+        ends_with_us: bool = False,
+    ) -> None:
+        """`settings` are variables of its environment beside those of this process. With `ends_with_us` it is asked to
+        end when the thread that made it ends, whatever ended that.
+        """
+        self.name, self._log_path = name, log_path
+        with log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "slipstream", *arguments],
+                env=_environment(arguments[0], num_threads, settings or {}),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+                preexec_fn=partial(end_with, os.getpid()) if ends_with_us else None,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
+
+    def check(self) -> None:
+        """Raise ChildError when the process has ended."""
+        if self.returncode is not None:
+            tail = "\n".join(self._log_path.read_text(errors="replace").splitlines()[-12:])
+            raise ChildError(f"{self.name} ended with code {self.returncode}:\n{tail}")
+
+    def pause(self) -> None:
+        """Stop it from computing until `resume`."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """Ask it to end (SIGTERM), kill it after `timeout_s`."""
+        if self.returncode is None:
+            self._process.terminate()
+            self.resume()  # a paused process takes no signal
+            try:
+                self._process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+
+@contextlib.contextmanager
+def running_child(name: str, arguments: list[str], folder: Path, **settings: str) -> Iterator[Child]:
+    """Run `slipstream NAME …` with one thread until the end of the block; it prints to NAME.log in the folder."""
+    started = Child(name, [name, *arguments], log_path=folder / f"{name}.log", num_threads=1, settings=settings)
+    try:
+        yield started
+    finally:
+        started.stop()

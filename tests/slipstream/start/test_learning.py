@@ -1,0 +1,172 @@
+"""`slipstream serve --learn`: one command that serves, learns, ends in order, and goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from slipstream.children import Child
+from slipstream.demo.servers import Scrape
+from slipstream.start.learning import Learning, TrainerKeeper, default_data_dir
+from speculator.draft.checkpoint import target_fingerprint
+from speculator.errors import ConfigError
+from speculator.redis.client import connect
+from speculator.versions.lineage import ensure_lineage
+from speculator.versions.store import DraftStore
+from tests.fixtures.toy import make_toy_model
+from tests.fixtures.waiting import url_in, wait_until
+from tests.slipstream.conftest import service
+from tests.slipstream.test_bad_start import Refused
+
+
+@pytest.fixture
+def data() -> Iterator[Path]:
+    """Of a short name: a socket's path is."""
+    with tempfile.TemporaryDirectory(prefix="learn-") as name:
+        yield Path(name) / "data"
+
+
+def ask(url: str, number: int) -> None:
+    body = {"model": "toy", "prompt": f"question {number}", "max_tokens": 40, "ignore_eos": True, "temperature": 0}
+    httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
+
+
+def version(url: str) -> float:
+    return Scrape.parse(0, httpx.get(f"{url}/metrics").text).total("slipstream_draft_version")
+
+
+def events(log: Path, name: str) -> list[dict[str, Any]]:
+    lines = (json.loads(line) for line in log.read_text().splitlines() if line.startswith("{"))
+    return [line for line in lines if line["event"] == name]
+
+
+def children(pid: int, word: str) -> list[psutil.Process]:
+    return [child for child in psutil.Process(pid).children() if any(word in part for part in child.cmdline())]
+
+
+@pytest.mark.timeout(600)
+def test_it_learns_survives_its_trainer_and_goes_on_where_it_was(toy_model: Path, tmp_path: Path, data: Path) -> None:
+    words = ("serve", "--model", toy_model, "--learn", "--data-dir", data, "--port", 0, "--draft-vocab-size", 24)
+    words = (*words, "--dtype", "float32", "--control-share", 0.2)
+    first = tmp_path / "first.log"
+    with service(first, *words) as serve:
+        url, asked = url_in(first), iter(range(10_000))
+        [said] = events(first, "learning")
+        assert (said["page"], said["endpoint"], said["data"]) == (f"{url}/", f"{url}/v1", str(data))
+
+        def reaches(least: float) -> bool:
+            ask(url, next(asked))
+            return version(url) >= least
+
+        wait_until(lambda: reaches(2), timeout_s=120)
+        [trainer] = children(serve.pid, "train")
+        trainer.kill()
+        wait_until(lambda: events(first, "trainer ended"))
+        assert events(first, "trainer ended")[0]["exit_code"] == -signal.SIGKILL
+        # It goes on where it was.
+        killed_at = version(url)
+        wait_until(lambda: reaches(killed_at + 1), timeout_s=120)
+        beside = psutil.Process(serve.pid).children(recursive=True)
+        assert {"redis-server", "python"} <= {re.sub(r"[\d.]+$", "", child.name()) for child in beside}
+    assert serve.returncode == 0
+    assert not [child for child in beside if child.is_running()], "all of them have ended"
+    assert (data / "train.log").read_text().count("trainer ended") == 1, "in order, but for the one that was killed"
+    assert data.stat().st_mode & 0o777 == 0o700
+    second = tmp_path / "second.log"
+    with service(second, *words):
+        url_in(second)
+        wait_until(lambda: (data / "train.log").read_text().count("trainer resumed") == 2)
+        assert len(DraftStore(data / "drafts").versions()) > 1
+
+
+def test_what_was_started_beside_ends_with_a_server_that_is_killed(toy_model: Path, tmp_path: Path, data: Path) -> None:
+    log = tmp_path / "serve.log"
+    with service(log, "serve", "--model", toy_model, "--learn", "--data-dir", data, "--port", 0) as serve:
+        url_in(log)
+        wait_until(lambda: children(serve.pid, "train"))
+        beside = psutil.Process(serve.pid).children()
+        assert len(beside) == 2
+        serve.kill()
+        serve.wait()
+        wait_until(lambda: not any(child.is_running() for child in beside), timeout_s=60)
+
+
+def test_a_redis_and_a_store_that_are_named_are_taken(redis_url: str, tmp_path: Path, data: Path) -> None:
+    with Learning(data, model="m", redis_url=redis_url, store=tmp_path / "drafts") as learning:
+        assert (learning.redis_url, learning.store) == (redis_url, tmp_path / "drafts")
+        assert not (data / "redis").exists()
+    with Learning(data, model="m", redis_url=None, store=None) as learning, connect(learning.redis_url) as client:
+        assert client.ping()
+        assert learning.store == data / "drafts"
+        with pytest.raises(ConfigError, match="another Redis runs"):
+            Learning(data, model="m", redis_url=None, store=None).__enter__()
+
+
+class Short(Child):
+    """Ends at once."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    @property
+    def returncode(self) -> int:
+        return self.code
+
+
+def test_a_trainer_that_cannot_start_is_tried_less_and_less_often(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.log").write_text('{"event": "training"}\nerror: the store is on fire\n')
+    started: list[Short] = []
+
+    def start() -> Short:
+        started.append(Short(2))
+        return started[-1]
+
+    keeper = TrainerKeeper(start, tmp_path / "train.log", first_pause_s=0.01)
+    keeper.begin()
+    wait_until(lambda: len(started) == 4)
+    keeper.stop()
+    said = capsys.readouterr()
+    pauses = [float(one) for one in re.findall(r"again_in_s\W+([\d.]+)", said.out + said.err)]
+    assert pauses[:3] == [0.01, 0.02, 0.04]
+    assert "the store is on fire" in said.out + said.err
+
+
+def test_a_keeper_that_never_began_can_be_stopped(tmp_path: Path) -> None:
+    TrainerKeeper(lambda: Short(0), tmp_path / "train.log").stop()
+
+
+def test_where_data_lies_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert default_data_dir("toy") == tmp_path / "slipstream" / "toy"
+    monkeypatch.delenv("XDG_DATA_HOME")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert default_data_dir("toy") == Path("/home/somebody/.local/share/slipstream/toy")
+
+
+def test_what_cannot_start_says_why_and_leaves_nothing_behind(
+    refused: Refused, toy_model: Path, tmp_path: Path, data: Path
+) -> None:
+    learn = ("serve", "--model", toy_model, "--learn", "--port", 0)
+    assert "--learn" in refused("serve", "--model", toy_model, "--data-dir", data)
+    (tmp_path / "file").touch()
+    assert "--data-dir" in refused(*learn, "--data-dir", tmp_path / "file" / "data")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert "--port" in refused(*learn, "--data-dir", data, "--port", taken.getsockname()[1])
+    assert not children(os.getpid(), str(data))
+    other = make_toy_model(tmp_path / "other", seed=1)
+    ensure_lineage(DraftStore(data / "drafts"), other, target_fingerprint(other))
+    assert "target" in refused(*learn, "--data-dir", data)
+    assert not children(os.getpid(), str(data))
