@@ -2,7 +2,7 @@
 # `.venv-sglang` for itself, because it pins the versions of much that we leave open.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-sglang chaos soak gpu gpu-wheels llama-cpp lint check format lock audit clean containers docs secrets system-packages up
+.PHONY: help install demo test test-sglang chaos soak gpu gpu-wheels llama-cpp lint check format lock audit clean containers docs secrets system-packages up
 
 PYTHON := .venv/bin/python
 UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
@@ -15,6 +15,8 @@ SYSTEM_PACKAGES := chromium g++ prometheus redis-tools
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+install: .venv/.installed ## .venv: all but SGLang, as locked; then .venv/bin/slipstream serve --model DIR_OR_ID --learn
 
 demo: .venv/.installed ## serve a real model, learn from its traffic, measure what that brings; ARGS="--minutes 3"
 	$(PYTHON) -m slipstream demo $(ARGS)
