@@ -2,7 +2,7 @@
 # `.venv-sglang` for itself, because it pins the versions of much that we leave open.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-sglang chaos soak gpu gpu-wheels llama-cpp lint check format lock audit clean containers docs secrets system-packages up
+.PHONY: help install demo test test-sglang chaos soak gpu gpu-wheels llama-cpp lint check format lock audit release test-wheel clean containers docs secrets system-packages up
 
 PYTHON := .venv/bin/python
 UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
@@ -78,8 +78,15 @@ lock: $(UV) ## compile the lock files again from pyproject.toml (names, versions
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 -c requirements-dev.lock deploy/build.in -o deploy/build.lock
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 -c requirements-dev.lock deploy/llama-cpp.in -o deploy/llama-cpp.lock
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 deploy/audit.in -o deploy/audit.lock
+	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 deploy/release.in -o deploy/release.lock
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 --no-deps -c requirements-sglang.lock deploy/sglang.in -o deploy/sglang.lock
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 -c requirements-dev.lock deploy/router.in -o deploy/router.lock
+
+release: .venv-release/.installed $(UV) ## dist/: source archive, wheel and SBOM of what is committed, checked
+	@deploy/release.sh .venv-release/bin $(UV)
+
+test-wheel: $(UV) ## the wheel in an empty environment, and a demo of a minute from it; MINUTES=1
+	@deploy/test-wheel.sh $(UV) $(if $(filter command line,$(origin MINUTES)),$(MINUTES),1)
 
 audit: .venv-audit/.installed ## known vulnerabilities of everything that is locked, asked of osv.dev
 	@deploy/audit.sh .venv-audit/bin/pip-audit requirements*.lock deploy/*.lock
@@ -91,7 +98,7 @@ system-packages: ## Debian packages that some tests need, where apt-get and root
 	else echo "left out, tests that need them are skipped: $(SYSTEM_PACKAGES)" >&2; fi
 
 clean: ## remove the environments
-	rm -rf .venv .venv-sglang .venv-audit .tools
+	rm -rf .venv .venv-sglang .venv-audit .venv-release .tools dist
 
 # uv where it is missing: into a directory of its own, which also works where the system's pip is externally managed.
 .tools/bin/uv:
@@ -120,7 +127,9 @@ endef
 	@touch $@
 
 # By itself: what judges the others is none of them.
-.venv-audit/.installed: deploy/audit.lock | $(UV)
+.venv-audit/.installed: deploy/audit.lock
+.venv-release/.installed: deploy/release.lock
+.venv-audit/.installed .venv-release/.installed: | $(UV)
 	@[ -x $(@D)/bin/python ] || $(UV) venv --quiet --python '>=3.11' $(@D)
 	$(UV) pip sync --quiet --python $(@D)/bin/python --require-hashes $<
 	@touch $@

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,10 @@ from slipstream.logs import configure_logs
 from slipstream.models import BUNDLED_MODEL, resolve_model
 from slipstream.terminal import console
 from speculator.errors import ConfigError
+
+
+_EXTRA = ("openai", "matplotlib")
+"""Imported by the demo's modules; the bundled model says by itself what it needs."""
 
 
 def demo(
@@ -52,6 +57,8 @@ def demo(
 ) -> None:
     """Serve a real model to several tenants, train its draft from their traffic, and measure what that brings."""
     configure_logs()
+    if missing := [name for name in _EXTRA if find_spec(name) is None]:
+        raise ConfigError(f"the demo needs {', '.join(missing)}: pip install 'slipstream-spec[demo]'")
     from slipstream.demo.demo import DemoOptions, run_demo
     from slipstream.demo.narration import sentences
     from slipstream.demo.picture import draw
