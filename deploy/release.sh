@@ -15,7 +15,7 @@ fi
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$source_dir/pyproject.toml" | head -n 1)
 rm -rf dist
 "$uv" build --quiet --out-dir dist "$source_dir"
-"$bin/cyclonedx-py" requirements "$source_dir/requirements.lock" --pyproject "$source_dir/pyproject.toml" \
+PYTHONWARNINGS=ignore "$bin/cyclonedx-py" requirements "$source_dir/requirements.lock" --pyproject "$source_dir/pyproject.toml" \
   --output-reproducible --output-format JSON --output-file "dist/slipstream_spec-$version.cdx.json"
 "$bin/twine" check --strict dist/*.whl dist/*.tar.gz
 ls -l dist

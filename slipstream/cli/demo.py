@@ -18,7 +18,6 @@ from slipstream.models import BUNDLED_MODEL, resolve_model
 from slipstream.terminal import console
 from speculator.errors import ConfigError
 
-
 _EXTRA = ("openai", "matplotlib")
 """Imported by the demo's modules; the bundled model says by itself what it needs."""
 

@@ -137,7 +137,8 @@ def check_options(context: typer.Context, rules: Iterable[Rule]) -> None:
     typed, other = {}, {}
     for option in context.command.params:
         name, source = option.name or "", context.get_parameter_source(option.name or "")
-        if source is not None and source.name == "COMMANDLINE":
+        if source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP"):
+            # The latter is what `--config` names.
             typed[name] = option.opts[0]
         elif source is not None and source.name == "ENVIRONMENT" and context.params[name] != option.default:
             other[name] = f"{option.envvar}"

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 import typer
 from rich.markup import escape
 
-from slipstream.cli import demo, doctor, drafts, keys, replay, rollout, services, tenants, traces
+from slipstream.cli import config, demo, doctor, drafts, keys, replay, rollout, services, tenants, traces
 from slipstream.cli.options import AsJson
 from slipstream.terminal import console, print_json
 from speculator.errors import ConfigError, DraftError, LifecycleError, SlipstreamError, StoreError, StreamError
@@ -34,6 +34,7 @@ app.command()(rollout.rollout)
 app.command()(doctor.doctor)
 app.add_typer(drafts.draft_app, name="draft")
 app.add_typer(drafts.app, name="drafts")
+app.add_typer(config.app, name="config")
 app.add_typer(keys.app, name="keys")
 app.add_typer(traces.app, name="traces")
 app.add_typer(tenants.app, name="tenants")

@@ -13,6 +13,7 @@ import typer
 from serving.capture.sampling import DEFAULT_BRANCH_SHARE, DEFAULT_FLOOR
 from slipstream.cli import effects
 from slipstream.cli import options as options
+from slipstream.cli.config import Config
 from slipstream.cli.effects import check_options, check_variables, warn_of_unread_variables
 from slipstream.cli.options import Depth, DraftVocab, Model, RedisUrl, Store, SuffixDepth, VocabFrom, finite
 from slipstream.logs import configure_logs
@@ -30,6 +31,7 @@ def serve(
     context: typer.Context,
     model: Model,
     sglang_arguments: options.SglangArguments = None,
+    config: Config = None,
     engine: options.Engine = "local",
     learn: options.Learn = False,
     data_dir: options.DataDir = None,
@@ -161,6 +163,7 @@ def sglang(
     model: Model,
     context: typer.Context,
     sglang_arguments: options.SglangArguments = None,
+    config: Config = None,
     name: options.Name = None,
     redis_url: RedisUrl = DEFAULT_REDIS_URL,
     store: Store = Path("drafts"),
@@ -229,6 +232,7 @@ def gateway(
             "once for each router before the same engines: the first that can be reached is asked."
         ),
     ],
+    config: Config = None,
     redis_url: RedisUrl = DEFAULT_REDIS_URL,
     store: Store = Path("drafts"),
     host: options.Host = "127.0.0.1",
@@ -271,6 +275,7 @@ _PREFIX = "SLIPSTREAM_TRAINER_"
 
 def train(
     model: Model,
+    config: Config = None,
     redis_url: RedisUrl = DEFAULT_REDIS_URL,
     store: Store = Path("drafts"),
     state: Annotated[
@@ -313,7 +318,7 @@ def train(
 
     model_dir = resolve_model(model)
     given = {} if trace_ttl_hours is None else {"trace_ttl_hours": trace_ttl_hours}
-    config = load_config(
+    settings = load_config(
         **given,
         model_dir=model_dir,
         model_key=model_key(model_dir, checked_fingerprint(model_dir, DraftStore(store))),
@@ -324,6 +329,6 @@ def train(
         num_threads=threads,
         seed=seed,
     )
-    check_variables(config, effects.TRAIN)
+    check_variables(settings, effects.TRAIN)
     warn_of_unread_variables()
-    run_trainer(config)
+    run_trainer(settings)

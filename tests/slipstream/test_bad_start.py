@@ -120,3 +120,8 @@ def test_doctor_names_the_option_of_another_redis_client(
     ended = invoke("doctor", "--model", toy_model, "--redis-url", f"{redis_url}&decode_responses=true")
     assert ended.code == 1
     assert "sets decode_responses," in ended.err
+
+
+def test_a_demo_without_its_extra_says_what_to_install(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.cli.demo.find_spec", lambda name: None if name == "openai" else object())
+    assert "openai: pip install 'slipstream-spec[demo]'" in refused("demo")

@@ -1,0 +1,136 @@
+"""`--config FILE.yaml` of the services, and `slipstream config show`: where each value comes from.
+
+    flag > variable of the environment > file > default
+
+A file has the names of the flags, without their dashes: `model: DIR`, `learn: true`, `redis-url: …`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.cli.options import AsJson
+from slipstream.settings import variables
+from slipstream.terminal import print_json
+from speculator.errors import ConfigError
+
+app = typer.Typer(no_args_is_help=True, help="What a service would be started with.")
+_SECRET = ("api_key",)
+_SOURCES = {"COMMANDLINE": "flag", "ENVIRONMENT": "variable", "DEFAULT_MAP": "file", "DEFAULT": "default"}
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice, of which YAML takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise ConfigError(f"{twice[0]!r} stands twice in {self.name}: leave one of them out")
+        return super().construct_mapping(node, deep)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            found = yaml.load(file, _Loader)  # noqa: S506 - a SafeLoader
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): check --config") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no YAML ({' '.join(str(error).split())})") from None
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} has no names of options: write lines such as `model: DIR`")
+    return found
+
+
+def take(context: typer.Context, path: Path | None) -> Path | None:
+    """The callback of `--config`: its values become the defaults of the other options. Raises ConfigError."""
+    if path is None or context.resilient_parsing:
+        return path
+    fields = {
+        option.removeprefix("--"): parameter.name or ""
+        for parameter in context.command.params
+        for option in (*parameter.opts, *([parameter.name.replace("_", "-")] if parameter.name else []))
+        if parameter.name not in ("config", "help")
+    }
+    given: dict[str, tuple[str, Any]] = {}
+    for name, value in _read(Path(path)).items():
+        key = str(name).replace("_", "-")
+        if key not in fields:
+            nearest = difflib.get_close_matches(key, fields, n=1)
+            hint = f"is {nearest[0]} meant?" if nearest else f"see `slipstream {context.command.name} --help`"
+            raise ConfigError(f"{path}: {context.command.name} has no option {name}: {hint}")
+        if isinstance(value, Mapping):
+            raise ConfigError(f"{path}: {name} is a group of names: write its value behind it")
+        if fields[key] in given:
+            raise ConfigError(f"{path}: {given[fields[key]][0]} and {name} are one option: leave one of them out")
+        given[fields[key]] = str(name), value
+    context.default_map = {
+        field: value if isinstance(value, bool | list) or value is None else str(value)
+        for field, (_, value) in given.items()
+    }
+    return path
+
+
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE.yaml",
+        is_eager=True,
+        callback=take,
+        help="Values of these options, by their names; a flag or a variable goes before.",
+    ),
+]
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def show(
+    context: typer.Context,
+    service: Annotated[
+        str, typer.Argument(metavar="SERVICE", help="serve, gateway, sglang or train, and its options.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Print what a service would be started with, and where each value comes from; nothing starts."""
+    # It knows all commands, and they know this module.
+    from slipstream.cli.main import app as slipstream
+
+    commands: Mapping[str, Any] = getattr(typer.main.get_command(slipstream), "commands")  # noqa: B009
+    if service not in ("serve", "gateway", "sglang", "train"):
+        raise ConfigError(f"{service} is no service: name serve, gateway, sglang or train")
+    command = commands[service]
+    asked = command.make_context(f"slipstream {service}", list(context.args))
+    rows = []
+    for option in command.params:
+        if option.name in ("config", "help"):
+            continue
+        source = asked.get_parameter_source(option.name)
+        where = _SOURCES.get(source.name if source else "DEFAULT", "default")
+        value = asked.params[option.name]
+        if option.name in _SECRET and value is not None:
+            value = "(secret)"
+        if where == "variable":
+            where = next(iter(variables(option)), where)
+        rows.append({"name": option.name.replace("_", "-"), "value": value, "from": where})
+    if as_json:
+        print_json([{**row, "value": _plain(row["value"])} for row in rows])
+        return
+    table = Table("option", "value", "from")
+    for row in rows:
+        table.add_row(row["name"], "–" if row["value"] is None else str(row["value"]), row["from"])
+    Console().print(table)
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value

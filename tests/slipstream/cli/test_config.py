@@ -1,0 +1,90 @@
+"""`--config FILE.yaml`: the names of the flags, behind flags and variables; and what `config show` says of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from slipstream.cli.main import app
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "slipstream.yaml"
+
+
+def shown(*words: object) -> dict[str, tuple[Any, str]]:
+    result = CliRunner().invoke(app, ["config", "show", "--json", *map(str, words)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return {row["name"]: (row["value"], row["from"]) for row in json.loads(result.stdout)}
+
+
+def test_flag_before_variable_before_file_before_default(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_text("model: M\nslots: 3\nport: 8001\nredis-url: redis://file\nlearn: true\ncapture_floor: 0.5\n")
+    monkeypatch.setenv("SLIPSTREAM_REDIS_URL", "redis://variable")
+    said = shown("serve", "--config", file, "--port", 8002)
+    assert said["port"] == (8002, "flag")
+    assert said["redis-url"] == ("redis://variable", "SLIPSTREAM_REDIS_URL")
+    assert said["slots"] == (3, "file")
+    assert said["capture-floor"] == (0.5, "file")
+    assert (said["learn"], said["model"]) == ((True, "file"), ("M", "file"))
+    assert said["host"] == ("127.0.0.1", "default")
+
+
+def test_every_service_takes_one_and_no_secret_is_shown(file: Path) -> None:
+    file.write_text("model: M\n")
+    assert shown("train", "--config", file)["model"] == ("M", "file")
+    assert shown("sglang", "--config", file)["model"] == ("M", "file")
+    file.write_text("model: M\nsglang: [http://a, http://b]\napi-key: of-all\n")
+    said = shown("gateway", "--config", file)
+    assert said["sglang"] == (["http://a", "http://b"], "file")
+    assert said["api-key"] == ("(secret)", "file")
+    text = CliRunner().invoke(app, ["config", "show", "gateway", "--config", str(file)]).stdout
+    assert "of-all" not in text
+    assert "http://a" in text
+
+
+def test_an_option_by_either_of_its_names(file: Path) -> None:
+    file.write_text("model: M\nserved-model-name: other\n")
+    assert shown("serve", "--config", file)["name"] == ("other", "file")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("model: M\nslot: 3\n", "no option slot: is slots meant?"),
+        ("model: M\nfrobnicate: 3\n", "no option frobnicate: see `slipstream serve --help`"),
+        ("model: M\nslots: 3\nslots: 4\n", "'slots' stands twice"),
+        ("model: M\nname: a\nserved-model-name: b\n", "name and served-model-name are one option"),
+        ("model: {a: 1}\n", "model is a group of names"),
+        ("- model\n", "no names of options"),
+        ("model: [\n", "no YAML"),
+        ("config: other.yaml\nmodel: M\n", "no option config"),
+    ],
+)
+def test_what_a_file_may_not_say(refused: Refused, file: Path, text: str, says: str) -> None:
+    file.write_text(text)
+    assert says in refused("serve", "--config", file)
+
+
+def test_a_value_of_a_wrong_kind_and_a_file_that_is_not_there(
+    invoke: Callable[..., Any], refused: Refused, file: Path
+) -> None:
+    file.write_text("model: M\nslots: many\n")
+    ended = invoke("serve", "--config", file)
+    assert ended.code == 2
+    assert "--slots" in ended.err
+    assert "cannot be read" in refused("serve", "--config", file.with_name("none.yaml"))
+    assert "is no service" in refused("config", "show", "rollout")
+
+
+def test_what_has_no_effect_is_refused_as_from_the_command_line(refused: Refused, file: Path, toy_model: Path) -> None:
+    file.write_text(f"model: {toy_model}\ndata-dir: somewhere\n")
+    assert "--data-dir is for --learn" in refused("serve", "--config", file)
