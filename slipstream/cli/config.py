@@ -41,7 +41,11 @@ def _read(path: Path) -> dict[str, Any]:
     """Raises ConfigError."""
     try:
         with path.open("rb") as file:
-            found = yaml.load(file, _Loader)  # noqa: S506 - a SafeLoader
+            loader = _Loader(file)
+            try:
+                found = loader.get_single_data()
+            finally:
+                loader.dispose()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): check --config") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -62,23 +62,28 @@ class TrainerKeeper:
     def _keep(self) -> None:
         pause_s = self._first_pause_s
         while not self._stopping.is_set():
-            child, began_s = self._start(), time.monotonic()
-            while child.returncode is None and not self._stopping.wait(_LOOK_S):
-                pass
+            began_s = time.monotonic()
+            try:
+                code, said = self._run(), self._last_line()
+            except OSError as error:
+                # There is no memory for another process, for instance.
+                code, said = None, str(error)
             if self._stopping.is_set():
-                child.stop()
                 return
             if time.monotonic() - began_s > _GOOD_RUN_S:
                 pause_s = self._first_pause_s
-            log.error(
-                "trainer ended",
-                exit_code=child.returncode,
-                again_in_s=pause_s,
-                log=str(self._log_path),
-                said=self._last_line(),
-            )
+            log.error("trainer ended", exit_code=code, said=said, again_in_s=pause_s, log=str(self._log_path))
             self._stopping.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _run(self) -> int | None:
+        """To its end, which comes in order once we are stopping."""
+        child = self._start()
+        while child.returncode is None and not self._stopping.wait(_LOOK_S):
+            pass
+        if self._stopping.is_set():
+            child.stop()
+        return child.returncode
 
     def _last_line(self) -> str:
         lines = self._log_path.read_text(errors="replace").splitlines()

@@ -132,6 +132,8 @@ def test_a_trainer_that_cannot_start_is_tried_less_and_less_often(
 
     def start() -> Short:
         started.append(Short(2))
+        if len(started) == 2:
+            raise OSError("no memory for another process")
         return started[-1]
 
     keeper = TrainerKeeper(start, tmp_path / "train.log", first_pause_s=0.01)
@@ -142,6 +144,7 @@ def test_a_trainer_that_cannot_start_is_tried_less_and_less_often(
     pauses = [float(one) for one in re.findall(r"again_in_s\W+([\d.]+)", said.out + said.err)]
     assert pauses[:3] == [0.01, 0.02, 0.04]
     assert "the store is on fire" in said.out + said.err
+    assert "no memory for another process" in said.out + said.err
 
 
 def test_a_keeper_that_never_began_can_be_stopped(tmp_path: Path) -> None:
