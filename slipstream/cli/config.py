@@ -8,6 +8,7 @@ A file has the names of the flags, without their dashes: `model: DIR`, `learn: t
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +24,9 @@ from slipstream.terminal import print_json
 from speculator.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="What a service would be started with.")
-_SECRET = ("api_key",)
+_SECRET, _HIDDEN = ("api_key",), "(secret)"
+_PASSWORD = re.compile(r"(?<=//)[^@/]*(?=@)|(?<=password=)[^&]*")
+"""Of a Redis URL, before its host or in its query."""
 _SOURCES = {"COMMANDLINE": "flag", "ENVIRONMENT": "variable", "DEFAULT_MAP": "file", "DEFAULT": "default"}
 
 
@@ -123,7 +126,9 @@ def show(
         where = _SOURCES.get(source.name if source else "DEFAULT", "default")
         value = asked.params[option.name]
         if option.name in _SECRET and value is not None:
-            value = "(secret)"
+            value = _HIDDEN
+        elif option.name == "redis_url":
+            value = _PASSWORD.sub(_HIDDEN, value)
         if where == "variable":
             where = next(iter(variables(option)), where)
         rows.append({"name": option.name.replace("_", "-"), "value": value, "from": where})

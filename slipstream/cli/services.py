@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -96,6 +97,7 @@ def _learning(context: typer.Context, given: Mapping[str, Any]) -> Learning:
         model=str(given["model_dir"]),
         redis_url=named("redis_url"),
         store=named("store"),
+        trace_ttl_hours=given["trace_ttl_hours"],
     )
 
 
@@ -109,7 +111,8 @@ def _serve(given: Mapping[str, Any]) -> None:
         run_sglang_server(
             SglangStart(**_fields(SglangStart, {**given, "device": device})),
             _gateway_settings(effects.GATEWAY_IN_FRONT, given["api_key"]),
-            shares_card=given["learn"] and device == "cuda",
+            # Unless it learns on the CPU, the trainer takes the same one.
+            shares_card=given["learn"] and device == "cuda" and os.environ.get(f"{_PREFIX}DEVICE") != "cpu",
             **{name: given[name] for name in places if name in given},
         )
     else:

@@ -93,9 +93,13 @@ class TrainerKeeper:
 class Learning:
     """A context manager around the server; `begin` is for when that takes requests."""
 
-    def __init__(self, data_dir: Path, *, model: str, redis_url: str | None, store: Path | None) -> None:
-        """`model` as the trainer is to be given it. Without `redis_url` a Redis is started."""
-        self._data_dir, self._model = data_dir.absolute(), model
+    def __init__(
+        self, data_dir: Path, *, model: str, redis_url: str | None, store: Path | None, trace_ttl_hours: float = 0
+    ) -> None:
+        """`model` as the trainer is to be given it. Without `redis_url` a Redis is started. Of `trace_ttl_hours` 0 the
+        trainer hears nothing.
+        """
+        self._data_dir, self._model, self._trace_ttl_hours = data_dir.absolute(), model, trace_ttl_hours
         self.redis_url, self.store = redis_url or "", store or self._data_dir / "drafts"
         self._redis: EmbeddedRedis | None = None
         self._keeper = TrainerKeeper(self._trainer, self._data_dir / "train.log")
@@ -134,4 +138,5 @@ class Learning:
     def _trainer(self) -> Child:
         places = ["--redis-url", self.redis_url, "--store", str(self.store)]
         words = ["train", "--model", self._model, *places, "--state", str(self._data_dir / "trainer-state")]
+        words += ["--trace-ttl-hours", str(self._trace_ttl_hours)] if self._trace_ttl_hours else []
         return Child("train", words, log_path=self._data_dir / "train.log", num_threads=1, ends_with_us=True)

@@ -46,6 +46,8 @@ def test_every_service_takes_one_and_no_secret_is_shown(file: Path) -> None:
     said = shown("gateway", "--config", file)
     assert said["sglang"] == (["http://a", "http://b"], "file")
     assert said["api-key"] == ("(secret)", "file")
+    for url in ("redis://me:of-all@h:1/0", "redis://h:1/0?password=of-all&db=1"):
+        assert "of-all" not in shown("gateway", "--config", file, "--redis-url", url)["redis-url"][0]
     text = CliRunner().invoke(app, ["config", "show", "gateway", "--config", str(file)]).stdout
     assert "of-all" not in text
     assert "http://a" in text

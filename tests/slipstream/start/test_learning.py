@@ -113,6 +113,24 @@ def test_a_redis_and_a_store_that_are_named_are_taken(redis_url: str, tmp_path: 
             Learning(data, model="m", redis_url=None, store=None).__enter__()
 
 
+def test_the_trainer_forgets_when_the_server_does(redis_url: str, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[list[str]] = []
+
+    class Noted(Short):
+        def __init__(self, name: str, arguments: list[str], **_: object) -> None:
+            super().__init__(0)
+            begun.append(arguments)
+
+    monkeypatch.setattr("slipstream.start.learning.Child", Noted)
+    for hours in (0.0, 24.0):
+        with Learning(data, model="m", redis_url=redis_url, store=None, trace_ttl_hours=hours) as learning:
+            begun.clear()
+            learning.begin("http://127.0.0.1:1")
+            wait_until(lambda: begun)
+        [words] = begun[:1]
+        assert words[words.index("--state") + 2 :] == (["--trace-ttl-hours", "24.0"] if hours else [])
+
+
 class Short(Child):
     """Ends at once."""
 
