@@ -105,8 +105,8 @@ def binary(folder: Path, version: str) -> Path:
 
 
 def test_the_systems_server_is_taken_where_it_is_recent_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
     ours = redis_server()
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     (tmp_path / "redis-server").write_text("#!/bin/sh\necho Redis server v=5.0.7\n")
     (tmp_path / "redis-server").chmod(0o755)
     assert redis_server() == ours
@@ -118,11 +118,10 @@ def test_what_a_newer_release_wrote_is_not_passed_over(tmp_path: Path, monkeypat
     """Redis 6 does not see the files of Redis 7, and would begin with nothing."""
     data, programs = tmp_path / "data", tmp_path / "programs"
     programs.mkdir()
+    monkeypatch.setenv("PATH", str(programs))
     newer = binary(programs, "7.4.1")
-    with monkeypatch.context() as with_newer:
-        with_newer.setenv("PATH", str(programs), prepend=":")
-        with EmbeddedRedis(data):
-            assert (data / "redis.release").read_text() == "7"
+    with EmbeddedRedis(data):
+        assert (data / "redis.release").read_text() == "7"
     newer.unlink()
     with pytest.raises(ConfigError, match="written by Redis 7"):
         EmbeddedRedis(data)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -141,17 +142,45 @@ def test_beyond_the_buffer_traces_are_dropped_and_counted_and_room_comes_back() 
     assert [trace.header.request_id for trace in traces] == ["small"]
 
 
-def test_a_full_buffer_costs_the_newest_requests_and_their_memory_is_free_at_once() -> None:
+def in_step(capture: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Waits until the assembler has taken all that it was handed, and its memory is what it will be."""
+    assembler, handed, taken = capture.assembler, list[object](), list[object]()
+    hand_over, take_prefill, take_verifications = (
+        getattr(assembler, name) for name in ("hand_over", "_take_prefill", "_take_verifications")
+    )
+
+    def handing_over(step: object) -> None:
+        handed.append(step)
+        hand_over(step)
+
+    def taking_prefill(step: object) -> None:
+        take_prefill(step)
+        taken.append(step)
+
+    def taking_verifications(alike: Sequence[object]) -> None:
+        take_verifications(alike)
+        taken.extend(alike)
+
+    monkeypatch.setattr(assembler, "hand_over", handing_over)
+    monkeypatch.setattr(assembler, "_take_prefill", taking_prefill)
+    monkeypatch.setattr(assembler, "_take_verifications", taking_verifications)
+    return lambda: wait_until(lambda: len(taken) == len(handed))
+
+
+def test_a_full_buffer_costs_the_newest_requests_and_their_memory_is_free_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     traces: list[Trace] = []
     capture = make_capture(traces, buffer_bytes=3000, context_window=64)
+    wait = in_step(capture, monkeypatch)
     requests = [Request(list(range(1, 61)), name) for name in "abcde"]
     for request in requests:
         prefill(capture, [request])
-        wait_until(lambda: capture.assembler.queued_bytes == 0)
+        wait()
         request.output_ids = [10]
     running = [request for request in requests if request.rid not in {"d", "e"}]
     verify(capture, running, [60] * 3, [[21, 22]] * 3, [1] * 3)
-    wait_until(lambda: capture.assembler.queued_bytes == 0)
+    wait()
     assert capture.assembler.held_share <= 1
     for request in requests:
         end(capture, request)
