@@ -48,7 +48,7 @@ _HOPELESS_S = 600.0
 
 
 def latency_s(key: SampleKey, turn: int, seed: int) -> float | None:
-    """Of a step; None for one that never answers. The same for both ways."""
+    """Of a step; None for one that never answers. The same for all ways."""
     rng = random.Random(f"{seed} {key.group_id} {key.sample} {turn}")
     return None if rng.random() < _NEVER else min(_SHORTEST_S * rng.paretovariate(_ALPHA), _LONGEST_S)
 

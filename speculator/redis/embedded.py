@@ -144,14 +144,20 @@ class EmbeddedRedis:
     def _check_release(self, binary: str) -> None:
         """An older one would not see the newer one's file, and begin with nothing. Raises ConfigError."""
         major, file, written = _version(binary)[0], self.directory / "redis.release", 0
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            written = int(file.read_text())
+        try:
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                written = int(file.read_text())
+            if written < major:
+                file.write_text(str(major))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write to {self.directory} ({error.strerror}): choose another directory"
+            ) from error
         if written > major:
             raise ConfigError(
                 f"{self.directory} was written by Redis {written}, and {binary} is Redis {major}: install the newer "
                 "one again, or choose another directory"
             )
-        file.write_text(str(major))
 
     def _arguments(self) -> list[str]:
         settings = {

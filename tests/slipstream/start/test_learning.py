@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,7 @@ def test_a_trainer_that_cannot_start_is_tried_less_and_less_often(
 
 def test_a_keeper_that_never_began_can_be_stopped(tmp_path: Path) -> None:
     TrainerKeeper(lambda: Short(0), tmp_path / "train.log").stop()
+    assert not [thread for thread in threading.enumerate() if thread.name == "trainer-keeper"]
 
 
 def test_where_data_lies_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

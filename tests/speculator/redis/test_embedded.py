@@ -127,6 +127,12 @@ def test_what_a_newer_release_wrote_is_not_passed_over(tmp_path: Path, monkeypat
         EmbeddedRedis(data)
 
 
+def test_a_folder_that_cannot_be_written_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "redis.release").mkdir()
+    with pytest.raises(ConfigError, match=r"cannot write to .* choose another directory"):
+        EmbeddedRedis(tmp_path)
+
+
 def test_nobody_runs_scripts(tmp_path: Path) -> None:
     with (
         EmbeddedRedis(tmp_path) as server,
