@@ -12,9 +12,13 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
+import structlog
+from starlette.requests import Request
+
 from serving.acceptance import Acceptance
 from serving.engine import Chunk, Engine, EngineInfo, FinishReason, GenerateRequest
-from serving.gateway.config import GatewaySettings
+from serving.gateway.body import Ignored, read_body
+from serving.gateway.config import ENV_PREFIX, GatewaySettings
 from serving.gateway.errors import ApiError, deadline
 from serving.gateway.metrics import GatewayMetrics
 from serving.gateway.openai.schema import GenerationBody
@@ -23,7 +27,10 @@ from speculator.draft.sampling_params import sample_seed
 from speculator.errors import EngineError, RequestError
 from speculator.tracing import prefixed
 
+B = TypeVar("B", bound=GenerationBody)
 T = TypeVar("T")
+log = structlog.get_logger(__name__)
+_MOST_IGNORED_NAMES = 200
 
 INLINE_CHARS = 4096
 """About a millisecond of tokenising: below it a thread costs more than it saves."""
@@ -43,6 +50,18 @@ class Gateway:
     """Samples of requests under way that are no rollouts: rollouts take what these leave."""
     on_change: Callable[[], object] = lambda: None
     """Called when that number changes."""
+    ignored: set[str] = field(default_factory=set)
+    """Names of fields that requests had and that this server does not act on, as far as the log has them."""
+
+    async def read(self, request: Request, model: type[B]) -> B:
+        """The body of a request; what is ignored in it is listed once in the log. Raises as `read_body`."""
+        ignored: Ignored | None = None if self.settings.strict_fields else set()
+        body = await read_body(request, model, max_bytes=self.settings.max_body_bytes, ignored=ignored)
+        new = (ignored or set()) - self.ignored
+        if new and len(self.ignored) < _MOST_IGNORED_NAMES:
+            self.ignored |= new
+            log.info("fields_ignored", fields=sorted(new), hint=f"{ENV_PREFIX}STRICT_FIELDS=1 refuses them")
+        return body
 
     @contextmanager
     def sample(self) -> Iterator[None]:
@@ -154,6 +173,7 @@ def plan(
     prompts: Sequence[Sequence[int]],
     *,
     prompt_param: str,
+    grammar: str = "",
 ) -> AnswerStreams:
     """Turn token ids of the prompts into the requests of a generation, prompt by prompt, sample by sample.
 
@@ -174,6 +194,7 @@ def plan(
                 # Samples of one prompt differ; a prompt's samples do not depend on its place in the batch.
                 seed=None if body.seed is None else sample_seed(body.seed, sample),
                 ignore_eos=body.ignore_eos,
+                grammar=grammar,
                 policy=policy,
             )
             for sample in range(body.n)
