@@ -8,6 +8,7 @@ knows, and some that would change how likely tokens are or what is said of them.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from types import EllipsisType
@@ -134,7 +135,7 @@ def asked_fields(
     here, but for what may be ignored.
     """
     asked = without_nulls(fields)
-    acted_on = {field.alias or name for name, field in model.model_fields.items()}
+    acted_on = _acted_on(model)
     for name in list(asked):
         is_known = name in model.neutral
         if is_known and changes_nothing(asked[name], model.neutral[name]):
@@ -147,6 +148,12 @@ def asked_fields(
         elif is_known:
             raise invalid("unsupported_parameter", CANNOT, *within, name)
     return asked
+
+
+@functools.cache
+def _acted_on(model: type[Strict]) -> frozenset[str]:
+    """The fields of a model, as bodies name them."""
+    return frozenset(field.alias or name for name, field in model.model_fields.items())
 
 
 def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
