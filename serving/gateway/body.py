@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from types import EllipsisType
@@ -37,6 +38,8 @@ _DISCARD_FACTOR = 4
 then never sees the 413."""
 _DISCARD_S = 1.0
 _DISCARD_BYTES = 4 * 1024 * 1024
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,39}")
+"""What the log shows of a client's own field name: anything else may be text that is nobody's business."""
 _CODES = {
     "json_invalid": "invalid_json",
     "missing": "missing_required_parameter",
@@ -143,7 +146,7 @@ def asked_fields(
         elif name in acted_on:
             continue
         elif ignored is not None and (name in model.ignorable if is_known else model.ignores_unknown):
-            ignored.add(f"{model.place}{name}"[:_MAX_PARAM_CHARS])
+            ignored.add(f"{model.place}{name if _NAME.fullmatch(name) else '?'}")
             del asked[name]
         elif is_known:
             raise invalid("unsupported_parameter", CANNOT, *within, name)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import httpx
 import pytest
@@ -77,7 +78,7 @@ def test_no_prompt_and_no_answer_in_logs_or_metrics(capfd: pytest.CaptureFixture
     registry = CollectorRegistry()
     engine = DoubleEngine(answer=lambda request: f"{CANARY} answer")
 
-    def broken(messages: list[dict[str, str]]) -> list[int]:
+    def broken(messages: list[dict[str, Any]], *_: Any) -> list[int]:
         raise KeyError(messages[0]["content"])
 
     async def talk(client: httpx.AsyncClient) -> str:
