@@ -29,8 +29,9 @@ from trainer.metrics import TrainerMetrics
 PROMETHEUS = RULES.parent
 ALERT_TESTS = PROMETHEUS / "tests" / "alerts_test.yml"
 GRAFANA = BOARDS.parent
-PAGE, DASHBOARDS_PAGE = ROOT / "docs" / "metrics.md", ROOT / "docs" / "dashboards.md"
+PAGE, RUNBOOK = ROOT / "docs" / "metrics.md", ROOT / "docs" / "runbook.md"
 SGLANG = ROOT / ".venv-sglang"
+RUNBOOKS = "{{ $externalLabels.runbooks }}"
 DATA_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 FILES = {path.stem: json.loads(path.read_text()) for path in BOARDS.iterdir()}
 _OURS = re.compile(r"\bslipstream[_:][a-z0-9_:]+")
@@ -111,9 +112,35 @@ def test_an_alert_says_what_happened_and_what_to_do(alert: dict[str, Any]) -> No
     summary, description = alert["annotations"]["summary"], alert["annotations"]["description"]
     assert len(summary) < 100
     assert len(description) > 100
-    assert f"| {alert['alert']} |" in DASHBOARDS_PAGE.read_text()
+    assert alert["annotations"]["runbook_url"] == f"{RUNBOOKS}docs/runbook.md#{alert['alert'].lower()}"
     for command in re.findall(r"`slipstream ([^`]+)`", description):
         check_slipstream(command.split(), whole=False)
+
+
+def test_the_runbook_has_a_section_for_every_alert_and_for_no_other() -> None:
+    sections = re.split(r"^### (\w+)\n", RUNBOOK.read_text(), flags=re.MULTILINE)[1:]
+    assert sorted(sections[::2]) == sorted(alert["alert"] for alert in ALERTS)
+    assert all(re.search(r"^1\. ", section, re.MULTILINE) for section in sections[1::2]), "each has steps"
+
+
+@needs_promtool
+@pytest.mark.parametrize("address", ["", "https://git.example.com/slipstream/blob/main/"])
+def test_a_firing_alert_leads_to_its_section(tmp_path: Path, address: str) -> None:
+    [alert] = [one for one in ALERTS if one["alert"] == "SlipstreamTrainerUnhealthy"]
+    annotations = {
+        name: text.replace(RUNBOOKS, address).replace("{{ $labels.instance }}", "t")
+        for name, text in alert["annotations"].items()
+    }
+    fired = {"exp_labels": {"instance": "t", **alert["labels"]}, "exp_annotations": annotations}
+    scenario = {
+        "interval": "1m",
+        "external_labels": {"runbooks": address} if address else {},
+        "input_series": [{"series": 'slipstream_trainer_healthy{instance="t"}', "values": "0x30"}],
+        "alert_rule_test": [{"eval_time": "20m", "alertname": alert["alert"], "exp_alerts": [fired]}],
+    }
+    file = tmp_path / "test.yml"
+    file.write_text(yaml.safe_dump({"rule_files": [f"{RULES}/alerts.yml"], "tests": [scenario]}))
+    assert "SUCCESS" in promtool("test", "rules", file)
 
 
 def test_the_scraped_ports_are_those_of_the_services() -> None:
