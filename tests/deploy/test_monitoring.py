@@ -209,6 +209,44 @@ def test_everything_is_asked_of_the_chosen_data_source_and_engine(board: dict[st
     assert "engine" in used
 
 
+@each_board
+def test_the_model_chooses_the_engines_and_all_of_them_are_no_more_than_its_own(board: dict[str, Any]) -> None:
+    variables = {variable["name"]: variable for variable in board["templating"]["list"]}
+    assert variables["model"]["query"].endswith(", model_name)")
+    by_model = [variable for variable in variables.values() if 'model_name=~"$model"' in variable["query"]]
+    assert "engine" in {variable["name"] for variable in by_model}
+    assert not any("allValue" in variable for variable in by_model), "All would be those of other models, too"
+
+
+@each_board
+def test_states_are_told_by_words_in_colour(board: dict[str, Any]) -> None:
+    for metric in ("slipstream_engine_up{", "slipstream_draft_version{"):
+        assert any(
+            panel["type"] == "state-timeline" and metric in json.dumps(panel["targets"]) for panel in panels(board)
+        )
+    for panel in panels(board):
+        if panel["type"] != "state-timeline" and panel["title"] != "State":
+            continue
+        overrides = panel["fieldConfig"]["overrides"]
+        names = {target["legendFormat"] for target in panel["targets"]} | {
+            target["refId"] for target in panel["targets"]
+        }
+        for override in overrides:
+            assert override["matcher"]["options"] in names, panel["title"]
+            told = {given["id"]: given["value"] for given in override["properties"]}
+            colours = [value["color"] for mapping in told.get("mappings", ()) for value in mapping["options"].values()]
+            colours += [step["color"] for step in told.get("thresholds", {}).get("steps", ())]
+            assert set(colours) - {"text", "transparent"}, (panel["title"], override["matcher"])
+        assert len(overrides) == len(panel["targets"]), panel["title"]
+
+
+@each_board
+def test_a_single_value_says_what_it_means_that_there_is_none(board: dict[str, Any]) -> None:
+    single = [panel for panel in panels(board) if panel["type"] in ("stat", "gauge", "bargauge")]
+    assert single
+    assert all(panel["fieldConfig"]["defaults"].get("noValue") for panel in single)
+
+
 @pytest.mark.skipif(not SGLANG.exists(), reason="no .venv-sglang: make test-sglang makes it")
 def test_sglang_exports_what_its_board_asks_for() -> None:
     (collector,) = SGLANG.glob("lib/python*/site-packages/sglang/srt/observability/metrics_collector.py")
@@ -224,8 +262,18 @@ def test_what_the_loop_is_for_is_on_the_live_board() -> None:
     }
     live = FILES["slipstream-live"]
     everything = "\n".join(queries(live))
+    assert [panel["title"] for panel in live["panels"] if panel["type"] == "row"] == [
+        "Does it pay?",
+        "What is accepted?",
+        "Is it healthy?",
+        "Does it learn?",
+        "What is lost?",
+    ]
     metrics = ("speedup_measured_ratio_lower", "accept_length_by_version", "acceptance_by_position", "gate_decisions")
+    metrics += ("speedup_end_to_end_ratio_lower", "inter_token_latency_seconds_bucket", "prompt_tokens_total")
+    metrics += ("time_to_first_token_seconds_bucket", "slipstream_accepted_total", "loss_budget_used")
     assert [metric for metric in metrics if metric not in everything] == []
+    assert {variable["name"] for variable in live["templating"]["list"]} >= {"datasource", "model", "engine", "tenant"}
     assert {mark["name"] for mark in live["annotations"]["list"]} >= {"Draft swap", "Rollback"}
 
 
