@@ -2,7 +2,8 @@
 
 A whole answer goes to the client as it comes. So does a stream, event by event; only a stream that SGLang could not
 begin becomes an error response, and one that breaks off gets a last event that says so. To the usage the gateway adds
-what became of the proposals (serving/gateway/acceptance.py).
+what became of the proposals (serving/gateway/acceptance.py). It counts tokens by the usage: it asks SGLang for that of
+every stream, and takes the event out where the client did not ask.
 
 What the gateway adds to a request (serving/request_metadata.py) travels in fields that SGLang hands to its scheduler:
 `rid`, `cache_salt`, and in `custom_params["slipstream"]`, where the plugin reads it, the capture policy.
@@ -10,6 +11,7 @@ What the gateway adds to a request (serving/request_metadata.py) travels in fiel
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
@@ -74,7 +76,8 @@ def passthrough_routes(
             limit_s=settings.max_request_s,
             headers=marks.to_header(),
             body=partial(rewrite, raw, body, marks),
-            notes=AcceptanceNotes(keep=body.return_spec_tokens_details is True),
+            notes=AcceptanceNotes(keep=body.return_spec_tokens_details is True, hide_usage=not body.has_usage),
+            num_samples=body.num_samples,
             max_tokens=limit_to_add(body, settings.max_completion_tokens, exchange.route, host.info),
         )
         response: Response
@@ -114,31 +117,43 @@ class _UpstreamCall:
     max_tokens: int | None
     """The limit that the gateway puts in; None where the client has said how many tokens it wants."""
     notes: AcceptanceNotes
+    num_samples: int
 
     async def whole(self) -> Response:
         async with self._answer() as response:
             content = self.notes.whole(await response.aread())
+        self._count(0.0)
         return Response(content, media_type=response.headers.get("content-type", "application/json"))
 
     async def stream(self, emit: Emit) -> bytes:
         """Emit the answer's events as they come; raises ApiError or EngineError where it cannot begin or breaks off."""
-        is_done = has_begun = False
+        is_done, first_s, last_s = False, 0.0, 0.0
         async with self._answer() as response:
             async for block in whole_events(response):
-                if not has_begun:
+                last_s = time.perf_counter()
+                if not first_s:
                     if refused := refusal_in(block):
                         raise refused
                     self.exchange.note_first_token(self.metrics)
-                    has_begun = True
+                    first_s = last_s
                 # For log and metrics: the client reads the error where SGLang put it.
                 at = block.find(ERROR_EVENT)
                 if at >= 0 and (failure := refusal_in(block[at:])):
                     self.exchange.fail(failure)
                 is_done = block.endswith(DONE)
                 await emit(self.notes.events(block))
+        self._count(last_s - first_s)
         if not is_done:
             raise EngineError("the stream ended before it was done")
         return b""
+
+    def _count(self, streamed_s: float) -> None:
+        """`streamed_s` is from the first piece of a stream, which has a token of every sample, to the last."""
+        if (used := self.notes.usage) is None:
+            return
+        self.metrics.count_tokens(self.exchange.tenant, prompt=used.prompt_tokens, generated=used.completion_tokens)
+        num_after_first = used.completion_tokens / self.num_samples - 1
+        self.metrics.observe_pace(self.exchange.route, streamed_s, num_after_first)
 
     @asynccontextmanager
     async def _answer(self) -> AsyncIterator[httpx.Response]:
@@ -280,4 +295,6 @@ def rewrite(raw: bytes, body: ForwardedBody, marks: Marks, *, max_tokens: int | 
         added["max_tokens"] = max_tokens
     if body.has_usage:
         added[ASK] = True
+    elif isinstance(body.stream_options, dict | None):
+        added["stream_options"] = {**(body.stream_options or {}), "include_usage": True}
     return msgspec.json.encode({**fields, **added})

@@ -7,6 +7,7 @@ Samples of a request run concurrently and succeed or fail together. Each waits f
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
@@ -85,6 +86,11 @@ class StreamedChoice:
 
     parts: list[str] = field(default_factory=list)
     num_tokens: int = 0
+    num_first: int = 0
+    """Tokens of the first chunk that has any."""
+    first_s: float = 0.0
+    last_s: float = 0.0
+    """When that chunk came, and the last one with tokens; the monotonic clock."""
     acceptance: Acceptance = field(default_factory=Acceptance)
     finish_reason: FinishReason | None = None
 
@@ -94,7 +100,11 @@ class StreamedChoice:
 
     def add(self, chunk: Chunk) -> None:
         self.parts.append(chunk.text)
-        self.num_tokens += len(chunk.token_ids)
+        if chunk.token_ids:
+            self.last_s = time.perf_counter()
+            if not self.num_tokens:
+                self.first_s, self.num_first = self.last_s, len(chunk.token_ids)
+            self.num_tokens += len(chunk.token_ids)
         if chunk.num_proposed is not None:
             self.acceptance.add(chunk.num_proposed, chunk.num_accepted)
         self.finish_reason = chunk.finish_reason
@@ -128,6 +138,7 @@ class AnswerStreams:
                 prompt, completion, accepted = self._num_prompt_tokens, self._num_tokens, self.acceptance.num_accepted
                 counted = prefixed(prompt_tokens=prompt, completion_tokens=completion, accepted_tokens=accepted)
                 self._exchange.span.set_attributes(counted)
+                self._gateway.metrics.count_tokens(self._exchange.tenant, prompt=prompt, generated=completion)
         if failures:
             raise failures[0]
 
@@ -147,6 +158,8 @@ class AnswerStreams:
                     await on_chunk(index, chunk)
         if sample.finish_reason is None:
             raise EngineError("the engine's stream ended without a finish reason")
+        num_after_first = sample.num_tokens - sample.num_first
+        self._gateway.metrics.observe_pace(self._exchange.route, sample.last_s - sample.first_s, num_after_first)
 
     @property
     def _num_tokens(self) -> int:

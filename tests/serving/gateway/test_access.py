@@ -413,7 +413,7 @@ def test_refusals_are_counted_and_no_secret_is_told(keys: KeyFile, capfd: pytest
     assert 'slipstream_gateway_refusals_total{code="invalid_api_key"}' in metrics
     assert 'slipstream_gateway_refusals_total{code="key_is_read_only"} 8.0' in metrics
     assert 'slipstream_gateway_refusals_total{code="admin_key_wrong"}' in metrics
-    assert 'slipstream_gateway_requests_total{route="/v1/completions",status="401"}' in metrics
+    assert 'slipstream_gateway_requests_total{model_name="double",route="/v1/completions",status="401"}' in metrics
     for told in (repr(logs), metrics, "".join(capfd.readouterr())):
         assert "secret-of" not in told
         assert ADMIN_KEY not in told
