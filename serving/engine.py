@@ -44,6 +44,8 @@ class GenerateRequest:
     stop: tuple[str, ...] = ()
     seed: int | None = None
     ignore_eos: bool = False
+    drafts: bool = True
+    """False where nothing may be proposed for it: it is decoded plainly."""
     logprobs: bool = False
     """Whether its chunks say how likely their tokens were."""
     policy: CapturePolicy = field(default_factory=CapturePolicy)

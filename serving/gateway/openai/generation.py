@@ -174,6 +174,7 @@ def plan(
                 # Samples of one prompt differ; a prompt's samples do not depend on its place in the batch.
                 seed=None if body.seed is None else sample_seed(body.seed, sample),
                 ignore_eos=body.ignore_eos,
+                drafts=body.slipstream.draft,
                 policy=policy,
             )
             for sample in range(body.n)
