@@ -79,11 +79,12 @@ class Chart {
         { ...axis, grid: { show: false }, size: 24, space: 80, values: (_, splits) => splits.map(this.range.write) },
         { ...axis, size: 42, space: 30 },
       ],
-      series: [{}, { stroke: accent, width: 2.25, points: { show: false } }, edge, edge, { stroke: () => this.colour("--second"), width: 2, dash: [7, 4], points: { show: false } }],
+      series: [{}, { stroke: accent, width: 2.25, points: { show: () => this.rows.length === 1, size: 6, fill: accent } }, edge, edge, { stroke: () => this.colour("--second"), width: 2, dash: [7, 4], points: { show: false } }],
       bands: [{ series: [3, 2], fill: () => `color-mix(in srgb, ${accent()} 16%, transparent)` }],
       hooks: { draw: [() => this.mark(), () => this.pointedMs !== null && this.pointAt(this.pointedMs)], setCursor: [() => this.read()] },
     }, [[], [], [], [], []], this.root);
     new ResizeObserver(() => this.plot.setSize({ width: this.root.clientWidth, height: HEIGHT })).observe(this.root);
+    this.tell(-1);
     this.root.addEventListener("keydown", (event) => this.step(event));
     this.root.addEventListener("blur", () => this.pointAt(null));
   }

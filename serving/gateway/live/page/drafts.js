@@ -116,7 +116,7 @@ function showChoices(versions) {
 }
 
 function actions() {
-  return byId("admin-form").querySelectorAll("button");
+  return byId("admin-form").querySelectorAll("button[value]");
 }
 
 async function act(action) {

@@ -80,7 +80,7 @@ function showTrainer(trainer, version) {
   if (trainer === null) return;
   const { running, num_ended, exit_code, ended_ms, again_ms } = trainer;
   const how = exit_code === null ? "" : exit_code < 0 ? ` by signal ${-exit_code}` : ` with exit code ${exit_code}`;
-  const ended = `ended ${num_ended === 1 ? "once" : `${num_ended} times`}, last${how} at ${moment(ended_ms)}`;
+  const ended = `ended ${num_ended === 1 ? "once," : `${num_ended} times, last`}${how} at ${moment(ended_ms)}`;
   say("trainer", running ? (num_ended ? `running; ${ended}` : "running") : num_ended ? "ended" : "starting");
   if (!running && num_ended) say("trainer-notice", `The trainer ${ended}. The server starts it again at ${moment(again_ms)}; train.log in the data directory says why it ended. Answers go on with draft v${version}, and nothing is learned meanwhile.`);
 }
