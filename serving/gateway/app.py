@@ -80,8 +80,8 @@ def create_app(
         gateway.metrics,
         registry,
         drafts,
+        trainer_status,
         shows_tokens=True,
-        trainer_status=trainer_status,
         beside=book.running,
     )
     app.state.erase = book.erase
@@ -136,15 +136,7 @@ def create_passthrough_app(
     if targets is not None:
         routers.append(target_routes(targets, settings, on_moved=on_moved))
     app = _assemble(
-        routers,
-        host,
-        settings,
-        metrics,
-        registry,
-        drafts,
-        shows_tokens=False,
-        trainer_status=trainer_status,
-        beside=running,
+        routers, host, settings, metrics, registry, drafts, trainer_status, shows_tokens=False, beside=running
     )
     app.state.erase = erase
     return app
@@ -161,9 +153,9 @@ def _assemble(
     metrics: GatewayMetrics,
     registry: CollectorRegistry,
     drafts: Drafts | None,
+    trainer_status: ReadTrainerStatus | None,
     *,
     shows_tokens: bool,
-    trainer_status: ReadTrainerStatus | None,
     beside: Callable[[], AbstractAsyncContextManager[None]],
 ) -> FastAPI:
     """`beside` runs while the app is served. `shows_tokens`, `trainer_status` as of Live."""

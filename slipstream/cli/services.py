@@ -108,8 +108,7 @@ def _serve(given: Mapping[str, Any]) -> None:
         from slipstream.start.gateway import run_sglang_server
 
         device = given["device"] or "cuda"
-        places = ("host", "port", "draft_vocab_size", "vocab_texts", "seed", "start_timeout_s")
-        places += ("on_serving", "trainer_status")
+        places = "host port draft_vocab_size vocab_texts seed start_timeout_s on_serving trainer_status".split()
         run_sglang_server(
             SglangStart(**_fields(SglangStart, {**given, "device": device})),
             _gateway_settings(effects.GATEWAY_IN_FRONT, given["api_key"]),

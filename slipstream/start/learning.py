@@ -88,9 +88,9 @@ class TrainerKeeper:
                 return
             if time.monotonic() - began_s > _GOOD_RUN_S:
                 pause_s = self._first_pause_s
-            again_ms = now_ms() + round(1000 * pause_s)
-            num_ended = self.status.num_ended + 1
-            self.status = TrainerStatus(num_ended=num_ended, exit_code=code, ended_ms=now_ms(), again_ms=again_ms)
+            num_ended, ended_ms = self.status.num_ended + 1, now_ms()
+            again_ms = ended_ms + round(1000 * pause_s)
+            self.status = TrainerStatus(num_ended=num_ended, exit_code=code, ended_ms=ended_ms, again_ms=again_ms)
             log.error("trainer ended", exit_code=code, said=said, again_in_s=pause_s, log=str(self._log_path))
             self._stopping.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
