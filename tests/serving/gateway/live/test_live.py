@@ -249,11 +249,11 @@ def test_first_tokens_have_quantiles_of_the_last_minute() -> None:
 def test_a_trainer_that_is_kept_is_told_of() -> None:
     status = {"running": False, "num_ended": 2, "exit_code": -9, "ended_ms": 5000, "again_ms": 7000}
     for kept in (None, status):
-        trainer_status = None if kept is None else lambda: status
-        app = create_app(
-            DoubleEngine(), settings=GatewaySettings(), registry=CollectorRegistry(), trainer_status=trainer_status
-        )
+        told = None if kept is None else lambda: status
+        app = create_app(DoubleEngine(), settings=GatewaySettings(), registry=CollectorRegistry(), trainer_status=told)
         assert get(app, "/slipstream/live").json()["trainer"] == kept
+        shown = passage.talk(FakeSglang(), lambda client: client.get("/slipstream/live"), trainer_status=told)
+        assert shown.json()["trainer"] == kept
 
 
 def test_an_engine_that_reports_late_has_figures_once_it_does() -> None:
