@@ -108,13 +108,12 @@ def _serve(given: Mapping[str, Any]) -> None:
         from slipstream.start.gateway import run_sglang_server
 
         device = given["device"] or "cuda"
-        places = "host port draft_vocab_size vocab_texts seed start_timeout_s on_serving trainer_status".split()
         run_sglang_server(
             SglangStart(**_fields(SglangStart, {**given, "device": device})),
             _gateway_settings(effects.GATEWAY_IN_FRONT, given["api_key"]),
             # Unless it learns on the CPU, the trainer takes the same one.
             shares_card=given["learn"] and device == "cuda" and os.environ.get(f"{_PREFIX}DEVICE") != "cpu",
-            **{name: given[name] for name in places if name in given},
+            **_fields(run_sglang_server, given),
         )
     else:
         from serving.local.config import LocalEngineConfig
