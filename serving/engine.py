@@ -46,6 +46,8 @@ class GenerateRequest:
     ignore_eos: bool = False
     grammar: str = ""
     """What the answer's text follows, as llguidance has it (`serving.grammar`); the answer ends where that does."""
+    drafts: bool = True
+    """False where nothing may be proposed for it: it is decoded plainly."""
     logprobs: bool = False
     """Whether its chunks say how likely their tokens were."""
     policy: CapturePolicy = field(default_factory=CapturePolicy)

@@ -18,7 +18,7 @@ from serving.gateway.admin import Drafts, Targets, admin_routes, target_routes
 from serving.gateway.config import GatewaySettings
 from serving.gateway.errors import error_response
 from serving.gateway.keys import Keyring, OneKey
-from serving.gateway.live.live import Live, live_routes
+from serving.gateway.live.live import Live, ReadTrainerStatus, live_routes
 from serving.gateway.live.status import declare_keys, page_routes, status_routes
 from serving.gateway.metrics import GatewayMetrics, HealthCollector, RolloutCollector
 from serving.gateway.openai.generation import Gateway
@@ -50,10 +50,11 @@ def create_app(
     drafts: Drafts | None = None,
     targets: Targets | None = None,
     send_rewards: SendRewards | None = None,
+    trainer_status: ReadTrainerStatus | None = None,
 ) -> FastAPI:
     """The OpenAI-compatible app in front of `engine`, and its page; with `drafts`, the operator's endpoints too, and
     with `targets` the one that moves the target. Rewards of rollouts go to `send_rewards`. The app's own `state.erase`
-    drops what it keeps of tenants (`serving.capture.filter.Forget`).
+    drops what it keeps of tenants (`serving.capture.filter.Forget`). The page shows `trainer_status`.
 
     Its collectors are added to `registry`, and `/metrics` shows all of that registry; raises ValueError where the
     registry already serves a gateway, ConfigError where the file with the API keys is not usable.
@@ -73,7 +74,15 @@ def create_app(
     if targets is not None:
         routers.append(target_routes(targets, settings, on_moved=book.driver.set_target_version))
     app = _assemble(
-        routers, engine, settings, gateway.metrics, registry, drafts, shows_tokens=True, beside=book.running
+        routers,
+        engine,
+        settings,
+        gateway.metrics,
+        registry,
+        drafts,
+        trainer_status,
+        shows_tokens=True,
+        beside=book.running,
     )
     app.state.erase = book.erase
     return app
@@ -99,6 +108,7 @@ def create_passthrough_app(
     target: str = "",
     least_version: Callable[[], int] = lambda: 0,
     rollouts: Rollouts | None = None,
+    trainer_status: ReadTrainerStatus | None = None,
 ) -> FastAPI:
     """The same app in front of a server that speaks the OpenAI protocol itself; `host` answers for its draft. It serves
     the target with the fingerprint `target`, in no version older than `least_version`. Without `rollouts` there is no
@@ -125,7 +135,9 @@ def create_passthrough_app(
 
     if targets is not None:
         routers.append(target_routes(targets, settings, on_moved=on_moved))
-    app = _assemble(routers, host, settings, metrics, registry, drafts, shows_tokens=False, beside=running)
+    app = _assemble(
+        routers, host, settings, metrics, registry, drafts, trainer_status, shows_tokens=False, beside=running
+    )
     app.state.erase = erase
     return app
 
@@ -141,13 +153,14 @@ def _assemble(
     metrics: GatewayMetrics,
     registry: CollectorRegistry,
     drafts: Drafts | None,
+    trainer_status: ReadTrainerStatus | None,
     *,
     shows_tokens: bool,
-    beside: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+    beside: Callable[[], AbstractAsyncContextManager[None]],
 ) -> FastAPI:
-    """`beside` runs while the app is served."""
+    """`beside` runs while the app is served. `shows_tokens`, `trainer_status` as of Live."""
     registry.register(HealthCollector(host.health, host.info.model))
-    live = Live(host, registry, shows_tokens=shows_tokens)
+    live = Live(host, registry, shows_tokens=shows_tokens, trainer_status=trainer_status)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -80,7 +80,8 @@ def serve(
     given["vocab_texts"] = read_texts(vocab_from) if vocab_from else []
     with _learning(context, given) if learn else nullcontext() as learning:
         if learning is not None:
-            given |= {"redis_url": learning.redis_url, "store": learning.store, "on_serving": learning.begin}
+            given |= {"redis_url": learning.redis_url, "store": learning.store}
+            given |= {"on_serving": learning.begin, "trainer_status": learning.trainer_status}
         _serve(given)
 
 
@@ -107,13 +108,12 @@ def _serve(given: Mapping[str, Any]) -> None:
         from slipstream.start.gateway import run_sglang_server
 
         device = given["device"] or "cuda"
-        places = ("host", "port", "draft_vocab_size", "vocab_texts", "seed", "start_timeout_s", "on_serving")
         run_sglang_server(
             SglangStart(**_fields(SglangStart, {**given, "device": device})),
             _gateway_settings(effects.GATEWAY_IN_FRONT, given["api_key"]),
             # Unless it learns on the CPU, the trainer takes the same one.
             shares_card=given["learn"] and device == "cuda" and os.environ.get(f"{_PREFIX}DEVICE") != "cpu",
-            **{name: given[name] for name in places if name in given},
+            **_fields(run_sglang_server, given),
         )
     else:
         from serving.local.config import LocalEngineConfig

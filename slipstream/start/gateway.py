@@ -30,6 +30,7 @@ from serving.answer_text import LocalTokenizer
 from serving.capture.recorder import ErasureWatch
 from serving.gateway.app import Rollouts, create_passthrough_app
 from serving.gateway.config import GatewaySettings
+from serving.gateway.live.live import ReadTrainerStatus
 from serving.gateway.metrics import process_registry
 from serving.gateway.server import GatewayServer, bind, make_room, serve_until_signal
 from serving.gateway.upstream import Upstream
@@ -120,9 +121,10 @@ def run_sglang_server(
     start_timeout_s: float,
     shares_card: bool = False,
     on_serving: Callable[[str], None] = lambda _: None,
+    trainer_status: ReadTrainerStatus | None = None,
 ) -> None:
     """Start SGLang, and serve in front of it until SIGTERM or SIGINT. `shares_card` as of `with_draft`, `on_serving` as
-    of `serve_until_signal`.
+    of `serve_until_signal`. The page shows `trainer_status`, where this process keeps a trainer.
 
     Raises ConfigError, StreamError, StoreError or DraftError when it cannot start, EngineDeadError when SGLang ends.
     """
@@ -174,6 +176,7 @@ def run_sglang_server(
             erasures,
             beside=ended,
             on_serving=on_serving,
+            trainer_status=trainer_status,
         )
         asyncio.run(serving)
 
@@ -190,6 +193,7 @@ async def _serve(
     *,
     beside: Coroutine[Any, Any, None] | None = None,
     on_serving: Callable[[str], None] = lambda _: None,
+    trainer_status: ReadTrainerStatus | None = None,
 ) -> None:
     """Serve on `listener` what SGLang answers at the first of `urls` that can be reached, until a signal or the end of
     `beside`; `target` is the fingerprint of what it serves.
@@ -213,6 +217,7 @@ async def _serve(
         target=target,
         least_version=lambda: client.least_target_version,
         rollouts=rollouts,
+        trainer_status=trainer_status,
     )
     client.on_look = ErasureWatch(erasures.orders, [app.state.erase]).look
     server = GatewayServer(app, listener, max_connections=settings.max_connections)

@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,6 +25,7 @@ import structlog
 from slipstream.children import Child
 from slipstream.terminal import console, say
 from speculator.errors import ConfigError
+from speculator.host import now_ms
 from speculator.redis.embedded import EmbeddedRedis
 
 log = structlog.get_logger(__name__)
@@ -41,12 +43,26 @@ def default_data_dir(model_name: str) -> Path:
         raise ConfigError("there is no home directory: pass --data-dir") from None
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainerStatus:
+    """How the trainer has run so far. The last three fields are None until it has ended once."""
+
+    running: bool = False
+    num_ended: int = 0
+    exit_code: int | None = None
+    """Of the last end: negative for a signal, None also where no process could be started."""
+    ended_ms: int | None = None
+    again_ms: int | None = None
+    """When it is started again, or was."""
+
+
 class TrainerKeeper:
     """Keeps a trainer running: one that ends is started again, later each time it ends soon."""
 
     def __init__(self, start: Callable[[], Child], log_path: Path, *, first_pause_s: float = _FIRST_PAUSE_S) -> None:
         """`start` is called on a thread that lives until `stop`."""
         self._start, self._log_path, self._first_pause_s = start, log_path, first_pause_s
+        self.status = TrainerStatus()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="trainer-keeper")
 
@@ -72,6 +88,9 @@ class TrainerKeeper:
                 return
             if time.monotonic() - began_s > _GOOD_RUN_S:
                 pause_s = self._first_pause_s
+            num_ended, ended_ms = self.status.num_ended + 1, now_ms()
+            again_ms = ended_ms + round(1000 * pause_s)
+            self.status = TrainerStatus(num_ended=num_ended, exit_code=code, ended_ms=ended_ms, again_ms=again_ms)
             log.error("trainer ended", exit_code=code, said=said, again_in_s=pause_s, log=str(self._log_path))
             self._stopping.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -79,6 +98,7 @@ class TrainerKeeper:
     def _run(self) -> int | None:
         """To its end, which comes in order once we are stopping."""
         child = self._start()
+        self.status = replace(self.status, running=True)
         while child.returncode is None and not self._stopping.wait(_LOOK_S):
             pass
         if self._stopping.is_set():
@@ -123,6 +143,10 @@ class Learning:
         self._keeper.stop()
         if self._redis is not None:
             self._redis.stop()
+
+    def trainer_status(self) -> dict[str, bool | int | None]:
+        """The fields of TrainerStatus."""
+        return asdict(self._keeper.status)
 
     def begin(self, url: str) -> None:
         """The server takes requests at `url`: say so, and start the trainer."""

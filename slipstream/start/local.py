@@ -23,6 +23,7 @@ from serving.capture.sampling import DEFAULT_FLOOR, CaptureSampler
 from serving.engine import Engine
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
+from serving.gateway.live.live import ReadTrainerStatus
 from serving.gateway.metrics import process_registry
 from serving.gateway.server import GatewayServer, bind, make_room, serve_until_signal
 from serving.group_cache.sync import GroupSharing
@@ -73,9 +74,14 @@ class ServeOptions:
 
 
 def run_server(
-    options: ServeOptions, settings: GatewaySettings, *, on_serving: Callable[[str], None] = lambda _: None
+    options: ServeOptions,
+    settings: GatewaySettings,
+    *,
+    on_serving: Callable[[str], None] = lambda _: None,
+    trainer_status: ReadTrainerStatus | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT; `on_serving` is told the address once requests are taken, and must not block.
+    The page shows `trainer_status`, where this process keeps a trainer.
 
     Raises ConfigError, StreamError, StoreError or DraftError when it cannot start, EngineDeadError when the engine
     fails.
@@ -154,6 +160,7 @@ def run_server(
             drafts=DraftDesk(store, lambda: pointer, target_fingerprint=fingerprint),
             targets=TargetDesk(engine, TargetMetrics(registry), folder=settings.targets_dir),
             send_rewards=RewardStream(connection(), key).append if recorder else None,
+            trainer_status=trainer_status,
         )
         # In the order in which traffic passes them: what still arrives would go into what the next one forgets.
         forget = [app.state.erase, *([sharing.forget] if sharing else []), engine.forget]

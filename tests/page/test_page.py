@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -36,6 +38,12 @@ def submit(page: Page, prompt: str, max_tokens: int = 60) -> None:
     page.fill("#max-tokens", str(max_tokens))
     page.click("#send")
     expect(page.locator("#answer-status")).to_contain_text("first token after")
+
+
+def act(page: Page, action: str) -> None:
+    page.click(f"#admin-form button[value={action}]")
+    page.click("#confirm-yes")
+    expect(page.locator("#confirm")).to_be_hidden()
 
 
 def background(page: Page) -> str:
@@ -104,7 +112,7 @@ def test_the_newest_interval_is_drawn_whole(watched: Watched, gateway: Gateway) 
     page = watched.open(gateway)
     scales: list[list[float]] = page.evaluate(
         """async () => {
-          const { range } = await import("/page/main.js");
+          const { range } = await import("/page/charts.js");
           const points = [[0, 1.5, 0.2, 9.0], [1000, 1.6, null, null], [2000, 1.7, 0.8, 2.6]];
           return [1, 2, 3].map((count) => range(points.slice(0, count)));
         }"""
@@ -113,6 +121,84 @@ def test_the_newest_interval_is_drawn_whole(watched: Watched, gateway: Gateway) 
     assert first_bottom < 0.2 < 9.0 < first_top
     assert 0.9 < without_bottom < 1.6 < without_top < 1.8
     assert 0.6 < bottom < 0.8 < 2.6 < top < 3.0
+
+
+def test_the_history_goes_back_an_hour_or_a_day(watched: Watched, gateway: Gateway) -> None:
+    page = watched.open(gateway)
+    gateway.ask(PROMPT)
+    expect(page.locator("#accept-reading")).to_have_text(NUMBER)
+    expect(page.locator("#latency-reading")).to_contain_text("95th percentile")
+    for label, name in (("1 hour", "hour"), ("1 day", "day")):
+        with page.expect_response(f"**/slipstream/live?since=0&range={name}"):
+            page.get_by_label(label).check()
+        # Seconds are no step of an hour: the chart ends with the newest figures all the same.
+        expect(page.locator("#accept-reading")).to_have_text(NUMBER)
+        wait_until_drawn(page, "#rate-chart")
+
+
+def test_a_chart_is_read_by_keys_and_as_a_table(watched: Watched, gateway: Gateway) -> None:
+    page = watched.open(gateway)
+    for _ in range(2):
+        gateway.ask(PROMPT)
+    chart, reading = page.get_by_role("slider", name="Accept length"), page.locator("#accept-reading")
+    expect(reading).to_have_text(NUMBER)
+    expect(chart).to_have_attribute("aria-valuemax", re.compile("[1-9]"))
+    chart.focus()
+    page.keyboard.press("ArrowLeft")
+    newest = chart.get_attribute("aria-valuetext")
+    page.keyboard.press("ArrowLeft")
+    before = chart.get_attribute("aria-valuetext")
+    assert before != newest
+    assert reading.text_content() == before
+    with page.expect_response("**/slipstream/live*"), page.expect_response("**/slipstream/live*"):
+        pass
+    expect(reading).to_have_text(str(before))  # the chart goes on, the reader stays where he is
+    page.keyboard.press("End")
+    expect(chart).not_to_have_attribute("aria-valuetext", str(before))
+    page.keyboard.press("Tab")
+    expect(reading).to_have_text(NUMBER)
+    page.click("#figures summary")
+    cells = page.locator("#figures-rows tr").first.locator("td")
+    expect(cells).to_have_count(page.locator("#figures thead th").count() - 1)
+    expect(cells.nth(3)).to_have_text(NUMBER)
+    expect(cells.last).to_have_text("v1")
+
+
+def test_a_sentence_is_behind_each_term(watched: Watched, gateway: Gateway) -> None:
+    page = watched.open(gateway)
+    gateway.ask(PROMPT)
+    expect(page.locator("#sources-section")).to_be_visible()
+    expect(page.locator("#versions tr").first).to_be_visible()
+    page.click("#operate summary")
+    note = page.get_by_role("dialog")
+    for term in page.locator("button.term:visible").all():
+        term.press("Enter")
+        expect(note).to_be_focused()
+        expect(note.locator("#term-title")).to_have_text(str(term.text_content()))
+        expect(note.locator("#term-text")).to_contain_text(".")
+        page.keyboard.press("Escape")
+        expect(note).to_be_hidden()
+        expect(term).to_be_focused()
+
+
+def test_sources_are_told_apart_without_their_hue(watched: Watched, gateway: Gateway) -> None:
+    page = watched.open(gateway)
+    patterns: list[str] = page.evaluate(
+        """() => ["head", "own", "group", "tenant"].map((source) => {
+          const dot = document.createElement("span");
+          dot.className = `dot ${source}`;
+          document.querySelector("#sources").append(dot);
+          const { backgroundImage, backgroundSize } = getComputedStyle(dot);
+          return backgroundImage.replace(/(rgb|color)[^)]*\\)/g, "") + backgroundSize;
+        })"""
+    )
+    assert len(set(patterns)) == 4
+    submit(page, PROMPT)
+    styles = {
+        source: page.evaluate(f"getComputedStyle(document.querySelector('#answer-legend .{source}')).borderBottomStyle")
+        for source in ("head", "suffix")
+    }
+    assert len(set(styles.values())) == 2
 
 
 def test_a_prompt_is_answered_in_colours(watched: Watched, gateway: Gateway) -> None:
@@ -133,6 +219,52 @@ def test_a_prompt_is_answered_in_colours(watched: Watched, gateway: Gateway) -> 
     expect(page.locator("#answer-status")).to_contain_text("a step")
 
 
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_plain_decoding_is_beside_it_and_says_the_same(watched: Watched, gateway: Gateway, temperature: str) -> None:
+    page = watched.open(gateway)
+    page.fill("#prompt", PROMPT)
+    page.fill("#max-tokens", "80")
+    page.select_option("#temperature", temperature)
+    page.click("#compare")
+    expect(page.locator("#comparison")).to_contain_text("Both texts are equal. ", timeout=15_000)
+    expect(page.locator("#comparison")).to_contain_text("tokens a second with drafts")
+    assert page.locator("#plain").text_content() == page.locator("#answer").text_content() != ""
+    assert page.locator("#plain .token:not(.target)").count() == 0
+    expect(page.locator("#plain-status")).to_contain_text("1.00 a step")
+    submit(page, PROMPT)
+    expect(page.locator("#plain-side")).to_be_hidden()
+    expect(page.locator("#comparison")).to_be_empty()
+
+
+def test_the_request_can_be_copied_as_curl(watched: Watched, gateway: Gateway) -> None:
+    page = watched.open(gateway)
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.fill("#prompt", "it's $HOME `here`")
+    page.click("#copy")
+    expect(page.locator("#copy-status")).to_have_text("Copied.")
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert page.locator("#curl").text_content() == copied
+    tool, *words = shlex.split(copied.replace("\\\n", ""))
+    given = dict(zip(words[2::2], words[3::2], strict=True))
+    assert (tool, words[0], given.keys()) == ("curl", "-N", {"-H", "-d"})
+    body = json.loads(given["-d"])
+    assert body["messages"] == [{"role": "user", "content": "it's $HOME `here`"}]
+    answer = httpx.post(words[1], json={**body, "max_tokens": 3}, timeout=30)
+    assert answer.text.endswith("data: [DONE]\n\n")
+
+
+def test_reasoning_is_shown_apart_from_the_answer(watched: Watched, gateway: Gateway) -> None:
+    page = watched.open(gateway)
+    deltas = [{"reasoning_content": "two and "}, {"reasoning_content": "two"}, {"content": "four"}]
+    choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
+    choices[-1]["finish_reason"] = "stop"
+    events = [f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices]
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body="".join([*events, "data: [DONE]\n\n"])))
+    submit(page, "what is two and two?")
+    expect(page.locator("#answer .reasoning")).to_contain_text("two and two")
+    expect(page.locator("#answer > .token")).to_have_text("four")
+
+
 def test_a_refused_prompt_says_why(watched: Watched, gateway: Gateway) -> None:
     page = watched.open(gateway)
     page.fill("#max-tokens", "4096")
@@ -151,24 +283,33 @@ def test_acting_needs_the_key(watched: Watched, gateway: Gateway, pointer: Draft
     expect(rows.nth(0)).to_contain_text("2.10 → 2.31")
     expect(rows.nth(0)).to_contain_text("+10.0% +4.0% … +16.0%")
     expect(rows.nth(1)).to_contain_text("in service")
-    page.click("summary")
+    page.click("#operate summary")
     page.select_option("#admin-version", "2")
-    page.click("button[value=promote]")
+    act(page, "promote")
     expect(page.locator("#admin-status")).to_contain_text("This needs the admin key")
     page.fill("#admin-key", "another-key-of-some-length")
-    page.click("button[value=promote]")
+    act(page, "promote")
     expect(page.locator("#admin-status")).to_have_text("This is not the admin key.")
     assert pointer.desired() is None
     assert len(watched.expected()) == 2
     page.fill("#admin-key", KEY)
     page.click("button[value=promote]")
+    expect(page.locator("#confirm")).to_contain_text("Promote version 2?")
+    expect(page.locator("#confirm")).to_contain_text("Now in service: v1.")
+    page.keyboard.press("Enter")  # it opens on Cancel
+    expect(page.locator("#confirm")).to_be_hidden()
+    page.click("button[value=promote]")
+    page.keyboard.press("Escape")
+    expect(page.locator("#confirm")).to_be_hidden()
+    assert pointer.desired() is None, "neither is a yes"
+    act(page, "promote")
     expect(page.locator("#admin-status")).to_have_text("Version 2 is promoted; engines should run version 2.")
     assert pointer.desired() == 2
     expect(rows.nth(0)).to_contain_text("published")
     expect(page.locator("#events li").first).to_contain_text("Operator promoted v2")
-    page.click("button[value=pin]")
+    act(page, "pin")
     expect(page.locator("#versions-note")).to_contain_text("Version 2 is pinned.")
-    page.click("button[value=unpin]")
+    act(page, "unpin")
     expect(page.locator("#versions-note")).not_to_contain_text("pinned")
     page.click("button[value=rollback]")
     expect(page.locator("#admin-status")).to_contain_text("Say why")
@@ -176,7 +317,7 @@ def test_acting_needs_the_key(watched: Watched, gateway: Gateway, pointer: Draft
     page.press("#admin-reason", "Enter")
     page.press("#admin-key", "Enter")
     assert pointer.desired() == 2, "Enter sets off no action"
-    page.click("button[value=rollback]")
+    act(page, "rollback")
     expect(page.locator("#admin-status")).to_contain_text("Version 2 is rolled back; engines should run version 1.")
     expect(page.locator("#events")).to_contain_text("Operator rolled back v2")
     expect(page.locator("#events")).not_to_contain_text("slower", timeout=100)
@@ -200,14 +341,16 @@ def test_the_keyboard_reaches_everything(watched: Watched, gateway: Gateway) -> 
     page = watched.open(gateway)
     expect(page.locator("#versions tr")).to_have_count(2)
     order = []
-    while "rollback" not in order and len(order) < 40:
+    while "rollback" not in order and len(order) < 80:
         page.keyboard.press("Tab")
         if page.evaluate("document.activeElement.tagName") == "SUMMARY":
             page.keyboard.press("Enter")
         order.append(page.evaluate("document.activeElement.id || document.activeElement.value"))
-    form = ["prompt", "max-tokens", "temperature", "learn", "send"]
+    charts = [f"{name}-chart" for name in ("speedup", "accept", "rate", "latency")]
+    form = ["prompt", "max-tokens", "temperature", "learn", "send", "compare", "copy"]
     operate = ["admin-key", "admin-version", "promote", "pin", "unpin", "admin-reason", "rollback"]
-    assert [name for name in order if name in {"theme", *form, *operate}] == ["theme", *form, *operate]
+    expected = ["theme", "minutes", *charts, *form, *operate]
+    assert [name for name in order if name in expected] == expected
     page.fill("#max-tokens", "20")
     page.focus("#prompt")
     page.keyboard.press("Control+Enter")
@@ -219,7 +362,11 @@ def test_nothing_is_wider_than_the_window(watched: Watched, gateway: Gateway, wi
     watched.page.set_viewport_size({"width": width, "height": 800})
     page = watched.open(gateway)
     submit(page, "x" * 150)
-    page.click("summary")
+    page.click("#compare")
+    expect(page.locator("#comparison")).not_to_be_empty(timeout=15_000)
+    page.click("#copy")
+    for summary in ("#figures", "#operate"):
+        page.click(f"{summary} summary")
     expect(page.locator("#versions tr")).to_have_count(2)
     assert too_wide(page) == []
 
@@ -243,10 +390,36 @@ def test_axe_finds_nothing(watched: Watched, gateway: Gateway, scheme: str) -> N
     watched.page.emulate_media(color_scheme=scheme, reduced_motion="reduce")  # type: ignore[arg-type]
     page = watched.open(gateway)
     gateway.ask(PROMPT)
-    submit(page, PROMPT)
-    page.click("summary")
-    found = Axe().run(page)
-    assert found.violations_count == 0, found.generate_report()
+    page.fill("#prompt", PROMPT)
+    page.fill("#max-tokens", "20")
+    page.click("#compare")
+    expect(page.locator("#comparison")).not_to_be_empty(timeout=15_000)
+    page.click("#copy")
+    for summary in ("#figures", "#operate"):
+        page.click(f"{summary} summary")
+    for opened in (None, ".term >> nth=0", "button[value=pin]"):
+        if opened:
+            page.click(opened)
+        found = Axe().run(page)
+        assert found.violations_count == 0, found.generate_report()
+
+
+def test_a_trainer_that_ended_is_shown_until_it_runs_again(watched: Watched) -> None:
+    status: dict[str, bool | int | None] = dict.fromkeys(("exit_code", "ended_ms", "again_ms"))
+    status |= {"running": True, "num_ended": 0}
+    app = create_app(
+        DoubleEngine(), settings=GatewaySettings(), registry=CollectorRegistry(), trainer_status=lambda: status
+    )
+    with watched.beside(lambda port: serve(app, port=port, grace_s=1)) as gateway:
+        page = watched.open(gateway)
+        notice, row = page.locator("#trainer-notice"), page.locator("#trainer")
+        expect(row).to_have_text("running")
+        expect(notice).to_be_hidden()
+        status |= {"running": False, "num_ended": 1, "exit_code": -9, "ended_ms": 0, "again_ms": 2000}
+        expect(notice).to_contain_text(re.compile("ended once, by signal 9 at .* starts it again at "))
+        status |= {"running": True, "num_ended": 2, "exit_code": 2}
+        expect(notice).to_be_hidden()
+        expect(row).to_contain_text("running; ended 2 times, last with exit code 2 at ")
 
 
 def test_without_a_draft_store_it_says_so(watched: Watched) -> None:
@@ -341,4 +514,6 @@ def test_in_front_of_sglang_what_is_missing_is_not_zero(watched: Watched) -> Non
         submit(page, "hello")
         expect(page.locator("#uncoloured")).to_be_visible()
         expect(page.locator("#answer-legend")).to_be_hidden()
+        expect(page.locator("#compare")).to_be_hidden()
+        expect(page.locator("#trainer-row")).to_be_hidden()
         assert page.locator("#answer .token.plain").count() > 0

@@ -10,11 +10,13 @@ figure that no collector has is None, which is not zero: some do not exist behin
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import msgspec
@@ -31,11 +33,12 @@ from speculator.errors import SlipstreamError
 from speculator.host import now_ms
 
 SAMPLE_S = 1.0
-HISTORY_POINTS = 300
-"""Five minutes."""
+RANGES = {"minutes": (1, 300), "hour": (10, 360), "day": (240, 360)}
+"""Of the history: seconds a point, and points. A point takes 400 bytes: 0.5 MB for all, with 250 in the making."""
 ACCEPT_WINDOW_S = 30
 """The accept length is that of the verifications in so many seconds."""
 RATE_WINDOW_S = 10
+FIRST_TOKEN_WINDOW_S = 60
 POSITIONS_WINDOW_S = 120
 _TOTALS = {
     "swaps": ("slipstream_swaps_total", {"outcome": "installed"}),
@@ -49,6 +52,8 @@ log = structlog.get_logger(__name__)
 
 By = Mapping[tuple[str, ...], float]
 """A counter's values by labels."""
+ReadTrainerStatus = Callable[[], Mapping[str, bool | int | None]]
+"""`running`, `num_ended`, and of its last end `exit_code`, `ended_ms` and `again_ms`, of a trainer that is kept."""
 
 
 def live_routes(live: Live, drafts: Drafts | None) -> APIRouter:
@@ -60,10 +65,13 @@ def live_routes(live: Live, drafts: Drafts | None) -> APIRouter:
         """Speedup, acceptance, traffic, and their history after `?since=<ms>`; what the engine lacks is null.
 
         `history` has arrays: at_ms, measured speedup, the ends of its 95% interval, tokens a verification, tokens a
-        second, draft version. `started_ms` changes when the gateway is started again.
+        second, draft version, speedup end to end, median and 95th percentile of the seconds to a first token. So has
+        `newest`. `?range=` is `minutes`, a point a second, or of means, `hour` or `day`. `started_ms` changes when the
+        gateway is started again.
         """
-        since = request.query_params.get("since", "")
-        return reply(live.document(int(since) if since.isascii() and since.isdigit() and len(since) < 16 else 0))
+        since, spans = request.query_params.get("since", ""), request.query_params.get("range", "")
+        since_ms = int(since) if since.isascii() and since.isdigit() and len(since) < 16 else 0
+        return reply(live.document(since_ms, spans if spans in RANGES else "minutes"))
 
     @router.get("/drafts")
     async def show_drafts() -> Response:
@@ -88,6 +96,35 @@ class Point(NamedTuple):
     accept_length: float | None
     tokens_per_s: float | None
     draft_version: int
+    end_to_end: float | None
+    first_token_median_s: float | None
+    first_token_p95_s: float | None
+
+
+class History:
+    """The last points of `step_s` seconds each: the means of what was found in them, with the newest draft version."""
+
+    def __init__(self, step_s: int, num_points: int) -> None:
+        self._step_ms = 1000 * step_s
+        self.points: deque[Point] = deque(maxlen=num_points)
+        self._open: list[Point] = []
+        """Those of the step that has not ended."""
+
+    def add(self, point: Point) -> None:
+        if self._step_ms == 1000 * SAMPLE_S:
+            self.points.append(point)
+            return
+        if self._open and point.at_ms // self._step_ms != self._open[0].at_ms // self._step_ms:
+            self.points.append(_mean(self._open))
+            self._open.clear()
+        self._open.append(point)
+
+
+def _mean(points: Sequence[Point]) -> Point:
+    newest = points[-1]
+    found = {name: [value for each in points if (value := getattr(each, name)) is not None] for name in Point._fields}
+    means = {name: fmean(values) if values else None for name, values in found.items()}
+    return Point(**{**means, "at_ms": newest.at_ms, "draft_version": newest.draft_version})  # type: ignore[arg-type]
 
 
 class Live:
@@ -99,20 +136,27 @@ class Live:
         registry: CollectorRegistry,
         *,
         shows_tokens: bool,
+        trainer_status: ReadTrainerStatus | None = None,
         clock: Callable[[], float] = time.monotonic,
+        clock_ms: Callable[[], int] = now_ms,
     ) -> None:
-        """`shows_tokens`: answers can say which of their tokens were proposed by whom."""
+        """`shows_tokens`: answers can say which of their tokens were proposed by whom, and requests may decline drafts.
+        `trainer_status` is None where this process keeps no trainer. `clock_ms` gives the time of the points.
+        """
         self._host, self._registry, self._shows_tokens, self._clock = host, registry, shows_tokens, clock
-        self._history: deque[Point] = deque(maxlen=HISTORY_POINTS)
+        self._trainer_status, self._clock_ms = trainer_status, clock_ms
+        self._begin()
+
+    def _begin(self) -> None:
+        self._history = {name: History(*size) for name, size in RANGES.items()}
         self._counts: deque[_Counts] = deque()
         self._figures: dict[str, Any] = {}
-        self._started_ms = now_ms()
+        self._newest: Point | None = None
+        self._started_ms = self._clock_ms()
 
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
-        self._history.clear()
-        self._counts.clear()
-        self._started_ms = now_ms()
+        self._begin()
         reading = asyncio.create_task(self._read_on())
         try:
             yield
@@ -120,14 +164,14 @@ class Live:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
 
-    def document(self, since_ms: int = 0) -> dict[str, Any]:
-        """Everything of this moment, and the history after `since_ms`."""
-        if not self._history:
+    def document(self, since_ms: int = 0, spans: str = "minutes") -> dict[str, Any]:
+        """Everything of this moment, and the history after `since_ms`; `spans` is one of RANGES."""
+        if self._newest is None:
             self.look()
         state, info = self._host.health(), self._host.info
         return {
             "started_ms": self._started_ms,
-            "now_ms": now_ms(),
+            "now_ms": self._clock_ms(),
             "model": info.model,
             "context_length": info.context_length,
             "shows_tokens": self._shows_tokens,
@@ -138,8 +182,10 @@ class Live:
                 "waiting": state.num_waiting,
             },
             "draft_version": self._host.draft_version,
+            "trainer": self._trainer_status and self._trainer_status(),
             **self._figures,
-            "history": [point for point in self._history if point.at_ms > since_ms],
+            "newest": self._newest,
+            "history": [point for point in self._history[spans].points if point.at_ms > since_ms],
         }
 
     def look(self) -> None:
@@ -149,18 +195,20 @@ class Live:
         while self._counts[0].at_s < self._counts[-1].at_s - POSITIONS_WINDOW_S:
             self._counts.popleft()
         measured = found.speedup("slipstream_speedup_measured_ratio")
+        end_to_end = found.speedup("slipstream_speedup_end_to_end_ratio")
         self._figures = {
             "speedup": measured,
-            "end_to_end": found.speedup("slipstream_speedup_end_to_end_ratio"),
+            "end_to_end": end_to_end,
             "totals": {shown: found.total(name, **labels) for shown, (name, labels) in _TOTALS.items()},
             "positions": self._positions(),
             "sources": self._sources(),
             "head_added": found.speedup("slipstream_speedup_head_ratio"),
         }
-        accept_length, tokens_per_s = self._accept_length(), self._tokens_per_s()
-        version = self._host.draft_version
         bounds = (measured["ratio"], measured["lower"], measured["upper"])
-        self._history.append(Point(now_ms(), *bounds, accept_length, tokens_per_s, version))
+        rates = (self._accept_length(), self._tokens_per_s(), self._host.draft_version)
+        self._newest = Point(self._clock_ms(), *bounds, *rates, end_to_end["ratio"], *self._first_token_s((0.5, 0.95)))
+        for history in self._history.values():
+            history.add(self._newest)
 
     async def _read_on(self) -> None:
         while True:
@@ -220,6 +268,13 @@ class Live:
         seconds = last.at_s - first.at_s
         return tokens / seconds if tokens is not None and seconds > 0 else None
 
+    def _first_token_s(self, shares: Sequence[float]) -> list[float | None]:
+        """The quantiles of the last minute, interpolated within the buckets of the histogram."""
+        first, last = self._window(FIRST_TOKEN_WINDOW_S, lambda _: 0.0)
+        below = _since(first.first_tokens, last.first_tokens)
+        buckets = sorted((float(bound), count) for (bound,), count in below.items())
+        return [_quantile(buckets, share) for share in shares]
+
     def _window(self, seconds: float, count: Callable[[_Counts], float | None]) -> tuple[_Counts, _Counts]:
         """The first and the last in which something was counted at all: an engine may not have reported at first."""
         last = self._counts[-1]
@@ -250,6 +305,13 @@ class _Reading:
         samples = self._samples[f"{family}_total"]
         return {tuple(sample.labels[label] for label in labels): sample.value for sample in samples}
 
+    def buckets(self, histogram: str) -> By:
+        """A histogram's cumulative counts by their bounds, all labels together."""
+        below: Counter[tuple[str, ...]] = Counter()
+        for sample in self._samples[f"{histogram}_bucket"]:
+            below[(sample.labels["le"],)] += int(sample.value)
+        return below
+
     def speedup(self, name: str) -> dict[str, Any]:
         """With its 95% interval and the name of its baseline."""
         baseline = next((sample.labels.get("baseline") for sample in self._samples[name]), None)
@@ -267,6 +329,8 @@ class _Counts(NamedTuple):
     proposals: By | None
     accepted: By | None
     texts: By | None
+    first_tokens: By
+    """Answers whose first token came within so many seconds, by that bound."""
 
     @classmethod
     def of(cls, found: _Reading, at_s: float) -> _Counts:
@@ -279,6 +343,7 @@ class _Counts(NamedTuple):
             proposals=found.counts("slipstream_proposals", "source", "position"),
             accepted=found.counts("slipstream_accepted", "source", "position"),
             texts=found.counts("slipstream_accepted_text", "text"),
+            first_tokens=found.buckets("slipstream_gateway_time_to_first_token_seconds"),
         )
 
 
@@ -290,6 +355,17 @@ def _difference(first: float | None, last: float | None) -> float | None:
 def _since(first: By | None, last: By) -> By:
     before = first or {}
     return {key: value - before.get(key, 0) for key, value in last.items()}
+
+
+def _quantile(buckets: Sequence[tuple[float, float]], share: float) -> float | None:
+    """Of cumulative `buckets` by their bounds; None where they are empty. Beyond the last finite bound it is that."""
+    below_s = below = 0.0
+    for bound_s, count in buckets:
+        if count and count >= share * buckets[-1][1]:
+            inside = (share * buckets[-1][1] - below) / (count - below)
+            return below_s if math.isinf(bound_s) else below_s + (bound_s - below_s) * inside
+        below_s, below = bound_s, count
+    return None
 
 
 # -- draft versions --------------------------------------------------------------------------------------------------

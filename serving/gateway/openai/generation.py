@@ -208,6 +208,7 @@ def plan(
                 seed=None if body.seed is None else sample_seed(body.seed, sample),
                 ignore_eos=body.ignore_eos,
                 grammar=grammar,
+                drafts=body.slipstream.draft,
                 policy=policy,
             )
             for sample in range(body.n)

@@ -258,6 +258,8 @@ class Extension(GroupCapture):
 
     tokens: bool = False
     """Have each event of a stream say where its tokens come from."""
+    draft: bool = True
+    """False: decode this answer plainly, to compare its speed."""
 
 
 class CalledFunction(Strict):

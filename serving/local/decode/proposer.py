@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -155,6 +155,10 @@ class Proposer:
         domains = [generation.request.policy.domain for generation in generations]
         plan = self._planner.plan(domains, num_keys, reaches, head_depth=head_depth, unread=unread)
         if plan.uses_head:
+            # The suffix tree of a request without drafts is empty.
+            without = [not generation.request.drafts for generation in generations]
+            from_suffix = tuple(one or other for one, other in zip(plan.from_suffix, without, strict=True))
+            plan = replace(plan, from_suffix=from_suffix)
             return self._with_head(plan, generations, suffixes, reaches, head_depth)
         cut = tuple(_cut(suffix, plan.num_proposals) for suffix in suffixes)
         return Proposals(plan, cut) if plan.look is None else self._with_look(plan, cut, plan.look, generations)
@@ -202,7 +206,7 @@ class Proposer:
         return generation.suffix.rounds_saved(tokens, self._suffix_depth)
 
     def _suffix(self, generation: ActiveRequest) -> SuffixProposal:
-        if generation.suffix is None:
+        if generation.suffix is None or not generation.request.drafts:
             return SuffixProposal()
         # The last token of an answer is the target's own in any case.
         return generation.suffix.propose(min(self._suffix_depth, generation.tokens_left - 1))

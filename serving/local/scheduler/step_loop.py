@@ -91,9 +91,11 @@ class DecodeLoop:
         self._prompts_s += time.perf_counter() - started
         if batch := self.num_running:
             started, arm = time.perf_counter(), self.end_to_end.next_arm()
-            committed = self._decode(piece, is_plain=not arm.is_on)
+            drafts = any(generation.request.drafts for generation in self._slots.running)
+            committed = self._decode(piece, is_plain=not (arm.is_on and drafts))
             seconds, prompts_s = time.perf_counter() - started, self._prompts_s
-            self.end_to_end.add(arm, batch=batch, seconds=seconds, committed=committed, prompts_s=prompts_s)
+            if drafts:  # or the round would be plain in both arms
+                self.end_to_end.add(arm, batch=batch, seconds=seconds, committed=committed, prompts_s=prompts_s)
             self._prompts_s = 0.0
 
     def end(self) -> None:

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from serving.gateway.app import create_passthrough_app
 from serving.gateway.config import GatewaySettings
+from serving.gateway.live.live import ReadTrainerStatus
 from serving.gateway.server import GatewayServer
 from serving.gateway.upstream import Upstream
 from tests.fixtures.doubles import DoubleEngine
@@ -36,6 +37,7 @@ async def passing(
     urls: tuple[str, ...] = (),
     target: str = "",
     grace_s: int = 5,
+    trainer_status: ReadTrainerStatus | None = None,
     **settings: Any,
 ) -> AsyncIterator[GatewayServer]:
     """The gateway in front of `fake`, or of whatever is at `urls`."""
@@ -47,6 +49,7 @@ async def passing(
             settings=GatewaySettings(**settings),
             registry=registry or CollectorRegistry(),
             target=target,
+            trainer_status=trainer_status,
         )
         async with serve(app, grace_s=grace_s) as server:
             yield server

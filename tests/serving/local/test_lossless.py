@@ -139,6 +139,27 @@ def test_one_at_a_time_is_the_same_as_together(
         assert [answer.token_ids for answer in harness.ask(*requests)] == plain
 
 
+@pytest.mark.parametrize("without", [{1, 2}, {0, 1, 2, 3}], ids=["beside others", "alone"])
+def test_a_request_that_declines_drafts_has_the_same_text_and_no_proposals(
+    model_dir: Path, plain: list[list[int]], sampling: SamplingParams, without: set[int]
+) -> None:
+    heads = fixed_engine(model_dir)
+    trees = toy_engine(model_dir, dtype="float64")
+    for engine in (heads, trees):
+        with engine as harness:
+            for _ in range(2):  # text that could be proposed
+                requests = [
+                    harness.request(prompt, sampling=sampling, seed=7, drafts=number not in without)
+                    for number, prompt in enumerate(PROMPTS)
+                ]
+                answers = harness.ask(*requests)
+                assert [answer.token_ids for answer in answers] == plain
+            proposed = {
+                number for number, answer in enumerate(answers) if any(chunk.num_proposed for chunk in answer.chunks)
+            }
+            assert proposed == set(range(len(PROMPTS))) - without
+
+
 def test_swaps_in_the_middle_change_no_text_and_are_stamped_on_the_rounds(
     model_dir: Path, plain: list[list[int]], sampling: SamplingParams
 ) -> None:

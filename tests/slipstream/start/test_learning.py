@@ -19,7 +19,7 @@ import pytest
 
 from slipstream.children import Child
 from slipstream.demo.servers import Scrape
-from slipstream.start.learning import Learning, TrainerKeeper, default_data_dir
+from slipstream.start.learning import Learning, TrainerKeeper, TrainerStatus, default_data_dir
 from speculator.draft.checkpoint import target_fingerprint
 from speculator.errors import ConfigError
 from speculator.redis.client import connect
@@ -75,9 +75,12 @@ def test_it_learns_survives_its_trainer_and_goes_on_where_it_was(toy_model: Path
         trainer.kill()
         wait_until(lambda: events(first, "trainer ended"))
         assert events(first, "trainer ended")[0]["exit_code"] == -signal.SIGKILL
+        shown = httpx.get(f"{url}/slipstream/live").json()["trainer"]
+        assert (shown["num_ended"], shown["exit_code"]) == (1, -signal.SIGKILL)
         # It goes on where it was.
         killed_at = version(url)
         wait_until(lambda: reaches(killed_at + 1), timeout_s=120)
+        assert httpx.get(f"{url}/slipstream/live").json()["trainer"] == {**shown, "running": True}
         beside = psutil.Process(serve.pid).children(recursive=True)
         assert {"redis-server", "python"} <= {re.sub(r"[\d.]+$", "", child.name()) for child in beside}
     assert serve.returncode == 0
@@ -156,9 +159,15 @@ def test_a_trainer_that_cannot_start_is_tried_less_and_less_often(
         return started[-1]
 
     keeper = TrainerKeeper(start, tmp_path / "train.log", first_pause_s=0.01)
+    assert keeper.status == TrainerStatus()
     keeper.begin()
     wait_until(lambda: len(started) == 4)
     keeper.stop()
+    status = keeper.status
+    assert status.num_ended in (3, 4), "the last one may have been stopped"
+    assert status.exit_code == 2
+    assert status.ended_ms is not None
+    assert status.again_ms == status.ended_ms + 10 * 2 ** (status.num_ended - 1)
     said = capsys.readouterr()
     pauses = [float(one) for one in re.findall(r"again_in_s\W+([\d.]+)", said.out + said.err)]
     assert pauses[:3] == [0.01, 0.02, 0.04]

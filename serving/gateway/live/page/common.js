@@ -54,6 +54,8 @@ export function setUpKey() {
   });
 }
 
+export const hasKey = () => key !== "";
+
 /** `headers`, and the key where there is one. */
 export const withKey = (headers = {}) => withBearer(key, headers);
 

@@ -19,6 +19,7 @@ const KINDS = {
 const BAD = new Set(["rolled_back", "quarantined", "rollback", "publishing_paused"]);
 
 let shown = "";
+let versions = [];
 
 export function watchDrafts() {
   // No button submits: Enter in a text field must not set off whichever comes first.
@@ -66,6 +67,7 @@ function show(board) {
   const pin = board.pinned === null ? "" : ` Version ${board.pinned} is pinned.`;
   const rest = board.trainer_rests ? " The trainer rests: no engine asks the draft head, and more training would hardly change that." : "";
   say("versions-note", `Each must beat the one before it on answers that neither has learned from, then holds its place on live traffic or is taken back.${rest}${pin}${redis}${older}`);
+  versions = board.versions;
   byId("versions").replaceChildren(...board.versions.map(versionRow));
   byId("events").replaceChildren(...board.events.map(eventItem));
   showChoices(board.versions);
@@ -114,7 +116,7 @@ function showChoices(versions) {
 }
 
 function actions() {
-  return byId("admin-form").querySelectorAll("button");
+  return byId("admin-form").querySelectorAll("button[value]");
 }
 
 async function act(action) {
@@ -126,6 +128,7 @@ async function act(action) {
     byId("admin-reason").focus();
     return;
   }
+  if (!(await isConfirmed(action, Number(version)))) return;
   say("admin-status", "asking …");
   for (const button of actions()) button.disabled = true;
   try {
@@ -137,6 +140,30 @@ async function act(action) {
     for (const button of actions()) button.disabled = false;
   }
   await refresh();
+}
+
+const ACTIONS = {
+  promote: ["Promote", "Engines install it now, and serve it until the trainer publishes a newer one."],
+  pin: ["Pin", "Engines install it now, and serve it whatever the trainer publishes, until somebody unpins it."],
+  unpin: ["Unpin", "Engines install what is published."],
+  rollback: ["Roll back", "No engine takes it any more, and the last good version is served instead."],
+};
+
+/** Ask before anything changes what users are served with. */
+function isConfirmed(action, version) {
+  const [name, effect] = ACTIONS[action], dialog = byId("confirm"), yes = byId("confirm-yes");
+  const serving = versions.filter((row) => row.num_engines).map((row) => `v${row.version}`).join(", ");
+  say("confirm-title", action === "unpin" ? "Unpin?" : `${name} version ${version}?`);
+  say("confirm-text", `${effect} ${serving ? `Now in service: ${serving}.` : ""}`);
+  yes.textContent = name;
+  yes.className = action === "rollback" ? "danger" : "";
+  dialog.showModal();
+  return new Promise((settle) => {
+    dialog.returnValue = "";
+    yes.onclick = () => dialog.close("yes");
+    byId("confirm-no").onclick = () => dialog.close();
+    dialog.onclose = () => settle(dialog.returnValue === "yes");
+  });
 }
 
 function headers() {

@@ -1,51 +1,47 @@
 // Asks the gateway once a second and shows its figures and their history.
 
-import { byId, clock, count, element, fixed, isLocked, NONE, refusal, say, setUpKey, setUpTheme, withKey } from "./common.js";
+import { AT, point, RANGES, seconds, showCharts } from "./charts.js";
+import { byId, count, element, fixed, isLocked, moment, NONE, refusal, say, setUpKey, setUpTheme, withKey } from "./common.js";
 import { watchDrafts } from "./drafts.js";
+import { setUpTerms } from "./terms.js";
 import { setUpTry } from "./try.js";
 
 const POLL_MS = 1000;
 const TIMEOUT_MS = 5000;
-const HISTORY_MS = 300_000;
 const OLD_MS = 6000;
 const NUM_POSITIONS = 8;
 
-// Of a chart.
-const HEIGHT = 190;
-const LEAST_SPAN_MS = 60_000;
-const LABEL_WIDTH = 34;
-const GAP_MS = 5000;
-
-const AT = 0, RATIO = 1, LOWER = 2, UPPER = 3, LENGTH = 4, RATE = 5, VERSION = 6; // places in a point of the history
-
 let startedMs = null;
 let history = [];
+let span = "minutes";
 let hasSpoken = false;
 
 function take(live) {
   if (live.started_ms !== startedMs) history = [];
   startedMs = live.started_ms;
   history.push(...live.history);
-  history = history.filter((point) => point[AT] > live.now_ms - HISTORY_MS);
+  history = history.filter((point) => point[AT] > live.now_ms - RANGES[span].ms);
   hasSpoken = true;
 }
 
 function show(live) {
-  const newest = history.at(-1);
-  const { health, speedup } = live;
+  const { health, speedup, newest } = live;
   say("model", live.model);
   document.title = speedup.ratio === null ? "Slipstream" : `${fixed(speedup.ratio)}× · Slipstream`;
   showSpeedup(speedup);
   showEndToEnd(live.end_to_end);
-  say("accept-length", newest ? fixed(newest[LENGTH]) : NONE);
+  say("accept-length", fixed(point.length(newest)));
   say("version", live.draft_version ? `v${live.draft_version}` : "none");
-  say("rate", newest && newest[RATE] !== null ? newest[RATE].toFixed(0) : "not available");
+  say("rate", point.rate(newest) === null ? "not available" : fixed(point.rate(newest), 0));
+  say("first-token", point.first(newest) === null ? NONE : `${seconds(point.first(newest))}, 95% within ${seconds(point.slowest(newest))}`);
   say("requests", `${health.running} running, ${health.waiting} waiting`);
   showTotals(live.totals);
+  showTrainer(live.trainer, live.draft_version);
   showPositions(live.positions);
   showSources(live.sources, live.head_added);
-  for (const chart of charts) chart.draw(history, marks(), live.now_ms);
-  const isOld = !newest || live.now_ms - newest[AT] > OLD_MS;
+  // A coarser history ends with its last whole step.
+  showCharts(span === "minutes" ? history : [...history, newest], live.now_ms, RANGES[span]);
+  const isOld = live.now_ms - newest[AT] > OLD_MS;
   if (!health.alive || !health.ready) setStatus("trouble", health.alive ? "engine not ready" : "engine stopped");
   else setStatus(isOld ? "trouble" : "live", isOld ? "figures are old" : "live");
 }
@@ -56,7 +52,7 @@ function showSpeedup(speedup) {
   say("speedup", hasRatio ? `${fixed(speedup.ratio)}×` : NONE);
   say("interval", hasRatio ? interval(speedup) : "not measured yet: it needs traffic, and some rounds without a draft to compare with");
   const baseline = speedup.baseline === null ? "" : ` (${speedup.baseline})`;
-  say("baseline", `Decode rounds with drafts, from remembered text and from the draft head together, over plain rounds of the same engine, in the same two minutes, at equal batch sizes${baseline}. Prompts are left out, so a client sees less.`);
+  say("baseline", `Decode rounds with drafts, compared with plain rounds${baseline} of the last two minutes. Prompts are left out, so a client sees less.`);
 }
 
 function showEndToEnd(seen) {
@@ -75,6 +71,18 @@ function showTotals(totals) {
   const back = totals.rollbacks === null ? "" : `, ${count(totals.rollbacks)} rolled back`;
   const failed = totals.failed_swaps ? `, ${count(totals.failed_swaps)} failed` : "";
   say("swaps", totals.swaps === null ? "not available" : `${count(totals.swaps)}${back}${failed}`);
+}
+
+/** Of a trainer that the server keeps; null where it keeps none. */
+function showTrainer(trainer, version) {
+  byId("trainer-row").hidden = trainer === null;
+  byId("trainer-notice").hidden = trainer === null || trainer.running || !trainer.num_ended;
+  if (trainer === null) return;
+  const { running, num_ended, exit_code, ended_ms, again_ms } = trainer;
+  const how = exit_code === null ? "" : exit_code < 0 ? ` by signal ${-exit_code}` : ` with exit code ${exit_code}`;
+  const ended = `ended ${num_ended === 1 ? "once," : `${num_ended} times, last`}${how} at ${moment(ended_ms)}`;
+  say("trainer", running ? (num_ended ? `running; ${ended}` : "running") : num_ended ? "ended" : "starting");
+  if (!running && num_ended) say("trainer-notice", `The trainer ${ended}. The server starts it again at ${moment(again_ms)}; train.log in the data directory says why it ended. Answers go on with draft v${version}, and nothing is learned meanwhile.`);
 }
 
 function showPositions(rows) {
@@ -123,16 +131,6 @@ function showSources(found, added) {
   if (isMeasured) say("head-added", `In turns without the head, rounds took ${fixed(added.ratio)}× the time a token (${interval(added)}).`);
 }
 
-/** Where the version changed from one point to the next. */
-function marks() {
-  const found = [];
-  for (let i = 1; i < history.length; i++) {
-    const before = history[i - 1][VERSION], version = history[i][VERSION];
-    if (version !== before) found.push({ atMs: history[i][AT], version, isBack: version < before });
-  }
-  return found;
-}
-
 function setStatus(kind, text) {
   document.body.dataset.connection = kind;
   say("status", text);
@@ -140,9 +138,9 @@ function setStatus(kind, text) {
 
 /** What the gateway says now; null where it does not answer, undefined where it refuses: the status says why. */
 async function ask() {
-  const since = history.length ? history.at(-1)[AT] : 0;
+  const since = history.length ? history.at(-1)[AT] : 0, asked = span;
   try {
-    const response = await fetch(`slipstream/live?since=${since}`, { headers: withKey(), signal: AbortSignal.timeout(TIMEOUT_MS) });
+    const response = await fetch(`slipstream/live?since=${since}&range=${span}`, { headers: withKey(), signal: AbortSignal.timeout(TIMEOUT_MS) });
     if (await isLocked(response)) {
       setStatus("trouble", "needs a key");
       return undefined;
@@ -151,7 +149,8 @@ async function ask() {
       setStatus("trouble", await refusal(response));
       return undefined;
     }
-    return await response.json();
+    const live = await response.json();
+    return asked === span ? live : undefined; // of a history that is not shown any more
   } catch {
     return null;
   }
@@ -171,118 +170,13 @@ async function poll() {
   }
 }
 
-/** A line over the last minutes, drawn by uPlot: an interval around it, a dashed line at 1, and marks where drafts changed. */
-class Chart {
-  /** `value` and `band` read a point of the history; `format` writes a value; `missing` is said where there is none. */
-  constructor(id, readingId, { value, band, format, missing }) {
-    this.root = byId(id);
-    this.reading = byId(readingId);
-    Object.assign(this, { value, band, format, missing, rows: [], marks: [], nowMs: 0 });
-    const accent = () => this.colour("--accent"), muted = () => this.colour("--muted");
-    const axis = { stroke: muted, grid: { stroke: () => this.colour("--line"), width: 1 }, ticks: { show: false }, font: `12px ${getComputedStyle(this.root).fontFamily}` };
-    const edge = { width: 0, points: { show: false } };
-    this.plot = new uPlot({
-      width: this.root.clientWidth,
-      height: HEIGHT,
-      padding: [22, 8, 0, 0],
-      pxAlign: false,
-      ms: 1,
-      legend: { show: false },
-      cursor: { y: false, drag: { x: false } },
-      scales: {
-        x: { range: () => [Math.min(this.rows[0]?.[0] ?? this.nowMs, this.nowMs - LEAST_SPAN_MS), this.nowMs] },
-        y: { range: () => range(this.rows) },
-      },
-      axes: [
-        { ...axis, grid: { show: false }, size: 24, space: 80, values: (_, splits) => splits.map(clock) },
-        { ...axis, size: 42, space: 30 },
-      ],
-      series: [{}, { stroke: accent, width: 2.25, points: { show: false } }, edge, edge],
-      bands: [{ series: [3, 2], fill: () => `color-mix(in srgb, ${accent()} 16%, transparent)` }],
-      hooks: { draw: [() => this.mark()], setCursor: [() => this.read()] },
-    }, [[], [], [], []], this.root);
-    new ResizeObserver(() => this.plot.setSize({ width: this.root.clientWidth, height: HEIGHT })).observe(this.root);
-  }
-
-  draw(points, marks, nowMs) {
-    Object.assign(this, { rows: [], marks, nowMs });
-    for (const point of points.filter((point) => this.value(point) !== null)) {
-      if (point[0] - this.rows.at(-1)?.[0] > GAP_MS) this.rows.push([point[0] - 1, null, null, null]);
-      this.rows.push([point[0], this.value(point), ...this.band(point)]);
-    }
-    this.plot.setData([0, 1, 2, 3].map((place) => this.rows.map((row) => row[place])));
-    this.read();
-  }
-
-  /** The dashed line at 1, and a line with its version's number wherever that changed. */
-  mark() {
-    const { ctx, bbox, valToPos } = this.plot, scale = devicePixelRatio;
-    const line = (fromX, fromY, toX, toY, colour, width, dash) => {
-      ctx.strokeStyle = ctx.fillStyle = this.colour(colour);
-      ctx.lineWidth = width * scale;
-      ctx.setLineDash(dash);
-      ctx.beginPath();
-      ctx.moveTo(fromX, fromY);
-      ctx.lineTo(toX, toY);
-      ctx.stroke();
-    };
-    ctx.save();
-    const one = valToPos(1, "y", true), bottom = bbox.top + bbox.height;
-    line(bbox.left, one, bbox.left + bbox.width, one, "--muted", 1, [3 * scale, 4 * scale]);
-    ctx.textAlign = "center";
-    let freeFrom = 0;
-    for (const { atMs, version, isBack } of this.marks) {
-      const x = valToPos(atMs, "x", true);
-      line(x, bbox.top, x, bottom, isBack ? "--bad" : "--muted", isBack ? 2 : 1, []);
-      if (x < freeFrom) continue;
-      freeFrom = x + LABEL_WIDTH * scale;
-      ctx.fillText(`${isBack ? "↩" : ""}v${version}`, x, bbox.top - 7 * scale);
-    }
-    ctx.restore();
-  }
-
-  /** The newest value, or the one under the pointer, in words. */
-  read() {
-    const under = this.rows[this.plot.cursor.idx];
-    const pointed = under && under[1] !== null ? under : null; // not in a gap
-    const [atMs, value, lower, upper] = pointed ?? this.rows.at(-1) ?? [];
-    const bounds = (lower ?? null) === null || upper === null ? "" : ` (${lower.toFixed(2)} … ${upper.toFixed(2)})`;
-    const text = (value ?? null) === null ? this.missing : `${pointed ? `${clock(atMs)}  ` : ""}${this.format(value)}${bounds}`;
-    if (this.reading.textContent !== text) this.reading.textContent = text;
-  }
-
-  /** A colour of the page's theme, as a canvas takes it. */
-  colour(name) {
-    this.root.style.color = `var(${name})`;
-    return getComputedStyle(this.root).color;
-  }
-}
-
-/** From where to where the values of rows are drawn. The newest interval is there whole; of the first ones, which are wide, what is beside the line. */
-export function range(rows) {
-  const values = [...rows.map((row) => row[1]), ...(rows.at(-1)?.slice(2) ?? [])].filter((value) => value !== null);
-  const low = Math.min(1, ...values), high = Math.max(1.2, ...values);
-  const margin = 0.15 * (high - low);
-  return [low - margin / 2, high + margin];
-}
-
-const charts = [
-  new Chart("speedup-chart", "speedup-reading", {
-    value: (point) => point[RATIO],
-    band: (point) => [point[LOWER], point[UPPER]],
-    format: (value) => `${value.toFixed(2)}×`,
-    missing: "no plain rounds to compare with yet",
-  }),
-  new Chart("accept-chart", "accept-reading", {
-    value: (point) => point[LENGTH],
-    band: () => [null, null],
-    format: (value) => value.toFixed(2),
-    missing: "nothing verified yet",
-  }),
-];
-
 setUpTheme();
 setUpKey();
+setUpTerms();
+byId("ranges").addEventListener("change", ({ target }) => {
+  span = target.value;
+  history = [];
+});
 const tryPrompt = setUpTry();
 watchDrafts();
 poll();

@@ -19,7 +19,8 @@ from prometheus_client import CollectorRegistry
 from serving.capture.recorder import RecorderStats
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
-from serving.gateway.live.live import HISTORY_POINTS, Board, Live
+from serving.gateway.live.live import RANGES, Board, Live
+from serving.gateway.metrics import GatewayMetrics
 from serving.metrics import EngineMetrics, ServingCollector
 from serving.speedup import BASELINE, NOTHING_MEASURED, SUFFIX_ONLY, Speedup, SpeedupMeter
 from speculator.errors import StoreError
@@ -175,12 +176,84 @@ def test_rates_are_of_the_last_seconds() -> None:
         ("head", 3, 10, 0),
     ]
     now_s += 100
-    for version in range(HISTORY_POINTS):
-        host.draft_version = version
-        live.look()
+    live.look()
     assert live.document()["positions"] == []
-    versions = [point.draft_version for point in live.document()["history"]]
-    assert versions == list(range(HISTORY_POINTS)), "the history is bounded"
+
+
+def test_the_history_of_a_range_has_means_and_an_end() -> None:
+    host, served, time_ms = DoubleEngine(), Served(), 0
+    live = Live(host, served.registry, shows_tokens=True, clock=lambda: time_ms / 1000, clock_ms=lambda: time_ms)
+    for second in range(1, 25):
+        time_ms, host.draft_version = 1000 * second, second
+        live.look()
+        served.round(drafted=True, seconds=0.01, accepted=second)
+    by_second = live.document()["history"]
+    assert [point.at_ms for point in by_second] == [1000 * second for second in range(1, 25)]
+    first, second = live.document(spans="hour")["history"]
+    assert (first.at_ms, second.at_ms) == (9000, 19000)
+    assert (first.draft_version, second.draft_version) == (9, 19), "the newest in the step"
+    of_second = [point.accept_length for point in by_second if 10_000 <= point.at_ms <= 19_000]
+    assert second.accept_length == pytest.approx(sum(of_second) / 10)
+    assert live.document(9000, "hour")["history"] == [second], "only what is new"
+    assert live.document(spans="hour")["newest"] == by_second[-1], "which is in no whole step yet"
+    assert live.document(spans="day")["history"] == []
+    for _ in range(400):
+        time_ms += 240_000
+        live.look()
+    for name, (_, num_points) in RANGES.items():
+        points = live.document(spans=name)["history"]
+        assert len(points) == num_points
+        assert points[-1].at_ms >= time_ms - 240_000
+
+
+def test_the_range_is_named_in_the_query() -> None:
+    async def look(path: str) -> dict[str, Any]:
+        async with serve(Served().app()) as server, httpx.AsyncClient(base_url=server.url) as client:
+            return (await client.get(path)).json()  # type: ignore[no-any-return]
+
+    day = asyncio.run(look("/slipstream/live?range=day"))
+    assert day["history"] == []
+    assert day["newest"][0] > 0
+    assert len(asyncio.run(look("/slipstream/live?range=century"))["history"]) == 1
+
+
+def test_first_tokens_have_quantiles_of_the_last_minute() -> None:
+    registry, now_s = CollectorRegistry(), 0.0
+    metrics = GatewayMetrics(registry, "double")
+    live = Live(DoubleEngine(), registry, shows_tokens=True, clock=lambda: now_s)
+
+    def newest() -> tuple[float | None, float | None]:
+        live.look()
+        point = live.document()["newest"]
+        return point.first_token_median_s, point.first_token_p95_s
+
+    metrics.observe_first_token("/v1/completions", 50)  # before the page's first look
+    assert newest() == (None, None)
+    for route, many, value in (("/v1/completions", 60, 0.07), ("/v1/chat/completions", 40, 0.4)):
+        for _ in range(many):
+            metrics.observe_first_token(route, value)
+    now_s += 30
+    median, slowest = newest()
+    # Of 100 the 50th is in the bucket of 50 to 100 ms that has 60, the 95th in that of 250 to 500 ms that has 40.
+    assert median == pytest.approx(0.05 + 0.05 * 50 / 60)
+    assert slowest == pytest.approx(0.25 + 0.25 * 35 / 40)
+    now_s += 30
+    assert newest() == (median, slowest)
+    now_s += 31
+    assert newest() == (None, None), "they are older than the window"
+    seconds.labels("/v1/completions").observe(1000)
+    now_s += 1
+    assert newest() == (300, 300), "beyond the last bound it is that"
+
+
+def test_a_trainer_that_is_kept_is_told_of() -> None:
+    status = {"running": False, "num_ended": 2, "exit_code": -9, "ended_ms": 5000, "again_ms": 7000}
+    for kept in (None, status):
+        told = None if kept is None else lambda: status
+        app = create_app(DoubleEngine(), settings=GatewaySettings(), registry=CollectorRegistry(), trainer_status=told)
+        assert get(app, "/slipstream/live").json()["trainer"] == kept
+        shown = passage.talk(FakeSglang(), lambda client: client.get("/slipstream/live"), trainer_status=told)
+        assert shown.json()["trainer"] == kept
 
 
 def test_an_engine_that_reports_late_has_figures_once_it_does() -> None:
