@@ -16,6 +16,7 @@ import os
 import re
 import signal
 import socket
+import stat
 import sys
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
@@ -107,6 +108,7 @@ def read_secret(path: Path, variable: str) -> str:
     """The text of a file that `variable` names, without the end of its line; raises ConfigError naming the variable."""
     try:
         secret = path.read_text("utf-8-sig").rstrip("\r\n")
+        check_private(path, variable)
     except (OSError, UnicodeDecodeError) as error:
         reason = type(error).__name__
         raise ConfigError(
@@ -115,6 +117,19 @@ def read_secret(path: Path, variable: str) -> str:
     if not secret:
         raise ConfigError(f"{variable} names {path}, which is empty: write the secret into it")
     return secret
+
+
+_CONTAINER_SECRETS = Path("/run/secrets")
+"""Where a container finds them. Its runtime has them readable by all, and nobody else is in there."""
+
+
+def check_private(path: Path, what: str) -> None:
+    """Raise ConfigError where other users of this machine can read a file with a secret that `what` names."""
+    real = path.resolve()
+    if _CONTAINER_SECRETS in real.parents or not real.stat().st_mode & stat.S_IROTH:
+        return
+    if all(folder.stat().st_mode & stat.S_IXOTH for folder in real.parents):
+        raise ConfigError(f"{what} names {path}, which other users can read: chmod o-r {path}")
 
 
 def write_synced(path: Path, data: bytes) -> None:

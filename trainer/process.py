@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
@@ -26,8 +27,9 @@ _PR_SET_PDEATHSIG = 1
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
-def run_trainer(config: TrainerConfig) -> None:
+def run_trainer(config: TrainerConfig, *, on_training: Callable[[], None] = lambda: None) -> None:
     """Train until SIGTERM or SIGINT; returns after the last checkpoint. Call from the main thread of its own process.
+    `on_training` is called once everything is loaded.
 
     Under `torchrun` it is one of several (trainer/ranks.py); a signal to any of them ends all, and PeerLostError
     says that one was killed.
@@ -51,12 +53,18 @@ def run_trainer(config: TrainerConfig) -> None:
     if ranks.size > 1:
         structlog.contextvars.bind_contextvars(rank=ranks.rank)
     try:
-        _train(config, ranks, device, stop)
+        _train(config, ranks, device, stop, on_training)
     finally:
         ranks.close()
 
 
-def _train(config: TrainerConfig, ranks: Ranks, device: torch.device, stop: threading.Event) -> None:
+def _train(
+    config: TrainerConfig,
+    ranks: Ranks,
+    device: torch.device,
+    stop: threading.Event,
+    on_training: Callable[[], None],
+) -> None:
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     trainer = Trainer(config, registry, ranks=ranks, device=device)
@@ -65,6 +73,7 @@ def _train(config: TrainerConfig, ranks: Ranks, device: torch.device, stop: thre
         port = config.metrics_port and config.metrics_port + local_rank()
         trainer.metrics.serve(config.metrics_host, port)
     log.info("training", device=str(device), num_steps=trainer.learner.num_steps)
+    on_training()
     # The thread that answers Prometheus has begun and stays as it is; those that compute come from this one.
     give_way_in_the_kernel(config.nice, ranks.size)
     train_until(stop, trainer)

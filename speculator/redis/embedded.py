@@ -28,6 +28,7 @@ _START_TIMEOUT_S = 30.0
 _POLL_S = 0.01
 # sockaddr_un holds 108 bytes on Linux and 104 on macOS, with the final zero.
 _MAX_SOCKET_PATH_BYTES = 103
+_SOCKET = "redis.sock"
 
 
 _LEAST = (6, 2)
@@ -61,6 +62,11 @@ def _version(binary: str) -> tuple[int, ...]:
     return (0,)
 
 
+def socket_url(directory: Path) -> str:
+    """Of the server that runs in a directory, or would."""
+    return f"unix://{quote(str(directory.resolve() / _SOCKET))}?db=0"
+
+
 class EmbeddedRedis:
     """Redis on a Unix socket in `directory`, with an append-only file there: restarting keeps acknowledged writes.
 
@@ -72,7 +78,7 @@ class EmbeddedRedis:
 
     def __init__(self, directory: Path | str, *, ends_with_us: bool = False) -> None:
         self.directory = Path(directory).resolve()
-        self._socket = self.directory / "redis.sock"
+        self._socket = self.directory / _SOCKET
         self._log = self.directory / "redis.log"
         if len(os.fsencode(self._socket)) > _MAX_SOCKET_PATH_BYTES:
             raise ConfigError(f"the path {self._socket} is too long for a Unix socket: choose a shorter directory")
@@ -97,7 +103,7 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        return f"unix://{quote(str(self._socket))}?db=0"
+        return socket_url(self.directory)
 
     @property
     def pid(self) -> int:
