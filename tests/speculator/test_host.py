@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from speculator.errors import ConfigError
-from speculator.host import free_port, read_secret
+from speculator.host import free_port, load_function, read_secret
 
 _SAY_TEN = "from speculator.host import free_port; print(*(free_port() for _ in range(10)))"
 
@@ -70,3 +70,10 @@ def test_a_secret_that_others_can_read_is_refused() -> None:
                 read_secret(each, "SLIPSTREAM_KEY_FILE")
         path.chmod(0o640)
         assert read_secret(path, "SLIPSTREAM_KEY_FILE") == "secret"
+
+
+def test_a_function_is_found_by_its_name() -> None:
+    assert load_function("pathlib:Path", "--environment") is Path
+    for name in ("nowhere:keep", f"{__name__}:nobody", "Path", f"{__name__}:__name__"):
+        with pytest.raises(ConfigError, match=r"^--environment"):
+            load_function(name, "--environment")
