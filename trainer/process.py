@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import structlog
 import torch
 from prometheus_client import CollectorRegistry, ProcessCollector
 
+from speculator.errors import ConfigError
 from trainer.config import LOWEST, TrainerConfig, choose_device, local_rank
 from trainer.loop import Trainer, train_until
 from trainer.ranks import Ranks, join_ranks
@@ -65,12 +67,14 @@ def _train(
     stop: threading.Event,
     on_training: Callable[[], None],
 ) -> None:
+    # Port 0 is any free one.
+    port = config.metrics_port and config.metrics_port + local_rank()
+    if port is not None:
+        _check_port(config.metrics_host, port)
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     trainer = Trainer(config, registry, ranks=ranks, device=device)
-    if config.metrics_port is not None:
-        # Port 0 is any free one.
-        port = config.metrics_port and config.metrics_port + local_rank()
+    if port is not None:
         trainer.metrics.serve(config.metrics_host, port)
     log.info("training", device=str(device), num_steps=trainer.learner.num_steps)
     on_training()
@@ -78,6 +82,16 @@ def _train(
     give_way_in_the_kernel(config.nice, ranks.size)
     train_until(stop, trainer)
     log.info("trainer ended", num_steps=trainer.learner.num_steps)
+
+
+def _check_port(host: str, port: int) -> None:
+    """Before anything is read or written: `/metrics` opens only when all is. Raises ConfigError."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        raise ConfigError(
+            f"--metrics-port {port} of {host} cannot be taken ({error.strerror}): choose another, or stop who has it"
+        ) from None
 
 
 def stop_on_signals() -> threading.Event:

