@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -45,27 +44,12 @@ def default_data_dir(model_name: str) -> Path:
         raise ConfigError("there is no home directory: pass --data-dir") from None
 
 
-@dataclass(frozen=True)
 class DataDir:
     """Where what lies in it."""
 
-    root: Path
-
-    @property
-    def redis(self) -> Path:
-        return self.root / "redis"
-
-    @property
-    def store(self) -> Path:
-        return self.root / "drafts"
-
-    @property
-    def state(self) -> Path:
-        return self.root / "trainer-state"
-
-    @property
-    def log(self) -> Path:
-        return self.root / "train.log"
+    def __init__(self, root: Path) -> None:
+        self.root, self.redis, self.store = root, root / "redis", root / "drafts"
+        self.state, self.log = root / "trainer-state", root / "train.log"
 
 
 class TrainerKeeper:

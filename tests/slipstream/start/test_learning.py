@@ -64,6 +64,7 @@ def test_it_learns_survives_its_trainer_and_goes_on_where_it_was(toy_model: Path
     first = tmp_path / "first.log"
     with service(first, *words) as serve:
         url, asked = url_in(first), iter(range(10_000))
+        wait_until(lambda: events(first, "learning"))
         [said] = events(first, "learning")
         assert (said["page"], said["endpoint"], said["data"]) == (f"{url}/", f"{url}/v1", str(data))
 
@@ -88,7 +89,7 @@ def test_it_learns_survives_its_trainer_and_goes_on_where_it_was(toy_model: Path
     second = tmp_path / "second.log"
     with service(second, *words):
         url_in(second)
-        wait_until(lambda: (data / "train.log").read_text().count("trainer resumed") == 2)
+        wait_until(lambda: (data / "train.log").read_text().count("trainer resumed") == 2, timeout_s=120)
         assert len(DraftStore(data / "drafts").versions()) > 1
 
 
