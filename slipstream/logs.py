@@ -1,5 +1,6 @@
 """Where logs are configured, for every command: standard error, one line an event, readable on a terminal, else JSON.
 
+Libraries are heard from warnings on only, whatever the level: clients of HTTP log bodies at debug level.
 Lines carry the request id where there is one. No line carries a prompt or an answer: our events name what happened, and
 an exception whose message may quote the value that it choked on is told by its type and its place alone.
 """
@@ -13,7 +14,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import structlog
 from pydantic import Field, ValidationError
@@ -27,10 +28,6 @@ ENV_PREFIX = "SLIPSTREAM_LOG_"
 
 HANDLER = "slipstream"
 """Name of the one handler that is ours."""
-
-_SERVER = "uvicorn"
-"""The one library that follows our level. Others are heard from warnings on only, whatever the level: clients of HTTP
-log bodies at debug level."""
 
 _MESSAGE_IS_SAFE = (SlipstreamError, OSError, MemoryError, RuntimeError)
 """About the machine or written by us. ValueError, KeyError and their like quote values, and those may be prompts."""
@@ -71,17 +68,25 @@ def configure_logs() -> None:
         processors=[*shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         # One write a line, its end included: several ranks share a standard error that torchrun does not buffer.
-        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+        # To what stands there now: a progress bar puts itself there, and keeps lines above it.
+        logger_factory=lambda *_: structlog.WriteLogger(sys.stderr),
     )
-    _configure_libraries([*shared, _first_line], renderer, level)
+    _configure_libraries([*shared, _first_line], renderer)
     _tell_what_nobody_catches()
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    # Read when it is imported. It advises how to load quantised weights, which are converted here.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if as_json:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
-def _configure_libraries(shared: list[Processor], renderer: Processor, level: int) -> None:
-    handler = logging.StreamHandler(sys.stderr)
+class _Handler(logging.StreamHandler[TextIO]):
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+def _configure_libraries(shared: list[Processor], renderer: Processor) -> None:
+    handler = _Handler()
     handler.set_name(HANDLER)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
@@ -92,7 +97,6 @@ def _configure_libraries(shared: list[Processor], renderer: Processor, level: in
     root = logging.getLogger()
     root.handlers = [*(other for other in root.handlers if other.get_name() != HANDLER), handler]
     root.setLevel(logging.WARNING)
-    logging.getLogger(_SERVER).setLevel(level)
 
 
 def _tell_what_nobody_catches() -> None:

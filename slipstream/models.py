@@ -106,7 +106,9 @@ def bundled_file() -> Path:
 def _convert_gguf(source: Path, out: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=_GGUF_NAME, dtype=torch.bfloat16)
     # The loaded object is marked as quantised and refuses to be saved: copy its weights into a plain one.
     config = loaded.config

@@ -18,7 +18,6 @@ others go on.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -64,18 +63,6 @@ class Environment(Protocol):
 
 
 Factory = Callable[[SampleKey], Environment]
-
-
-def load_environment(name: str) -> Factory:
-    """MODULE:CLASS, or any other callable that makes one of a sample's key. Raises ConfigError."""
-    module, _, attribute = name.partition(":")
-    try:
-        made: Factory = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{name!r} is no environment ({error}): pass MODULE:CLASS") from None
-    if not callable(made):
-        raise ConfigError(f"{name!r} makes no environments: pass MODULE:CLASS")
-    return made
 
 
 @dataclass

@@ -12,25 +12,41 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 console = Console(stderr=True)
 
 
 @contextlib.contextmanager
-def working(what: str) -> Iterator[None]:
-    """Show that something of unknown length is at work; on a terminal only."""
-    with console.status(what) if console.is_terminal else contextlib.nullcontext():
-        yield
+def working(what: str) -> Iterator[Callable[[], None]]:
+    """Show that something of unknown length is at work, and since when; on a terminal only. What is yielded ends it
+    before the end of the block.
+    """
+    with _progress(what) as progress:
+        progress.add_task(what)
+        yield progress.stop
 
 
 @contextlib.contextmanager
 def counting(what: str) -> Iterator[Callable[[int, int | None], None]]:
     """A bar that is told how much is done, of how much where that is known; on a terminal only."""
-    columns = SpinnerColumn(), TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+    with _progress(what, BarColumn(), MofNCompleteColumn()) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _progress(what: str, *columns: ProgressColumn) -> Progress:
+    """One at a time. What is logged meanwhile stands above it."""
+    shown = SpinnerColumn(), TextColumn(what, markup=False), *columns, TimeElapsedColumn()
+    return Progress(*shown, console=console, disable=not console.is_terminal, transient=True)
 
 
 def say(line: str) -> None:

@@ -13,12 +13,14 @@ import ctypes
 import fcntl
 import itertools
 import os
+import pkgutil
 import re
 import signal
 import socket
+import stat
 import sys
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,6 +59,31 @@ def cache_root() -> Path:
     if named := os.environ.get(CACHE_VARIABLE):
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
+
+
+_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def load_function(name: str, setting: str) -> Callable[..., Any]:
+    """The operator's own function that `name`, MODULE:FUNCTION, imports.
+
+    Raises ConfigError, in one line that begins with the setting, for a name that is malformed or cannot be imported,
+    and for something that cannot be called.
+    """
+    if not _FUNCTION.fullmatch(name):
+        raise ConfigError(f"{setting} is {name!r}: write MODULE:FUNCTION")
+    try:
+        found = pkgutil.resolve_name(name)
+    except Exception as error:  # the module is the operator's, and may raise anything
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"{setting}: {name} cannot be imported ({type(error).__name__}: {reason}): install its module, or put its "
+            "folder into PYTHONPATH"
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"{setting}: {name} is no function: name one")
+    function: Callable[..., Any] = found
+    return function
 
 
 _PORTS = range(10_000, 22_000)
@@ -107,6 +134,7 @@ def read_secret(path: Path, variable: str) -> str:
     """The text of a file that `variable` names, without the end of its line; raises ConfigError naming the variable."""
     try:
         secret = path.read_text("utf-8-sig").rstrip("\r\n")
+        check_private(path, variable)
     except (OSError, UnicodeDecodeError) as error:
         reason = type(error).__name__
         raise ConfigError(
@@ -115,6 +143,19 @@ def read_secret(path: Path, variable: str) -> str:
     if not secret:
         raise ConfigError(f"{variable} names {path}, which is empty: write the secret into it")
     return secret
+
+
+_CONTAINER_SECRETS = Path("/run/secrets")
+"""Where a container finds them. Its runtime has them readable by all, and nobody else is in there."""
+
+
+def check_private(path: Path, what: str) -> None:
+    """Raise ConfigError where other users of this machine can read a file with a secret that `what` names."""
+    real = path.resolve()
+    if _CONTAINER_SECRETS in real.parents or not real.stat().st_mode & stat.S_IROTH:
+        return
+    if all(folder.stat().st_mode & stat.S_IXOTH for folder in real.parents):
+        raise ConfigError(f"{what} names {path}, which other users can read: chmod o-r {path}")
 
 
 def write_synced(path: Path, data: bytes) -> None:

@@ -110,7 +110,7 @@ class TrainerConfig(BaseSettings):
     """Proposals deep that a chain is unrolled in training (training-time test)."""
     loss: str = DEFAULT_LOSS
     """What a step minimises, as `trainer.learning.losses.mix.LossMix` reads it:
-    `forward_kl=1,discard=0.5,correction=topr`."""
+    `forward_kl=1,discard=0.5,correction=topr`; MODULE:FUNCTION is a loss of your own (examples/own_loss.py)."""
     learning_rate: float = Field(default=1e-3, gt=0)
     """Of AdamW; constant after the warm-up."""
     warmup_steps: int = Field(default=20, ge=1)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
 import torch
 from prometheus_client import CollectorRegistry, ProcessCollector
 
+from speculator.errors import ConfigError
 from trainer.config import LOWEST, TrainerConfig, choose_device, local_rank
 from trainer.loop import Trainer, train_until
 from trainer.ranks import Ranks, join_ranks
@@ -26,8 +29,9 @@ _PR_SET_PDEATHSIG = 1
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
-def run_trainer(config: TrainerConfig) -> None:
+def run_trainer(config: TrainerConfig, *, on_training: Callable[[], None] = lambda: None) -> None:
     """Train until SIGTERM or SIGINT; returns after the last checkpoint. Call from the main thread of its own process.
+    `on_training` is called once everything is loaded.
 
     Under `torchrun` it is one of several (trainer/ranks.py); a signal to any of them ends all, and PeerLostError
     says that one was killed.
@@ -51,24 +55,43 @@ def run_trainer(config: TrainerConfig) -> None:
     if ranks.size > 1:
         structlog.contextvars.bind_contextvars(rank=ranks.rank)
     try:
-        _train(config, ranks, device, stop)
+        _train(config, ranks, device, stop, on_training)
     finally:
         ranks.close()
 
 
-def _train(config: TrainerConfig, ranks: Ranks, device: torch.device, stop: threading.Event) -> None:
+def _train(
+    config: TrainerConfig,
+    ranks: Ranks,
+    device: torch.device,
+    stop: threading.Event,
+    on_training: Callable[[], None],
+) -> None:
+    # Port 0 is any free one.
+    port = config.metrics_port and config.metrics_port + local_rank()
+    if port is not None:
+        _check_port(config.metrics_host, port)
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     trainer = Trainer(config, registry, ranks=ranks, device=device)
-    if config.metrics_port is not None:
-        # Port 0 is any free one.
-        port = config.metrics_port and config.metrics_port + local_rank()
+    if port is not None:
         trainer.metrics.serve(config.metrics_host, port)
     log.info("training", device=str(device), num_steps=trainer.learner.num_steps)
+    on_training()
     # The thread that answers Prometheus has begun and stays as it is; those that compute come from this one.
     give_way_in_the_kernel(config.nice, ranks.size)
     train_until(stop, trainer)
     log.info("trainer ended", num_steps=trainer.learner.num_steps)
+
+
+def _check_port(host: str, port: int) -> None:
+    """Before anything is read or written: `/metrics` opens only when all is. Raises ConfigError."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        raise ConfigError(
+            f"--metrics-port {port} of {host} cannot be taken ({error.strerror}): choose another, or stop who has it"
+        ) from None
 
 
 def stop_on_signals() -> threading.Event:

@@ -10,8 +10,6 @@ to its bound. A trace of which the function says False is dropped, and so is one
 from __future__ import annotations
 
 import os
-import pkgutil
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,12 +17,12 @@ import structlog
 from tokenizers import Tokenizer
 
 from speculator.errors import ConfigError, type_and_place
+from speculator.host import load_function
 from speculator.trace import Trace
 
 FILTER_REASONS = ("filtered", "filter_failed")
 """Why a trace is dropped: the function said False, or raised an error or said neither True nor False."""
 _FORMER_FILTER = "SLIPSTREAM_DROP_PERSONAL_DATA"
-_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 log = structlog.get_logger(__name__)
 
 
@@ -48,18 +46,7 @@ class CaptureFilter:
             )
         if not name:
             return None
-        if not _NAME.fullmatch(name):
-            raise ConfigError(f"SLIPSTREAM_CAPTURE_FILTER is {name!r}: write MODULE:FUNCTION")
-        try:
-            keep = pkgutil.resolve_name(name)
-        except Exception as error:  # the module is the operator's, and may raise anything
-            reason = " ".join(str(error).split())
-            raise ConfigError(
-                f"SLIPSTREAM_CAPTURE_FILTER: {name} cannot be imported ({type(error).__name__}: {reason}): install its "
-                "module, or put its folder into PYTHONPATH"
-            ) from error
-        if not callable(keep):
-            raise ConfigError(f"SLIPSTREAM_CAPTURE_FILTER: {name} is no function: name one that takes text and tenant")
+        keep = load_function(name, "SLIPSTREAM_CAPTURE_FILTER")
         try:
             tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
         except Exception as error:  # the library raises nothing more precise

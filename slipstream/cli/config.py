@@ -22,6 +22,7 @@ from slipstream.cli.options import AsJson
 from slipstream.settings import variables
 from slipstream.terminal import print_json
 from speculator.errors import ConfigError
+from speculator.host import check_private
 
 app = typer.Typer(no_args_is_help=True, help="What a service would be started with.")
 _SECRET, _HIDDEN = ("api_key",), "(secret)"
@@ -82,6 +83,8 @@ def take(context: typer.Context, path: Path | None) -> Path | None:
         if fields[key] in given:
             raise ConfigError(f"{path}: {given[fields[key]][0]} and {name} are one option: leave one of them out")
         given[fields[key]] = str(name), value
+    if any(field in given for field in _SECRET):
+        check_private(path, "--config")
     context.default_map = {
         field: value if isinstance(value, bool | list) or value is None else str(value)
         for field, (_, value) in given.items()

@@ -13,7 +13,6 @@ import typer
 
 from slipstream.cli.options import Depth, Dtype, JsonFile, Model, SuffixDepth, check_output, finite
 from slipstream.demo import TENANTS
-from slipstream.logs import configure_logs
 from slipstream.models import BUNDLED_MODEL, resolve_model
 from slipstream.terminal import console
 from speculator.errors import ConfigError
@@ -55,7 +54,6 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of the fresh draft and of the traffic's order.")] = 0,
 ) -> None:
     """Serve a real model to several tenants, train its draft from their traffic, and measure what that brings."""
-    configure_logs()
     if missing := [name for name in _EXTRA if find_spec(name) is None]:
         raise ConfigError(f"the demo needs {', '.join(missing)}: pip install 'slipstream-spec[demo]'")
     from slipstream.demo.demo import DemoOptions, run_demo

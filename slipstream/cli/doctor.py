@@ -12,7 +12,7 @@ import typer
 from rich.markup import escape
 
 from slipstream.cli.effects import DOCTOR, check_options
-from slipstream.cli.options import AsJson, Engine, Model, SglangPython
+from slipstream.cli.options import AsJson, Engine, InDataDir, Model, SglangPython
 from slipstream.models import BUNDLED_MODEL
 from slipstream.settings import known_variables
 from slipstream.terminal import console, print_json, working
@@ -27,6 +27,7 @@ def doctor(
     context: typer.Context,
     model: Model = BUNDLED_MODEL,
     engine: Engine = "local",
+    data_dir: InDataDir = None,
     redis_url: Annotated[str | None, typer.Option(envvar="SLIPSTREAM_REDIS_URL", help="Also check this Redis.")] = None,
     store: Annotated[Path | None, typer.Option(envvar="SLIPSTREAM_STORE", help="Also check this store.")] = None,
     state: Annotated[Path | None, typer.Option(help="Also check the trainer's checkpoint there.")] = None,
@@ -45,7 +46,7 @@ def doctor(
     def more() -> Iterator[Finding]:
         given = {"--redis-url": redis_url, "--store": store, "--state": state}
         if missing := [option for option, value in given.items() if not value]:
-            yield skipped("more", f"{', '.join(missing)}: pass them to look at what they name")
+            yield skipped("more", f"{', '.join(missing)}: pass them, or --data-dir, to look at what they name")
 
     def checks() -> Iterator[tuple[str, Check]]:
         """In the order in which a start would meet them."""

@@ -20,8 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.cli.effects import DRAFT_INIT, check_options
-from slipstream.cli.options import AsJson, DraftVocab, Model, VocabFrom
-from slipstream.logs import configure_logs
+from slipstream.cli.options import AsJson, DraftVocab, InDataDir, Model, VocabFrom
 from slipstream.models import check_target, checked_fingerprint, resolve_head, resolve_model
 from slipstream.settings import DEFAULT_REDIS_URL
 from slipstream.terminal import print_json, working
@@ -53,6 +52,7 @@ STORE = Path("drafts")
 
 @app.command("list")
 def list_versions(
+    data_dir: InDataDir = None,
     store: StoreOption = STORE,
     redis_url: RedisOption = DEFAULT_REDIS_URL,
     model: ModelOption = None,
@@ -67,6 +67,7 @@ def list_versions(
 @app.command()
 def show(
     version: Version,
+    data_dir: InDataDir = None,
     store: StoreOption = STORE,
     redis_url: RedisOption = DEFAULT_REDIS_URL,
     model: ModelOption = None,
@@ -79,7 +80,9 @@ def show(
 
 
 @app.command()
-def diff(a: Version, b: Version, store: StoreOption = STORE, as_json: AsJson = False) -> None:
+def diff(
+    a: Version, b: Version, data_dir: InDataDir = None, store: StoreOption = STORE, as_json: AsJson = False
+) -> None:
     """What changed from one version to another: tensors, config, manifest."""
     with _desk(store, DEFAULT_REDIS_URL, None) as desk:
         difference = desk.diff(a, b)
@@ -89,6 +92,7 @@ def diff(a: Version, b: Version, store: StoreOption = STORE, as_json: AsJson = F
 @app.command()
 def promote(
     version: Version,
+    data_dir: InDataDir = None,
     store: StoreOption = STORE,
     redis_url: RedisOption = DEFAULT_REDIS_URL,
     model: ModelOption = None,
@@ -103,6 +107,7 @@ def promote(
 def rollback(
     reason: Annotated[str, typer.Option(help="Kept in the version's history.")],
     version: Annotated[int | None, typer.Option(min=1, help="Default: the one that engines should run.")] = None,
+    data_dir: InDataDir = None,
     store: StoreOption = STORE,
     redis_url: RedisOption = DEFAULT_REDIS_URL,
     model: ModelOption = None,
@@ -116,6 +121,7 @@ def rollback(
 @app.command()
 def pin(
     version: Version,
+    data_dir: InDataDir = None,
     store: StoreOption = STORE,
     redis_url: RedisOption = DEFAULT_REDIS_URL,
     model: ModelOption = None,
@@ -128,6 +134,7 @@ def pin(
 
 @app.command()
 def unpin(
+    data_dir: InDataDir = None,
     store: StoreOption = STORE,
     redis_url: RedisOption = DEFAULT_REDIS_URL,
     model: ModelOption = None,
@@ -142,6 +149,7 @@ def unpin(
 def export(
     version: Version,
     out: Annotated[Path, typer.Option(help="Folder to write.")],
+    data_dir: InDataDir = None,
     store: StoreOption = STORE,
     layout: Annotated[
         Literal["specforge", "speculators"],
@@ -169,6 +177,7 @@ def export(
 def import_(
     head: Annotated[str, typer.Argument(help="Folder of an EAGLE-3 head, or its id on the hub.")],
     model: Model,
+    data_dir: InDataDir = None,
     store: StoreOption = STORE,
     traces: Annotated[
         list[Path] | None, typer.Option(help="Recording of `traces record`: score the head on it. May be repeated.")
@@ -176,11 +185,11 @@ def import_(
     as_json: AsJson = False,
 ) -> None:
     """Begin a store with a head that somebody else has trained: SpecForge's layout, or that of vLLM's speculators."""
-    configure_logs()
-    from slipstream.replay import ReplayOptions, replay
-    from speculator.draft.public_heads import read_public_head
-    from speculator.versions.lineage import import_head
-    from speculator.versions.store import DraftStore
+    with working("starting"):
+        from slipstream.replay import ReplayOptions, replay
+        from speculator.draft.public_heads import read_public_head
+        from speculator.versions.lineage import import_head
+        from speculator.versions.store import DraftStore
 
     model_dir, folder, drafts = resolve_model(model), resolve_head(head), DraftStore(store)
     with working(f"reading {head}, writing it as the first version of {store}"):
@@ -190,7 +199,7 @@ def import_(
     document: dict[str, Any] = {"folder": str(drafts.folder(version).absolute()), "layout": found.layout}
     document |= {"draft_vocab_size": found.config.draft_vocab_size, "notes": list(found.notes)}
     if traces:
-        with working("scoring it"):
+        with working("scoring it on the recordings"):
             options = ReplayOptions(recordings=traces, model_dir=model_dir, depths=[1, 2, 3], num_steps=0, store=store)
             scored = replay(options)
         document |= {name: scored[name] for name in ("accept_length", "recorded_accept_length", "held_out_traces")}
@@ -210,16 +219,17 @@ def _imported(document: dict[str, Any]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _desk(store_dir: Path, redis_url: str, model: str | None) -> Iterator[DraftDesk]:
-    from speculator.draft.checkpoint import model_key
-    from speculator.redis.client import connect
-    from speculator.redis.control_plane import DraftPointer
-    from speculator.versions.operator import DraftDesk
-    from speculator.versions.store import DraftStore
+    with working("starting"):
+        from speculator.draft.checkpoint import model_key
+        from speculator.redis.client import connect
+        from speculator.redis.control_plane import DraftPointer
+        from speculator.versions.operator import DraftDesk
+        from speculator.versions.store import DraftStore
 
     store = DraftStore(store_dir)
     newest = store.latest()
     if newest is None:
-        raise ConfigError(f"{store_dir} holds no draft versions: check --store")
+        raise ConfigError(f"{store_dir} holds no draft versions: check --store, or --data-dir")
     fingerprint = store.manifest(newest).target_fingerprint
     with contextlib.ExitStack() as opened:
 
@@ -262,6 +272,7 @@ def init(
     model: Model,
     context: typer.Context,
     out: Annotated[Path | None, typer.Option(help="Write a Hugging Face folder, as SGLang loads it, here.")] = None,
+    data_dir: InDataDir = None,
     store: Annotated[Path | None, typer.Option(help="Write the first version of this draft store.")] = None,
     vocab_from: VocabFrom = None,
     draft_vocab_size: DraftVocab = None,
@@ -283,12 +294,14 @@ def init(
     as_json: AsJson = False,
 ) -> None:
     """Write a fresh draft for a target. It has learnt nothing yet; serve it and train."""
-    configure_logs()
-    from slipstream.demo.topics import read_texts
-    from speculator.draft.checkpoint import model_name
+    with working("starting"):
+        from slipstream.demo.topics import read_texts
+        from speculator.draft.checkpoint import model_name
 
     if (out is None) == (store is None):
-        raise ConfigError("pass either --out, for a folder of its own, or --store, for a store's first version")
+        raise ConfigError(
+            "pass either --out, for a folder of its own, or --store (--data-dir), for a store's first version"
+        )
     check_options(context, DRAFT_INIT)
     model_dir = resolve_model(model)
     texts = read_texts(vocab_from) if vocab_from else []

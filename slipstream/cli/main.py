@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
 
 import typer
 from rich.markup import escape
 
 from slipstream.cli import config, demo, doctor, drafts, keys, replay, rollout, services, tenants, traces
 from slipstream.cli.options import AsJson
+from slipstream.cli.panels import WithPanels
+from slipstream.logs import configure_logs
 from slipstream.terminal import console, print_json
 from speculator.errors import ConfigError, DraftError, LifecycleError, SlipstreamError, StoreError, StreamError
 from speculator.tracing import close_spans
@@ -24,33 +28,53 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Keeps the draft model of a speculative-decoding server in step with live traffic.",
 )
-app.command()(demo.demo)
-app.command()(services.serve)
-app.command()(services.sglang)
-app.command()(services.gateway)
-app.command()(services.train)
-app.command()(replay.replay)
-app.command()(rollout.rollout)
-app.command()(doctor.doctor)
+_SERVICES, _STEERING, _TRACES = "Serve and learn", "Look and steer", "Traces and rollouts"
+for service in (demo.demo, services.serve, services.train, services.sglang, services.gateway):
+    app.command(cls=WithPanels, rich_help_panel=_SERVICES)(service)
+app.command(rich_help_panel=_STEERING)(doctor.doctor)
+app.command(rich_help_panel=_TRACES)(replay.replay)
+app.command(rich_help_panel=_TRACES)(rollout.rollout)
 app.add_typer(drafts.draft_app, name="draft")
-app.add_typer(drafts.app, name="drafts")
-app.add_typer(config.app, name="config")
-app.add_typer(keys.app, name="keys")
-app.add_typer(traces.app, name="traces")
-app.add_typer(tenants.app, name="tenants")
+app.add_typer(drafts.app, name="drafts", rich_help_panel=_STEERING)
+app.add_typer(config.app, name="config", rich_help_panel=_STEERING)
+app.add_typer(keys.app, name="keys", rich_help_panel=_STEERING)
+app.add_typer(traces.app, name="traces", rich_help_panel=_TRACES)
+app.add_typer(tenants.app, name="tenants", rich_help_panel=_TRACES)
 
 
-@app.command("version")
-def show_version(as_json: AsJson = False) -> None:
-    """Print the version."""
+def _version() -> str:
     try:
-        found = version("slipstream-spec")
+        return version("slipstream-spec")
     except PackageNotFoundError:
         raise ConfigError("slipstream-spec is not installed here: run `make demo` or pip install it") from None
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(_version())
+        raise typer.Exit
+
+
+@app.callback()
+def _begin(
+    context: typer.Context,
+    _: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
+) -> None:
+    """Has the logs of every command look alike."""
+    # The doctor says itself what is wrong with the settings of logs.
+    with suppress(ConfigError) if context.invoked_subcommand == "doctor" else nullcontext():
+        configure_logs()
+
+
+@app.command("version", rich_help_panel=_STEERING)
+def show_version(as_json: AsJson = False) -> None:
+    """Print the version."""
     if as_json:
-        print_json({"version": found})
+        print_json({"version": _version()})
     else:
-        typer.echo(found)
+        typer.echo(_version())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -86,6 +86,30 @@ DataDir = Annotated[
         "default: ~/.local/share/slipstream/NAME."
     ),
 ]
+
+
+def take_data_dir(context: typer.Context, path: Path | None) -> Path | None:
+    """The callback of `--data-dir` where a command looks into one: what lies there becomes the default."""
+    if path is not None and not context.resilient_parsing:
+        from slipstream.start.learning import DataDir
+        from speculator.redis.embedded import socket_url
+
+        data = DataDir(path)
+        places = {"store": data.store, "state": data.state, "redis_url": socket_url(data.redis)}
+        taken = {option.name for option in context.command.params}
+        context.default_map = {name: str(place) for name, place in places.items() if name in taken}
+    return path
+
+
+InDataDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--data-dir",
+        is_eager=True,
+        callback=take_data_dir,
+        help="Folder of `slipstream serve --learn`: Redis, drafts and the trainer's state are looked for there.",
+    ),
+]
 ControlShare = Annotated[
     float,
     typer.Option(min=0, max=0.5, callback=finite, help="Share of rounds at depth 0 that gives the measured baseline."),

@@ -9,10 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from slipstream.cli.effects import REPLAY, check_options, warn_of_unread_variables
-from slipstream.cli.options import DraftVocab, JsonFile, Model, check_output
-from slipstream.logs import configure_logs
+from slipstream.cli.options import DraftVocab, InDataDir, JsonFile, Model, check_output
 from slipstream.models import BUNDLED_MODEL, resolve_model
-from slipstream.terminal import counting, say
+from slipstream.terminal import counting, say, working
 
 
 def replay(
@@ -24,6 +23,7 @@ def replay(
     steps: Annotated[
         int | None, typer.Option(min=0, help="Default: every trace about four times; 0 evaluates the draft on all.")
     ] = None,
+    data_dir: InDataDir = None,
     store: Annotated[Path | None, typer.Option(help="Begin with the newest draft of this store.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the fresh draft, of the split and of the order.")] = 0,
     depth: Annotated[int, typer.Option(min=1, max=16, help="Most proposals a round.")] = 4,
@@ -37,13 +37,13 @@ def replay(
     A fifth of the traces of every domain is held out for the prediction. SLIPSTREAM_TRAINER_* variables set the rest.
     `--store drafts --steps 0` predicts a served draft: beside it stands what was recorded.
     """
-    configure_logs()
     check_options(context, REPLAY)
-    warn_of_unread_variables()
-    import torch
+    with working("starting"):
+        warn_of_unread_variables()
+        import torch
 
-    from slipstream.replay import ReplayOptions
-    from slipstream.replay import replay as run
+        from slipstream.replay import ReplayOptions
+        from slipstream.replay import replay as run
 
     check_output(json_file)
     torch.set_num_threads(threads)

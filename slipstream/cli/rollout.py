@@ -15,7 +15,7 @@ from msgspec.structs import asdict
 from slipstream.cli.options import finite
 from slipstream.terminal import counting, say
 from speculator.errors import ConfigError, SlipstreamError
-from speculator.host import json_line, read_json_lines
+from speculator.host import json_line, load_function, read_json_lines
 
 if TYPE_CHECKING:
     from slipstream.rollout import Factory
@@ -70,7 +70,7 @@ def rollout(
     for good, 2 where it refuses the file.
     """
     from slipstream.client import AsyncRollouts, Rollouts, Sample
-    from slipstream.rollout import Conversations, load_environment
+    from slipstream.rollout import Conversations
 
     groups = read_groups(file, {} if max_tokens is None else {"max_tokens": max_tokens})
     groups = {
@@ -79,7 +79,7 @@ def rollout(
     server: dict[str, Any] = {"url": url, "api_key": api_key, "model": model, "job": job, "weight": weight}
     server["retry_s"] = retry_s
     client = Rollouts(**server)
-    make = None if environment is None else load_environment(environment)
+    make = None if environment is None else load_function(environment, "--environment")
     try:
         target = nullcontext(sys.stdout.buffer) if out is None else out.open("wb")
     except OSError as error:

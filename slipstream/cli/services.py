@@ -17,9 +17,9 @@ from slipstream.cli import options as options
 from slipstream.cli.config import Config
 from slipstream.cli.effects import check_options, check_variables, warn_of_unread_variables
 from slipstream.cli.options import Depth, DraftVocab, Model, RedisUrl, Store, SuffixDepth, VocabFrom, finite
-from slipstream.logs import configure_logs
 from slipstream.models import checked_fingerprint, resolve_model
 from slipstream.settings import DEFAULT_REDIS_URL
+from slipstream.terminal import working
 from speculator.errors import ConfigError
 from speculator.tracing import configure_spans
 
@@ -68,20 +68,28 @@ def serve(
     start_timeout_s: options.StartTimeout = 1200,
 ) -> None:
     """Serve a model behind the OpenAI-compatible gateway, with the draft that the store holds or a fresh one."""
-    configure_logs()
     configure_spans("slipstream-gateway")
     from slipstream.demo.topics import read_texts
 
     if learn:
         context.params["capture"] = True
     options.check_together(context)
-    warn_of_unread_variables()
     given = _given(context)
     given["vocab_texts"] = read_texts(vocab_from) if vocab_from else []
-    with _learning(context, given) if learn else nullcontext() as learning:
+    with (
+        working(f"loading {given['model_name']}") as is_loaded,
+        _learning(context, given) if learn else nullcontext() as learning,
+    ):
+
+        def begin(url: str) -> None:
+            is_loaded()
+            if learning is not None:
+                learning.begin(url)
+
+        given |= {"on_serving": begin}
         if learning is not None:
             given |= {"redis_url": learning.redis_url, "store": learning.store}
-            given |= {"on_serving": learning.begin, "trainer_status": learning.trainer_status}
+            given["trainer_status"] = learning.trainer_status
         _serve(given)
 
 
@@ -127,7 +135,9 @@ def _serve(given: Mapping[str, Any]) -> None:
 
 def _given(context: typer.Context) -> dict[str, Any]:
     """The options of a command under the names of the fields that take them."""
-    from speculator.draft.checkpoint import model_name
+    with working("starting"):
+        warn_of_unread_variables()
+        from speculator.draft.checkpoint import model_name
 
     given = dict(context.params)
     model_dir = resolve_model(given["model"])
@@ -207,10 +217,8 @@ def sglang(
 
     The store needs a version: `slipstream drafts init --store` writes the first.
     """
-    configure_logs()
     check_options(context, effects.SGLANG)
     options.check_sharing(context)
-    warn_of_unread_variables()
     from serving.sglang.outside.launcher import SglangStart
     from slipstream.start.exposure import check_sglang_exposure
     from slipstream.start.sglang import become_sglang
@@ -249,27 +257,30 @@ def gateway(
     start_timeout_s: options.StartTimeout = 1200,
 ) -> None:
     """Serve the OpenAI-compatible gateway in front of an SGLang that runs as a service of its own, or of a pool."""
-    configure_logs()
     configure_spans("slipstream-gateway")
     check_options(context, effects.GATEWAY)
-    warn_of_unread_variables()
-    from slipstream.start.gateway import GatewayOptions, run_gateway
+    with working("starting"):
+        warn_of_unread_variables()
+        from slipstream.start.gateway import GatewayOptions, run_gateway
 
     if len(sglang) > 1 and not pool:
         raise ConfigError("--sglang more than once is for routers before the same engines: pass --pool, or it once")
-    run_gateway(
-        GatewayOptions(
-            sglang_urls=tuple(url.rstrip("/") for url in sglang),
-            engine_id=None if pool else engine_id,
-            model_dir=resolve_model(model),
-            store=store,
-            redis_url=redis_url,
-            host=host,
-            port=port,
-            start_timeout_s=start_timeout_s,
-        ),
-        _gateway_settings(effects.GATEWAY_IN_FRONT, api_key),
-    )
+    model_dir = resolve_model(model)
+    with working(f"waiting for SGLang at {sglang[0]}") as is_there:
+        run_gateway(
+            GatewayOptions(
+                sglang_urls=tuple(url.rstrip("/") for url in sglang),
+                engine_id=None if pool else engine_id,
+                model_dir=model_dir,
+                store=store,
+                redis_url=redis_url,
+                host=host,
+                port=port,
+                start_timeout_s=start_timeout_s,
+            ),
+            _gateway_settings(effects.GATEWAY_IN_FRONT, api_key),
+            on_serving=lambda _: is_there(),
+        )
 
 
 _PREFIX = "SLIPSTREAM_TRAINER_"
@@ -312,26 +323,27 @@ def train(
 
     With several GPUs, or several machines that share --store and --state: `torchrun … -m slipstream train …`.
     """
-    configure_logs()
     configure_spans("slipstream-trainer")
-    from speculator.draft.checkpoint import model_key
-    from speculator.versions.store import DraftStore
-    from trainer.config import load_config
-    from trainer.process import run_trainer
+    with working("starting"):
+        from speculator.draft.checkpoint import model_key
+        from speculator.versions.store import DraftStore
+        from trainer.config import load_config
+        from trainer.process import run_trainer
 
     model_dir = resolve_model(model)
     given = {} if trace_ttl_hours is None else {"trace_ttl_hours": trace_ttl_hours}
-    settings = load_config(
-        **given,
-        model_dir=model_dir,
-        model_key=model_key(model_dir, checked_fingerprint(model_dir, DraftStore(store))),
-        redis_url=redis_url,
-        store_dir=store,
-        state_dir=state,
-        metrics_port=metrics_port,
-        num_threads=threads,
-        seed=seed,
-    )
-    check_variables(settings, effects.TRAIN)
-    warn_of_unread_variables()
-    run_trainer(settings)
+    with working(f"loading {model_dir.name}") as is_loaded:
+        settings = load_config(
+            **given,
+            model_dir=model_dir,
+            model_key=model_key(model_dir, checked_fingerprint(model_dir, DraftStore(store))),
+            redis_url=redis_url,
+            store_dir=store,
+            state_dir=state,
+            metrics_port=metrics_port,
+            num_threads=threads,
+            seed=seed,
+        )
+        check_variables(settings, effects.TRAIN)
+        warn_of_unread_variables()
+        run_trainer(settings, on_training=is_loaded)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from slipstream.cli.drafts import STORE, StoreOption, operator
-from slipstream.cli.options import AsJson, Model, RedisUrl, finite
+from slipstream.cli.options import AsJson, InDataDir, Model, RedisUrl, finite
 from slipstream.models import resolve_model
 from slipstream.settings import DEFAULT_REDIS_URL
 from slipstream.terminal import print_json
@@ -26,6 +26,7 @@ def _group() -> None:
 def erase(
     tenant: Annotated[str, typer.Argument(help="As its key names it; `default` where there are no keys.")],
     model: Model,
+    data_dir: InDataDir = None,
     redis_url: RedisUrl = DEFAULT_REDIS_URL,
     store: StoreOption = STORE,
     state: Annotated[
@@ -50,7 +51,7 @@ def erase(
     drafts = DraftStore(store)
     newest = drafts.latest()
     if newest is None:
-        raise ConfigError(f"{store} holds no draft versions: check --store")
+        raise ConfigError(f"{store} holds no draft versions: check --store, or --data-dir")
     fingerprint, model_dir = drafts.manifest(newest).target_fingerprint, resolve_model(model)
     with connect(redis_url) as client:
         eraser = tenants.Eraser(

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from slipstream.cli.effects import PRUNE, check_options
-from slipstream.cli.options import AsJson, Model, RedisUrl, check_output, finite
+from slipstream.cli.options import AsJson, InDataDir, Model, RedisUrl, check_output, finite
 from slipstream.models import resolve_model
 from slipstream.settings import DEFAULT_REDIS_URL
 from slipstream.terminal import counting, print_json, say
@@ -25,6 +25,7 @@ Recording = Annotated[Path, typer.Argument(help="A file that `slipstream traces 
 def record(
     model: Model,
     out: Annotated[Path, typer.Option(help="File to write; an existing recording is continued.")],
+    data_dir: InDataDir = None,
     redis_url: RedisUrl = DEFAULT_REDIS_URL,
     seconds: Annotated[float, typer.Option(min=0, callback=finite, help="Go on with new traces for so long.")] = 0,
     note: Annotated[str, typer.Option(help="Kept in a new file's header.")] = "",
@@ -62,6 +63,7 @@ def prune(
         typer.Option(min=0, callback=finite, envvar="SLIPSTREAM_TRACE_TTL_HOURS", help="Age of the traces that go."),
     ] = 0,
     model: Annotated[str | None, typer.Option(help="Target: prune its stream, too.")] = None,
+    data_dir: InDataDir = None,
     redis_url: RedisUrl = DEFAULT_REDIS_URL,
     as_json: AsJson = False,
 ) -> None:

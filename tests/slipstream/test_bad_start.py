@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.models import BUNDLED_MODEL
 from speculator.versions.store import DraftStore
-from tests.slipstream.conftest import Ended
+from tests.slipstream.conftest import Ended, RunCli
 
 Refused = Callable[..., str]
 
@@ -46,6 +46,18 @@ def test_busy_port(refused: Refused, toy_model: Path) -> None:
         assert str(port) in line
         assert "--port" in line
         assert "--port" in refused("demo", "--model", toy_model, "--port", port)
+
+
+def test_busy_metrics_port(run_cli: RunCli, toy_model: Path, redis_url: str, tmp_path: Path) -> None:
+    """In a process of its own: a trainer changes its niceness before it begins."""
+    places = ("--redis-url", redis_url, "--store", tmp_path / "drafts", "--state", tmp_path / "state")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = run_cli("train", "--model", toy_model, *places, "--metrics-port", port)
+    assert ended.returncode == 2
+    assert f"error: --metrics-port {port} of 127.0.0.1 cannot be taken" in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.stderr
+    assert not (tmp_path / "drafts").exists()
 
 
 @pytest.mark.parametrize("command", ["serve", "train"])

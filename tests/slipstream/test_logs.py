@@ -38,13 +38,14 @@ def test_ours_and_libraries_lines_look_alike(lines: Lines) -> None:
     with structlog.contextvars.bound_contextvars(request_id="abc"):
         structlog.get_logger().info("ours", n=1)
         structlog.get_logger().debug("formatted %s", "text")
-        logging.getLogger("uvicorn.error").info("server")
-    logging.getLogger("openai").info("a body")
+        logging.getLogger("uvicorn.error").warning("server")
+    for library in ("openai", "uvicorn.error"):
+        logging.getLogger(library).info("a body, or that it is about to start")
     logging.getLogger("httpx").warning("slow")
     found = lines()
     assert [line["event"] for line in found] == ["ours", "formatted text", "server", "slow"]
     assert [line.get("request_id") for line in found] == ["abc", "abc", "abc", None]
-    assert [line["level"] for line in found] == ["info", "debug", "info", "warning"]
+    assert [line["level"] for line in found] == ["info", "debug", "warning", "warning"]
     assert all(line["timestamp"] for line in found)
 
 

@@ -18,7 +18,7 @@ from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from slipstream.cli.main import app
 from slipstream.client import AsyncRollouts, Group, Rollouts, Sample, SampleKey
-from slipstream.rollout import Conversations, Step, load_environment
+from slipstream.rollout import Conversations, Step
 from speculator.errors import ConfigError
 from speculator.redis.trace_stream import GroupRewards
 from tests.fixtures.doubles import DoubleEngine
@@ -258,10 +258,3 @@ def test_an_observation_counts_once(engine: DoubleEngine, url: str) -> None:
             assert turns == 2
 
     asyncio.run(asyncio.wait_for(run(), 20))
-
-
-def test_an_environment_is_found_by_its_name() -> None:
-    assert isinstance(load_environment(f"{__name__}:Talker")(SampleKey("g", 0)), Talker)
-    for name in ("nowhere:Talker", f"{__name__}:Nobody", "Talker", f"{__name__}:NEVER_S"):
-        with pytest.raises(ConfigError, match="MODULE:CLASS"):
-            load_environment(name)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from speculator.errors import ConfigError
-from speculator.host import free_port, read_secret
+from speculator.host import free_port, load_function, read_secret
 
 _SAY_TEN = "from speculator.host import free_port; print(*(free_port() for _ in range(10)))"
 
@@ -53,3 +54,26 @@ def test_another_encoding_is_refused_by_file_and_variable(tmp_path: Path) -> Non
     path.write_bytes("secret".encode("utf-16"))
     with pytest.raises(ConfigError, match=f"SLIPSTREAM_KEY_FILE names {path}"):
         read_secret(path, "SLIPSTREAM_KEY_FILE")
+
+
+def test_a_secret_that_others_can_read_is_refused() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        path = folder / "key"
+        path.write_text("secret")
+        path.chmod(0o644)
+        assert read_secret(path, "SLIPSTREAM_KEY_FILE") == "secret", "they cannot reach it"
+        folder.chmod(0o755)
+        (folder / "link").symlink_to(path)
+        for each in (path, folder / "link"):
+            with pytest.raises(ConfigError, match=f"which other users can read: chmod o-r {each}"):
+                read_secret(each, "SLIPSTREAM_KEY_FILE")
+        path.chmod(0o640)
+        assert read_secret(path, "SLIPSTREAM_KEY_FILE") == "secret"
+
+
+def test_a_function_is_found_by_its_name() -> None:
+    assert load_function("pathlib:Path", "--environment") is Path
+    for name in ("nowhere:keep", f"{__name__}:nobody", "Path", f"{__name__}:__name__"):
+        with pytest.raises(ConfigError, match=r"^--environment"):
+            load_function(name, "--environment")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,3 +91,14 @@ def test_a_value_of_a_wrong_kind_and_a_file_that_is_not_there(
 def test_what_has_no_effect_is_refused_as_from_the_command_line(refused: Refused, file: Path, toy_model: Path) -> None:
     file.write_text(f"model: {toy_model}\ndata-dir: somewhere\n")
     assert "--data-dir is for --learn" in refused("serve", "--config", file)
+
+
+def test_a_file_with_a_key_is_for_its_owner_alone(refused: Refused) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        file = Path(name) / "slipstream.yaml"
+        file.write_text("model: M\n")
+        file.chmod(0o644)
+        assert shown("serve", "--config", file)["model"] == ("M", "file")
+        file.write_text("model: M\napi-key: of-all\n")
+        assert f"chmod o-r {file}" in refused("serve", "--config", file)

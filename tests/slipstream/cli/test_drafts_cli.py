@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,9 @@ import redis
 from safetensors.torch import load_file
 
 from speculator.draft.checkpoint import draft_config_json, draft_state, model_key, target_fingerprint
+from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
+from speculator.redis.embedded import EmbeddedRedis
 from speculator.versions.lifecycle import VersionState
 from speculator.versions.store import DraftStore
 from tests.fixtures.toy import random_draft
@@ -145,3 +149,29 @@ def test_what_cannot_be_done_is_one_line(
     (tmp_path / "full" / "file").touch()
     assert "--out" in refused("drafts", "export", 1, "--out", tmp_path / "full", *here)
     assert pointer.desired() is None
+
+
+def test_everything_is_found_in_the_folder_of_a_server_that_learns(
+    invoke: Callable[..., Ended], toy_model: Path, store: DraftStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`slipstream serve --learn` keeps its store, and the socket of its Redis, there."""
+
+    def run(*words: object) -> Any:
+        ended = invoke("drafts", *words, "--json")
+        assert ended.code == 0, ended.err
+        return json.loads(ended.out)
+
+    with tempfile.TemporaryDirectory() as name:
+        data = Path(name)
+        shutil.copytree(store.root, data / "drafts")
+        with EmbeddedRedis(data / "redis") as own, connect(own.url) as client:
+            there = ("--data-dir", data, "--model", toy_model)
+            assert run("pin", 1, *there)["desired"] == 1
+            assert run("list", *there)["drafts"][0]["is_pinned"]
+            assert DraftPointer(client, model_key(toy_model, target_fingerprint(toy_model))).desired() == 1
+            assert run("diff", 1, 2, "--data-dir", data)["a"] == 1
+            # What is named goes before.
+            run("list", *there, "--store", store.root)
+            assert "draft versions" in invoke("drafts", "list", *there, "--store", data / "none").err
+            monkeypatch.setenv("SLIPSTREAM_STORE", str(data / "none"))
+            assert "draft versions" in invoke("drafts", "list", *there).err

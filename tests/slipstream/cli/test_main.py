@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import shutil
 import socket
@@ -14,12 +15,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import structlog
 from rich.console import Console
 from typer.testing import CliRunner
 
 from docs import tables
 from slipstream import terminal
 from slipstream.cli.main import app
+from slipstream.cli.panels import FIRST
+from slipstream.logs import configure_logs
 from slipstream.models import BUNDLED_MODEL
 from slipstream.settings import commands
 from speculator.draft.checkpoint import model_key, model_name
@@ -107,6 +111,34 @@ def test_bars_move_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
         with terminal.working("reading"):
             pass
         assert ("3/10" in out.getvalue()) == is_terminal
+
+
+def test_what_is_logged_meanwhile_stands_above_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(terminal, "console", Console(file=out, force_terminal=True, width=80))
+    configure_logs()
+    with terminal.working("loading") as is_loaded:
+        structlog.get_logger().info("ours")
+        logging.getLogger("httpx").warning("theirs")
+        is_loaded()
+        shown = out.getvalue()
+        assert "ours" in shown
+        assert "theirs" in shown
+        terminal.say("page")
+    assert out.getvalue() == f"{shown}page\n", "nothing moves any more"
+
+
+def test_the_options_that_most_people_need_come_first() -> None:
+    found = {name.removeprefix("slipstream "): command for name, command in commands(app)}
+    for name, names in FIRST.items():
+        options = [option for option in found[name].params if option.param_type_name == "option"]
+        assert [option.name for option in options if option.rich_help_panel is None] == names.split()
+        assert [option.name for option in options][: len(names.split())] == names.split()
+        assert len(names.split()) <= 10
+
+
+def test_the_version_in_the_usual_way(invoke: Callable[..., Ended]) -> None:
+    assert invoke("--version") == invoke("version")
 
 
 def test_a_model_of_the_hub_is_called_by_its_id(

@@ -25,6 +25,7 @@ from speculator.errors import ConfigError
 from speculator.redis.client import connect
 from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
+from tests.fixtures.faults import filled, small_disk
 from tests.fixtures.toy import make_toy_model
 from tests.fixtures.waiting import url_in, wait_until
 from tests.slipstream.conftest import service
@@ -63,6 +64,7 @@ def test_it_learns_survives_its_trainer_and_goes_on_where_it_was(toy_model: Path
     first = tmp_path / "first.log"
     with service(first, *words) as serve:
         url, asked = url_in(first), iter(range(10_000))
+        wait_until(lambda: events(first, "learning"))
         [said] = events(first, "learning")
         assert (said["page"], said["endpoint"], said["data"]) == (f"{url}/", f"{url}/v1", str(data))
 
@@ -90,7 +92,7 @@ def test_it_learns_survives_its_trainer_and_goes_on_where_it_was(toy_model: Path
     second = tmp_path / "second.log"
     with service(second, *words):
         url_in(second)
-        wait_until(lambda: (data / "train.log").read_text().count("trainer resumed") == 2)
+        wait_until(lambda: (data / "train.log").read_text().count("trainer resumed") == 2, timeout_s=120)
         assert len(DraftStore(data / "drafts").versions()) > 1
 
 
@@ -173,6 +175,42 @@ def test_a_trainer_that_cannot_start_is_tried_less_and_less_often(
     assert pauses[:3] == [0.01, 0.02, 0.04]
     assert "the store is on fire" in said.out + said.err
     assert "no memory for another process" in said.out + said.err
+
+
+def test_the_log_of_a_trainer_is_bounded(tmp_path: Path) -> None:
+    log, said = tmp_path / "train.log", iter(range(10_000))
+    log.touch()
+
+    class Talking(Short):
+        @property
+        def returncode(self) -> int | None:
+            with log.open("a") as file:
+                file.write(f"line {next(said)}\n" * 20)
+            return None
+
+        def stop(self, timeout_s: float = 30.0) -> None:
+            pass
+
+    keeper = TrainerKeeper(lambda: Talking(0), log, max_log_bytes=150)
+    keeper.begin()
+    wait_until(lambda: (tmp_path / "train.log.1").exists() and "line 5" in (tmp_path / "train.log.1").read_text())
+    keeper.stop()
+    assert {path.name for path in tmp_path.iterdir()} == {"train.log", "train.log.1"}
+    assert all(path.stat().st_size < 500 for path in tmp_path.iterdir())
+
+
+def test_a_full_disk_ends_the_start(refused: Refused, toy_model: Path) -> None:
+    with (
+        tempfile.TemporaryDirectory(prefix="learn-") as folder,
+        small_disk(Path(folder) / "disk", 1 << 20) as is_small,
+    ):
+        if not is_small:
+            pytest.skip("no tmpfs may be mounted here")
+        disk = Path(folder) / "disk"
+        with filled(disk):
+            line = refused("serve", "--model", toy_model, "--learn", "--port", 0, "--data-dir", disk / "data")
+        assert "No space left" in line
+        assert not children(os.getpid(), str(disk))
 
 
 def test_a_keeper_that_never_began_can_be_stopped(tmp_path: Path) -> None:

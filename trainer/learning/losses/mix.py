@@ -24,13 +24,16 @@ vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from speculator.errors import ConfigError
+from speculator.host import load_function
 from trainer.learning.labels import Labels, Verdicts
 from trainer.learning.losses.branches import branch_kl
 from trainer.learning.losses.correction import Correction
@@ -72,6 +75,8 @@ class LossMix:
     margin: float = 0.0
     branch_forward_kl: float = 0.0
     branch_reverse_kl: float = 0.0
+    own: tuple[tuple[str, float], ...] = ()
+    """Functions of the operator's, MODULE:FUNCTION, with their weights: see `own_loss`."""
     correction: Correction = field(default_factory=Correction)
     verdicts: VerdictSource = "recorded"
     chains: Chains = "own"
@@ -86,23 +91,26 @@ class LossMix:
 
         A name alone weighs 1, and one of `PRESETS` stands for its text. Settings: `correction` with its `clip_low`,
         `clip_high`, `positive` and `negative`; `verdicts`, `chains`, `discard_top_k`, `step_discount`. Raises
-        ConfigError that names the choices.
+        ConfigError that names the choices. MODULE:FUNCTION is a name as well, of a loss on states: see `own_loss`.
         """
         given: dict[str, str] = {}
         text = PRESETS.get(text.strip(), text)
         for part in filter(None, (part.strip() for part in text.split(","))):
             name, _, value = (piece.strip() for piece in part.partition("="))
-            if name not in (*LOSS_NAMES, *_SETTINGS):
+            is_own = ":" in name
+            if name not in (*LOSS_NAMES, *_SETTINGS) and not is_own:
                 raise ConfigError(
                     f"unknown loss {name!r}: choose from {', '.join(LOSS_NAMES)}; settings are {', '.join(_SETTINGS)}"
                 )
             if name in given:
                 raise ConfigError(f"the loss names {name} twice: give it once")
-            given[name] = value or ("1" if name in LOSS_NAMES else "")
+            given[name] = value or ("1" if is_own or name in LOSS_NAMES else "")
         return cls(**_values(given))
 
     def __post_init__(self) -> None:
-        weights = [getattr(self, name) for name in LOSS_NAMES]
+        weights = [*(getattr(self, name) for name in LOSS_NAMES), *(weight for _, weight in self.own)]
+        for name, _ in self.own:
+            own_loss(name)
         if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
             raise ConfigError("a loss has a weight that is negative or not finite: give weights ≥ 0")
         if not any(weights):
@@ -116,6 +124,7 @@ class LossMix:
 
     def __str__(self) -> str:
         parts = [f"{name}={getattr(self, name):g}" for name in LOSS_NAMES if getattr(self, name)]
+        parts += [f"{name}={weight:g}" for name, weight in self.own]
         if self.uses_verdicts:
             correction = self.correction
             low, high = correction.clip
@@ -135,7 +144,7 @@ class LossMix:
     def on_states(self, logits_SD: Tensor, labels: Labels) -> Tensor:
         """[S] float32: the committed-text terms at S states with tempered logits, weighted."""
         ids_SK, probs_SK, tail_S = labels.draft_ids, labels.probs, labels.tail
-        if not any(getattr(self, name) for name in _STATE_LOSSES):
+        if not self.own and not any(getattr(self, name) for name in _STATE_LOSSES):
             # Nothing to learn here, yet part of the graph: a batch without verdicts is then a step without a gradient.
             return logits_SD[:, 0].float() * 0.0
         loss_S = logits_SD.new_zeros(len(logits_SD), dtype=torch.float32)
@@ -158,6 +167,11 @@ class LossMix:
                 # Where most mass is outside the draft vocabulary there is little to accept.
                 log_rate_S = probs_SK.sum(-1) * rate_S.clamp_min(LEAST_OVERLAP).log()
                 loss_S = loss_S - self.log_acceptance * log_rate_S
+        for name, weight in self.own:
+            own_S = own_loss(name)(logits_SD, labels)
+            if own_S.shape != loss_S.shape:
+                raise ConfigError(f"{name} returned {tuple(own_S.shape)}: return a loss a state, {tuple(loss_S.shape)}")
+            loss_S = loss_S + weight * own_S
         return loss_S
 
     def on_proposals(
@@ -202,6 +216,15 @@ class LossMix:
         return acceptance_rate(logits_SD, labels.draft_ids, labels.served, labels.served_tail)
 
 
+@cache
+def own_loss(name: str) -> Callable[[Tensor, Labels], Tensor]:
+    """The operator's loss on states: a function of their tempered logits [S, D] and labels, whose result is [S].
+
+    Raises ConfigError where MODULE:FUNCTION names none.
+    """
+    return load_function(name, "the loss")
+
+
 _STATE_LOSSES = (
     *("forward_kl", "reverse_kl", "acceptance", "log_acceptance", "cross_entropy", "lk_hybrid", "coupled_acceptance"),
 )
@@ -215,9 +238,12 @@ _SETTINGS = ("correction", *_CORRECTION_SETTINGS, "verdicts", "chains", "discard
 
 def _values(given: dict[str, str]) -> dict[str, Any]:
     """The arguments of `LossMix` from text."""
-    values: dict[str, Any] = {}
+    own = tuple((name, _number(name, value, float)) for name, value in given.items() if ":" in name)
+    values: dict[str, Any] = {"own": own}
     correction: dict[str, Any] = {}
     for name, value in given.items():
+        if ":" in name:
+            continue
         if name == "correction":
             correction["name"] = value
         elif name in ("verdicts", "chains"):

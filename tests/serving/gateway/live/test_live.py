@@ -241,7 +241,7 @@ def test_first_tokens_have_quantiles_of_the_last_minute() -> None:
     assert newest() == (median, slowest)
     now_s += 31
     assert newest() == (None, None), "they are older than the window"
-    seconds.labels("/v1/completions").observe(1000)
+    metrics.observe_first_token("/v1/completions", 1000)
     now_s += 1
     assert newest() == (300, 300), "beyond the last bound it is that"
 

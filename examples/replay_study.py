@@ -1,0 +1,40 @@
+"""Which loss learns most from your traffic? Each learns from the same traces, in the same steps.
+
+python -m examples.replay_study traffic.rec --model DIR_OR_ID --seeds 3
+"""
+
+import argparse
+from pathlib import Path
+from statistics import mean, stdev
+
+from slipstream.models import BUNDLED_MODEL, resolve_model
+from slipstream.replay import ReplayOptions, replay
+
+LOSSES = ("cross_entropy=1,log_acceptance=1,step_discount=1", "forward_kl=1", "examples.own_loss:total_variation")
+
+
+def main(words: list[str] | None = None) -> dict[str, list[float]]:
+    """Accept lengths on traces that were held out, by loss, a number a seed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("recording", type=Path)
+    parser.add_argument("--model", default=BUNDLED_MODEL)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="default: every trace about four times")
+    given = parser.parse_args(words)
+    same = {"recordings": [given.recording], "model_dir": resolve_model(given.model), "num_steps": given.steps}
+    lengths: dict[str, list[float]] = {loss: [] for loss in LOSSES}
+    # A seed chooses the fresh draft, what is held out, and the order: compare losses within a seed.
+    for seed in range(given.seeds):
+        for loss in LOSSES:
+            lengths[loss].append(
+                replay(ReplayOptions(**same, depths=[1, 2, 3, 4], loss=loss, seed=seed))["accept_length"]
+            )
+    for loss, found in lengths.items():
+        gains = [one / first - 1 for one, first in zip(found, lengths[LOSSES[0]], strict=True)]
+        spread = f" ± {stdev(gains):.1%}" if len(gains) > 1 else ""
+        print(f"{mean(found):.3f} tokens a verification  {mean(gains):+.1%}{spread}  {loss}")
+    return lengths
+
+
+if __name__ == "__main__":
+    main()
