@@ -55,7 +55,7 @@ BATCHES = (1, 4)
 _CONTEXT = 300
 """Pairs that a timed round has before it."""
 _ROW = 0.037
-"""Of a step, for a row that is verified (docs/drafting.md)."""
+"""Of a step, for a row that is verified (benchmarks/results/step.md)."""
 
 
 class Arm(NamedTuple):

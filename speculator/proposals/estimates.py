@@ -9,7 +9,7 @@ for each of b requests puts r = b · (P + 1) rows through the target, and its at
     T = θ₀ + θ₁ · r + θ₂ · (rows × keys that they attend to)
 
 Where each request is verified with as many as it has, P is the most, and a round has fewer rows than r. Priced by its
-own rows it is chosen where its proposals are overestimated, and that was slower (docs/drafting.md).
+own rows it is chosen where its proposals are overestimated, and that was slower (benchmarks/results/serving.md).
 
 The line is fitted to every round as it comes, older rounds fading, and every b, and every (b, P), keeps its own
 factor on it as it is seen: a GPU's steps are no line, and a CPU's first row is cheaper than its share. Batches above

@@ -199,7 +199,7 @@ def _check_device(name: str) -> None:
 
 class Ranking:
     """For any thread. Of a whole vocabulary PyTorch's operations take a tenth of a millisecond for the likeliest token
-    of a position and three times that for a distribution, ten times what the library does (docs/local-loop.md).
+    of a position and three times that for a distribution, ten times what the library does (benchmarks/results/step.md).
     """
 
     def __init__(self, kernels: Kernels | None) -> None:
