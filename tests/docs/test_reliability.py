@@ -17,7 +17,7 @@ _PROMISES = "## Promises"
 
 def _rows() -> list[str]:
     section = PAGE.read_text().split(_PROMISES)[1].split("\n## ")[0]
-    return [line for line in section.splitlines() if line.startswith("| ")][1:]
+    return [line for line in section.splitlines() if line.startswith("| ") and not line.startswith("| fault |")]
 
 
 @functools.cache
