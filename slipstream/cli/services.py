@@ -41,6 +41,7 @@ def serve(
     store: Store = Path("drafts"),
     host: options.Host = "127.0.0.1",
     port: options.Port = 8000,
+    root_path: options.RootPath = None,
     api_key: options.ApiKey = None,
     capture: options.Capture = False,
     capture_floor: options.CaptureFloor = DEFAULT_FLOOR,
@@ -110,7 +111,7 @@ def _serve(given: Mapping[str, Any]) -> None:
         places = ("host", "port", "draft_vocab_size", "vocab_texts", "seed", "start_timeout_s", "on_serving")
         run_sglang_server(
             SglangStart(**_fields(SglangStart, {**given, "device": device})),
-            _gateway_settings(effects.GATEWAY_IN_FRONT, given["api_key"]),
+            _gateway_settings(effects.GATEWAY_IN_FRONT, given),
             # Unless it learns on the CPU, the trainer takes the same one.
             shares_card=given["learn"] and device == "cuda" and os.environ.get(f"{_PREFIX}DEVICE") != "cpu",
             **{name: given[name] for name in places if name in given},
@@ -122,7 +123,7 @@ def _serve(given: Mapping[str, Any]) -> None:
         engine = {"device": given["device"] or "cpu", "num_slots": given["slots"], "num_threads": given["threads"]}
         config = LocalEngineConfig(**_fields(LocalEngineConfig, {**given, **engine}))
         served = ServeOptions(**_fields(ServeOptions, {**given, "engine": config}))
-        run_server(served, _gateway_settings(effects.GATEWAY_OF_LOCAL, given["api_key"]), **_fields(run_server, given))
+        run_server(served, _gateway_settings(effects.GATEWAY_OF_LOCAL, given), **_fields(run_server, given))
 
 
 def _given(context: typer.Context) -> dict[str, Any]:
@@ -145,13 +146,13 @@ def _fields(kind: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any
     return {name: given[name] for name in inspect.signature(kind).parameters if name in given}
 
 
-def _gateway_settings(rules: Iterable[effects.Rule], api_key: str | None) -> GatewaySettings:
+def _gateway_settings(rules: Iterable[effects.Rule], given: Mapping[str, Any]) -> GatewaySettings:
     """Of this process's environment and the command line. Raises ConfigError for a variable that is unusable, or of
     another engine.
     """
     from serving.gateway.config import load_settings
 
-    settings = load_settings(api_key=api_key)
+    settings = load_settings(**_fields(load_settings, given))
     check_variables(settings, rules)
     return settings
 
@@ -240,6 +241,7 @@ def gateway(
     store: Store = Path("drafts"),
     host: options.Host = "127.0.0.1",
     port: options.Port = 8000,
+    root_path: options.RootPath = None,
     api_key: options.ApiKey = None,
     engine_id: EngineId = "sglang",
     pool: Annotated[
@@ -268,7 +270,7 @@ def gateway(
             port=port,
             start_timeout_s=start_timeout_s,
         ),
-        _gateway_settings(effects.GATEWAY_IN_FRONT, api_key),
+        _gateway_settings(effects.GATEWAY_IN_FRONT, context.params),
     )
 
 

@@ -215,7 +215,7 @@ async def _serve(
         rollouts=rollouts,
     )
     client.on_look = ErasureWatch(erasures.orders, [app.state.erase]).look
-    server = GatewayServer(app, listener, max_connections=settings.max_connections)
+    server = GatewayServer(app, listener, max_connections=settings.max_connections, idle_s=settings.idle_connection_s)
     try:
         await serve_until_signal(
             server,
