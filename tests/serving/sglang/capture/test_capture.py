@@ -629,6 +629,31 @@ def test_a_server_refuses_what_is_for_another_target_whether_the_header_or_the_b
     assert (refused.value.status_code, refused.value.detail) == (503, OTHER_TARGET)
 
 
+@pytest.mark.parametrize("meant", ["own", "another"])
+def test_a_response_is_marked_by_the_header_alone(monkeypatch: pytest.MonkeyPatch, meant: str) -> None:
+    """Its body has no field for what the gateway adds."""
+    monkeypatch.setattr(hooks, "_target_fingerprint", "own")
+    marks = Marks(rid="r", cache_salt="t/s", policy={"target": meant, "tenant": "t"})
+    params: dict[str, Any] = {"temperature": 0.5}
+    generation = SimpleNamespace(rid="resp_r", cache_salt=None, sampling_params=params)
+    raw_request = SimpleNamespace(headers=marks.to_header())
+    asked = (None, "resp_r", "prompt", generation, params, object())
+    if meant == "own":
+        hooks.before_response(*asked, raw_request=raw_request, priority=0)
+        assert (generation.rid, generation.cache_salt) == ("r", "t/s")
+        assert params == {"temperature": 0.5, "custom_params": {"slipstream": marks.policy}}
+        return
+    with pytest.raises(HTTPException) as refused:
+        hooks.before_response(*asked, raw_request=raw_request, priority=0)
+    assert (refused.value.status_code, refused.value.detail) == (503, OTHER_TARGET)
+
+
+def test_a_response_that_came_past_the_gateway_is_left_as_it_is() -> None:
+    generation = SimpleNamespace(rid="resp_r", cache_salt=None, sampling_params={})
+    hooks.before_response(None, "resp_r", "prompt", generation, {}, object(), SimpleNamespace(headers={}))
+    assert generation == SimpleNamespace(rid="resp_r", cache_salt=None, sampling_params={})
+
+
 def test_a_header_stands_for_what_a_router_lost() -> None:
     marks = Marks(rid="r", cache_salt="t", policy={"capture": False, "tenant": "t"})
     body = SimpleNamespace(rid=None, cache_salt=None, custom_params={"mine": 1})
