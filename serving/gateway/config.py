@@ -46,7 +46,7 @@ class GatewaySettings(BaseSettings):
     """A stream that has nothing to send for so long sends a comment, so that no proxy takes its connection for dead."""
     idle_connection_s: float = Field(default=620.0, gt=0)
     """A connection without a request is closed after so long; a proxy in front must give it up earlier."""
-    root_path: Annotated[str, BeforeValidator(_as_prefix), Field(default="", pattern=r"^(/[\w.~-]+)*$")]
+    root_path: Annotated[str, BeforeValidator(_as_prefix)] = Field(default="", pattern=r"^(/[\w.~-]+)*$")
     """The path below which a proxy in front shows this gateway, such as /slipstream; it may leave it out or in."""
     max_in_flight: int = Field(default=400, ge=1)
     """Requests to the model under way at once, those that wait included; more are refused with status 429."""

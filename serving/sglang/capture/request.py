@@ -51,7 +51,9 @@ def mark(request: Any, header: str) -> None:
 def mark_generation(generation: Any, header: str) -> None:
     """The same of what SGLang makes of a body that has no field for it."""
     marks = Marks.of_header(header)
-    generation.rid, generation.cache_salt = marks.rid, marks.cache_salt
+    generation.rid = marks.rid
+    # 0.5.17 has one field for both.
+    setattr(generation, "cache_salt" if hasattr(generation, "cache_salt") else "extra_key", marks.cache_salt)
     generation.sampling_params["custom_params"] = {POLICY_KEY: marks.policy}
 
 

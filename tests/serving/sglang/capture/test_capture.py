@@ -21,7 +21,7 @@ from serving.request_metadata import HEADER, OTHER_TARGET, Marks
 from serving.sglang.capture.assembler import Gathering
 from serving.sglang.capture.capture import ByteBudget, StepCapture, TracePipeline
 from serving.sglang.capture.device_reads import DraftProbe, TextRows
-from serving.sglang.capture.request import Origin, is_for_another_target, mark, policy_of, sampling_of
+from serving.sglang.capture.request import Origin, is_for_another_target, mark, mark_generation, policy_of, sampling_of
 from serving.sglang.capture.verification_rows import TopTokens, in_order, tree_parents
 from serving.sglang.device import Device, HostDevice
 from serving.sglang.plugin import hooks
@@ -635,12 +635,15 @@ def test_a_response_is_marked_by_the_header_alone(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(hooks, "_target_fingerprint", "own")
     marks = Marks(rid="r", cache_salt="t/s", policy={"target": meant, "tenant": "t"})
     params: dict[str, Any] = {"temperature": 0.5}
-    generation = SimpleNamespace(rid="resp_r", cache_salt=None, sampling_params=params)
+    generation = SimpleNamespace(rid="resp_r", cache_salt=None, extra_key=None, sampling_params=params)
     raw_request = SimpleNamespace(headers=marks.to_header())
     asked = (None, "resp_r", "prompt", generation, params, object())
     if meant == "own":
         hooks.before_response(*asked, raw_request=raw_request, priority=0)
-        assert (generation.rid, generation.cache_salt) == ("r", "t/s")
+        assert (generation.rid, generation.cache_salt, generation.extra_key) == ("r", "t/s", None)
+        older = SimpleNamespace(rid="resp_r", extra_key=None, sampling_params={})
+        mark_generation(older, marks.to_header()[HEADER])
+        assert older.extra_key == "t/s"
         assert params == {"temperature": 0.5, "custom_params": {"slipstream": marks.policy}}
         return
     with pytest.raises(HTTPException) as refused:
