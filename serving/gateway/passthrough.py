@@ -126,7 +126,7 @@ def passthrough_routes(
 
     for path, endpoint in ENDPOINTS.items():
         openapi = request_body(endpoint.body, served=host.info.model)
-        name = "create_" + path.removeprefix("/v1/").replace("/", "_").strip("_")
+        name = "create_" + path.removeprefix("/v1").strip("/").removesuffix("s").replace("/", "_")
         router.add_api_route(path, pass_on, methods=["POST"], name=name, openapi_extra=openapi)
     return router
 
