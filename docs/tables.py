@@ -163,9 +163,9 @@ def _row(metric: Described) -> tuple[str, ...]:
 def _registries() -> dict[str, CollectorRegistry]:
     """The collectors as the services register them, each beside nothing else."""
     registries = {name: CollectorRegistry() for name in (_GATEWAY, _LOCAL, _SGLANG, _TRAINER)}
-    GatewayMetrics(registries[_GATEWAY])
+    GatewayMetrics(registries[_GATEWAY], "model")
     health = EngineHealth(alive=True, ready=True, num_running=0, num_waiting=0)
-    registries[_GATEWAY].register(HealthCollector(lambda: health))
+    registries[_GATEWAY].register(HealthCollector(lambda: health, "model"))
     rollouts = RolloutBook([], GatewaySettings())
     registries[_GATEWAY].register(RolloutCollector(rollouts.driver, rollouts.ended))
     EngineMetrics(registries[_LOCAL])

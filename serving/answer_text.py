@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections import deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from transformers import AutoTokenizer
 
-from serving.engine import Piece, Source
+from serving.engine import Message, Piece, Source, Tool
+from serving.grammar import GrammarVocabulary
+from serving.tool_calls import OPENING, in_plain_messages
 from speculator.errors import ConfigError, RequestError
 from speculator.target_folder import reading
 
@@ -124,10 +128,22 @@ class LocalTokenizer:
     def encode_more(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        return self._chat(messages, tokenize=True, add_generation_prompt=True, return_dict=False)  # type: ignore[no-any-return]
+    def encode_chat(
+        self, messages: list[Message], tools: Sequence[Tool] = (), template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        own = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        if taken := sorted(own.keys() & (template_kwargs or {}).keys()):
+            raise RequestError(f"no chat template knows {taken[0]!r}: leave it out", param="chat_template_kwargs")
+        how = dict(template_kwargs or {})
+        if self._writes_tool_calls:
+            how["tools"] = list(tools) or None
+        else:
+            messages = in_plain_messages(messages, tools)
+        return self._chat(messages, tokenize=True, add_generation_prompt=True, return_dict=False, **how)  # type: ignore[no-any-return]
 
-    def encode_next(self, messages: list[dict[str, str]], *, last: int) -> list[int]:
+    def encode_next(self, messages: list[Message], *, last: int) -> list[int]:
+        if not self._writes_tool_calls:
+            messages = in_plain_messages(messages, ())
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
         ended: str = self._chat(before, tokenize=False)
         whole: str = self._chat([*before, *messages], tokenize=False, add_generation_prompt=True)
@@ -139,13 +155,28 @@ class LocalTokenizer:
             rest = rest.removeprefix(self.special_tokens.get(last, ""))
         return self.encode_more(rest + whole[len(ended) :])
 
-    def _chat(self, messages: list[dict[str, str]], **how: bool) -> Any:
+    @property
+    def _writes_tool_calls(self) -> bool:
+        """Whether the model's template writes tools and calls in the form that answers are read in."""
+        return OPENING in str(self._tokenizer.chat_template)
+
+    def _chat(self, messages: list[Message], **how: Any) -> Any:
         if not self._tokenizer.chat_template:
             raise RequestError("this model has no chat template: use /v1/completions", param="messages")
         try:
             return self._tokenizer.apply_chat_template(messages, **how)
         except Exception as error:  # templates raise jinja2 errors of their own making
             raise RequestError(f"the model's chat template refuses these messages: {error}", param="messages") from None
+
+    def has_token(self, text: str) -> bool:
+        ids = self.encode_more(text)
+        return len(ids) == 1 and self.decode(ids) == text
+
+    @cached_property
+    def grammar_vocabulary(self) -> GrammarVocabulary:
+        return GrammarVocabulary(
+            self.backend, end_token_ids=self.end_token_ids, hidden_token_ids=self.special_tokens.keys()
+        )
 
     def decode(self, token_ids: list[int]) -> str:
         """Exactly what the tokens say: special ones have no text, spaces are not tidied up."""

@@ -6,10 +6,10 @@ OpenAI protocol itself. Everything here is plain data, so the gateway can use it
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from speculator.draft.sampling_params import SamplingParams
 
@@ -44,6 +44,8 @@ class GenerateRequest:
     stop: tuple[str, ...] = ()
     seed: int | None = None
     ignore_eos: bool = False
+    grammar: str = ""
+    """What the answer's text follows, as llguidance has it (`serving.grammar`); the answer ends where that does."""
     logprobs: bool = False
     """Whether its chunks say how likely their tokens were."""
     policy: CapturePolicy = field(default_factory=CapturePolicy)
@@ -197,14 +199,23 @@ class EngineInfo:
     """Whether a request's seed has an effect."""
 
 
+Message = dict[str, Any]
+"""Of a conversation: `role` and `content`, with `tool_calls` and `tool_call_id` where functions are called."""
+Tool = dict[str, Any]
+"""As OpenAI has it: {"type": "function", "function": {"name": …, "description": …, "parameters": …}}."""
+
+
 class Tokenizer(Protocol):
     """The part of a tokenizer that the gateway needs."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, special tokens of the template included where the model wants them."""
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation under the model's chat template, ready for the answer.
+    def encode_chat(
+        self, messages: list[Message], tools: Sequence[Tool] = (), template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation under the model's chat template, ready for the answer. The model is told of the
+        functions that it may call; `template_kwargs` are values that the template knows, such as `enable_thinking`.
 
         Raises RequestError when the model's template refuses the conversation.
         """
@@ -212,7 +223,10 @@ class Tokenizer(Protocol):
     def encode_more(self, text: str) -> list[int]:
         """Token ids of text that goes on behind other text."""
 
-    def encode_next(self, messages: list[dict[str, str]], *, last: int) -> list[int]:
+    def has_token(self, text: str) -> bool:
+        """Whether one token is this text."""
+
+    def encode_next(self, messages: list[Message], *, last: int) -> list[int]:
         """Token ids of these messages behind an answer with this last token, ready for the next answer. Where that is
         no end token, since the answer was cut, they begin with one.
 

@@ -1,4 +1,5 @@
-"""What SGLang says of an answer's proposals, as `metrics.speculative_decoding` (serving/acceptance.py).
+"""What SGLang says of an answer: its usage, and of its proposals, as `metrics.speculative_decoding`
+(serving/acceptance.py).
 
 SGLang says it in a field of its own, where a request asks for that; in a stream in an event of its own, which clients
 do not expect, before the one with the usage. How many tokens a verification proposed stands in it only as the plugin
@@ -7,7 +8,9 @@ counts them: SGLang takes every verification to have proposed the most that it c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -19,7 +22,8 @@ ASK = "return_spec_tokens_details"
 _DETAILS = "spec_tokens_details"
 _MARK = b'"spec_tokens_details"'
 """No answer's text can look like it: JSON escapes its quotes."""
-_NULL = msgspec.Raw(b"null")
+_USED = re.compile(rb'"usage":\s*\{')
+_NULL, _NO_CHOICES = msgspec.Raw(b"null"), msgspec.Raw(b"[]")
 _EVENT, _END = b"data: ", b"\n\n"
 
 
@@ -30,15 +34,39 @@ class _Details(msgspec.Struct):
     spec_correct_drafts_histogram: list[int] = []
 
 
+class Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    input_tokens: int = 0
+    """As the other endpoints call them; Anthropic's leaves out those of a prefix that the cache had."""
+    cache_read_input_tokens: int = 0
+    output_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.prompt_tokens = self.prompt_tokens or self.input_tokens + self.cache_read_input_tokens
+        self.completion_tokens = self.completion_tokens or self.output_tokens
+
+
+class _Named(msgspec.Struct):
+    """An event of /v1/responses or /v1/messages, or what it carries."""
+
+    usage: Usage | None = None
+    response: _Named | None = None
+    message: _Named | None = None
+
+
 class AcceptanceNotes:
     """Of one answer, whole or streamed. What does not look as it should passes as it is."""
 
-    def __init__(self, *, keep: bool) -> None:
-        """`keep`: the client asked for SGLang's own field, too."""
-        self._keep = keep
+    def __init__(self, *, keep: bool, hide_usage: bool) -> None:
+        """`keep`: the client asked for SGLang's own field, too. `hide_usage`: it did not ask for a stream's usage."""
+        self._keep, self._hide_usage = keep, hide_usage
         self._found: Acceptance | None = None
+        self.usage: Usage | None = None
+        """What the answer has used; None until SGLang has said so."""
 
     def whole(self, content: bytes) -> bytes:
+        self.usage = _usage_of(_decoded(content) or {})
         if _MARK not in content:
             return content
         fields = self._taken(content)
@@ -46,12 +74,13 @@ class AcceptanceNotes:
 
     def events(self, block: bytes) -> bytes:
         """Whole events of a stream."""
-        if self._found is None and _MARK not in block:
+        if self._found is None and _MARK not in block and not _USED.search(block):
             return block
         return b"".join(map(self._event, block.split(_END)[:-1]))
 
     def _event(self, event: bytes) -> bytes:
         if not event.startswith(_EVENT + b"{"):
+            self._note_usage(event.partition(_EVENT)[2])
             return event + _END
         if _MARK in event:
             fields = self._taken(event.removeprefix(_EVENT))
@@ -59,9 +88,25 @@ class AcceptanceNotes:
                 return event + _END
             return b""
         fields = _decoded(event.removeprefix(_EVENT))
-        if self._found is None or fields is None or fields.get("usage", _NULL) == _NULL:
+        if fields is None or (usage := _usage_of(fields)) is None:
+            return event + _END
+        self.usage = usage
+        if self._hide_usage and fields.get("choices") == _NO_CHOICES:
+            return b""
+        if self._found is None:
             return event + _END
         return _EVENT + msgspec.json.encode(self._noted(fields)) + _END
+
+    def _note_usage(self, content: bytes) -> None:
+        """A message says in one event what it has read, and in another one what it has written."""
+        with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            named = msgspec.json.decode(content, type=_Named)
+            if (usage := (named.response or named.message or named).usage) is not None:
+                before = self.usage or Usage()
+                self.usage = Usage(
+                    prompt_tokens=max(before.prompt_tokens, usage.prompt_tokens),
+                    completion_tokens=max(before.completion_tokens, usage.completion_tokens),
+                )
 
     def _taken(self, content: bytes) -> dict[str, Any] | None:
         """The fields without SGLang's note, unless it is to be kept; None where there is none."""
@@ -93,6 +138,13 @@ class AcceptanceNotes:
 
 def _without(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name != "sglext"}
+
+
+def _usage_of(fields: Mapping[str, Any]) -> Usage | None:
+    try:
+        return msgspec.json.decode(fields.get("usage", _NULL), type=Usage | None)
+    except msgspec.MsgspecError:
+        return None
 
 
 def _acceptance_of(details: _Details) -> Acceptance:

@@ -57,7 +57,7 @@ def create_app(
     Its collectors are added to `registry`, and `/metrics` shows all of that registry; raises ValueError where the
     registry already serves a gateway, ConfigError where the file with the API keys is not usable.
     """
-    gateway = Gateway(engine=engine, settings=settings, metrics=GatewayMetrics(registry))
+    gateway = Gateway(engine=engine, settings=settings, metrics=GatewayMetrics(registry, engine.info.model))
     # On the engine that all other requests have as well.
     rollout_engine = InProcessEngine(
         "local", engine, share=settings.rollout_slots_share, num_interactive=lambda: gateway.num_samples
@@ -103,7 +103,7 @@ def create_passthrough_app(
     the target with the fingerprint `target`, in no version older than `least_version`. Without `rollouts` there is no
     route for them.
     """
-    metrics = GatewayMetrics(registry)
+    metrics = GatewayMetrics(registry, host.info.model)
     routers = [passthrough_routes(host, upstream, settings, metrics, target, least_version)]
     on_moved: Callable[[int], None] = _ignore
     erase: Callable[[Collection[str]], None] = _ignore
@@ -145,7 +145,7 @@ def _assemble(
     beside: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
 ) -> FastAPI:
     """`beside` runs while the app is served."""
-    registry.register(HealthCollector(host.health))
+    registry.register(HealthCollector(host.health, host.info.model))
     live = Live(host, registry, shows_tokens=shows_tokens)
 
     @asynccontextmanager

@@ -1,18 +1,21 @@
 """Read a request's body: bounded, JSON only, strictly typed.
 
 `Strict` is the base of every body: a null counts as absent, and a field that this server does not act on is accepted
-only where its value changes nothing about the answer.
+where its value changes nothing about the answer. A body that is read with `Ignored` may have more: fields that nobody
+knows, and some that would change how likely tokens are or what is said of them. They are left out, and noted.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Container, Mapping
+import functools
+import re
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from types import EllipsisType
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 from starlette.requests import Request
 from starlette.types import Receive
@@ -26,12 +29,17 @@ UNKNOWN = "this server knows no such parameter; leave it out"
 CANNOT = "this server cannot honour this parameter; leave it out"
 Neutral = Mapping[str, tuple[object, ...] | EllipsisType]
 """Fields with the values that change nothing; `...`: all values. A model that has the field acts on the others."""
+Ignored = set[str]
+"""Names of the fields of one body that were left out, where a body may have such; None where it may not."""
 _NULL = {"type": "null"}
+_MAY_IGNORE = "x-may-ignore"
 _DISCARD_FACTOR = 4
 """A body up to this many times too large is read and dropped: closing early can reset the connection, and the client
 then never sees the 413."""
 _DISCARD_S = 1.0
 _DISCARD_BYTES = 4 * 1024 * 1024
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,39}")
+"""What the log shows of a client's own field name: anything else may be text that is nobody's business."""
 _CODES = {
     "json_invalid": "invalid_json",
     "missing": "missing_required_parameter",
@@ -42,9 +50,12 @@ _MAX_PARAM_CHARS = 100
 """A client's own field name is quoted back, but not all of a long one."""
 
 
-async def read_body(request: Request, model: type[T], *, max_bytes: int) -> T:
-    """The body as a `model`; raises ApiError (408, 413, 415) or RequestError (400) naming the field at fault."""
-    return parse(model, await read_json(request, max_bytes=max_bytes))
+async def read_body(request: Request, model: type[T], *, max_bytes: int, ignored: Ignored | None = None) -> T:
+    """The body as a `model`; raises ApiError (408, 413, 415) or RequestError (400) naming the field at fault.
+
+    With `ignored` it may have fields that this server does not act on: their names are added there.
+    """
+    return parse(model, await read_json(request, max_bytes=max_bytes), ignored)
 
 
 async def read_json(request: Request, *, max_bytes: int, limit_s: float = 60) -> bytes:
@@ -84,10 +95,10 @@ async def discard_body(receive: Receive) -> None:
                 num_bytes += len(message["body"])
 
 
-def parse(model: type[T], raw: bytes) -> T:
+def parse(model: type[T], raw: bytes, ignored: Ignored | None = None) -> T:
     """`raw` as a `model`; raises RequestError for the first thing that is wrong with it."""
     try:
-        return model.model_validate_json(raw)
+        return model.model_validate_json(raw, context=ignored)
     except ValidationError as invalid:
         first = invalid.errors(include_url=False, include_input=False)[0]
     param, kind = _param(first)[:_MAX_PARAM_CHARS], first["type"]
@@ -121,16 +132,31 @@ def changes_nothing(value: object, neutral: tuple[object, ...] | EllipsisType) -
 
 
 def asked_fields(
-    fields: Mapping[str, Any], neutral: Neutral, acted_on: Container[str], *within: str | int
+    model: type[Strict], fields: Mapping[str, Any], ignored: Ignored | None, *within: int
 ) -> dict[str, Any]:
-    """The fields that ask for something. Raises for one whose value would change the answer, and cannot here."""
+    """The fields of a `model` that ask for something. Raises for one whose value would change the answer, and cannot
+    here, but for what may be ignored.
+    """
     asked = without_nulls(fields)
-    for name in [name for name in asked if name in neutral]:
-        if changes_nothing(asked[name], neutral[name]):
+    acted_on = _acted_on(model)
+    for name in list(asked):
+        is_known = name in model.neutral
+        if is_known and changes_nothing(asked[name], model.neutral[name]):
             del asked[name]
-        elif name not in acted_on:
+        elif name in acted_on:
+            continue
+        elif ignored is not None and (name in model.ignorable if is_known else model.ignores_unknown):
+            ignored.add(f"{model.place}{name if _NAME.fullmatch(name) else '?'}")
+            del asked[name]
+        elif is_known:
             raise invalid("unsupported_parameter", CANNOT, *within, name)
     return asked
+
+
+@functools.cache
+def _acted_on(model: type[Strict]) -> frozenset[str]:
+    """The fields of a model, as bodies name them."""
+    return frozenset(field.alias or name for name, field in model.model_fields.items())
 
 
 def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
@@ -145,6 +171,8 @@ def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
         properties[name] = {"anyOf": [properties[name], taken]} if name in properties else taken
     if model.model_config.get("extra") == "ignore":
         schema["additionalProperties"] = True
+    if model.ignores_unknown:
+        schema[_MAY_IGNORE] = sorted(model.ignorable)
 
 
 class Strict(BaseModel):
@@ -154,15 +182,23 @@ class Strict(BaseModel):
         strict=True, frozen=True, extra="forbid", allow_inf_nan=False, json_schema_extra=_describe
     )
     neutral: ClassVar[Neutral] = {}
+    ignores_unknown: ClassVar[bool] = False
+    """Whether a body that is read with `Ignored` may have fields that nobody knows."""
+    ignorable: ClassVar[Collection[str]] = ()
+    """Of the known ones, those that it may have with any value."""
+    place: ClassVar[str] = ""
+    """Where it stands in the body, for the log."""
 
     @model_validator(mode="before")
     @classmethod
-    def _leave_out_what_asks_for_nothing(cls, fields: object) -> object:
-        return asked_fields(fields, cls.neutral, cls.model_fields) if isinstance(fields, dict) else fields
+    def _leave_out_what_asks_for_nothing(cls, fields: object, info: ValidationInfo) -> object:
+        return asked_fields(cls, fields, info.context) if isinstance(fields, dict) else fields
 
 
-def request_body(model: type[BaseModel], *, served: str = "") -> dict[str, Any]:
-    """The OpenAPI `requestBody` of `model`, its references resolved; `served` is what its field `model` has to say."""
+def request_body(model: type[BaseModel], *, served: str = "", is_strict: bool = True) -> dict[str, Any]:
+    """The OpenAPI `requestBody` of `model`, its references resolved; `served` is what its field `model` has to say.
+    Unless it `is_strict`, the body may have fields that are ignored.
+    """
     schema = model.model_json_schema()
     if served:
         schema["properties"]["model"]["enum"] = [served]
@@ -175,6 +211,10 @@ def request_body(model: type[BaseModel], *, served: str = "") -> dict[str, Any]:
             return node
         if "$ref" in node:
             return resolved(definitions[node["$ref"].rpartition("/")[2]])
-        return {key: resolved(value) for key, value in node.items()}
+        node = {key: resolved(value) for key, value in node.items()}
+        if (ignorable := node.pop(_MAY_IGNORE, None)) is not None and not is_strict:
+            node["additionalProperties"] = True
+            node["properties"] |= {name: {} for name in ignorable}
+        return node
 
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": resolved(schema)}}}}

@@ -38,6 +38,8 @@ class GatewaySettings(BaseSettings):
     """Tokens of one prompt, where the gateway counts them (--engine local); default: what the context holds."""
     max_samples: int = Field(default=64, ge=1)
     """Prompts times `n` of one request."""
+    strict_fields: bool = False
+    """Refuse fields of a request that are not acted on (--engine local); default: list them once in the log."""
     max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
     """Longer requests are refused with status 413."""
     max_request_s: float = Field(default=600.0, gt=0)

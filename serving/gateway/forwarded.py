@@ -69,6 +69,16 @@ class ForwardedBody(Strict):
         return 1
 
     @property
+    def has_usage(self) -> bool:
+        """Whether its answer says at its end what was used, without being asked for it by the gateway."""
+        return True
+
+    @property
+    def keeps_details(self) -> bool:
+        """Whether its client wants what SGLang says of the proposals as SGLang says it."""
+        return False
+
+    @property
     def completion_tokens(self) -> int | None:
         """The most that the request may be asking for, whichever field SGLang goes by; None where it names no limit."""
         return None
@@ -108,9 +118,12 @@ class SampledBody(ForwardedBody):
 
     @property
     def has_usage(self) -> bool:
-        """Whether its answer says at its end what was used, and can say there what became of the proposals."""
         options = self.stream_options
         return not self.stream or (isinstance(options, dict) and options.get("include_usage") is True)
+
+    @property
+    def keeps_details(self) -> bool:
+        return self.return_spec_tokens_details is True
 
     @property
     def completion_tokens(self) -> int | None:
@@ -137,7 +150,12 @@ class SampledBody(ForwardedBody):
     def marked(self, marks: Marks) -> dict[str, Any]:
         params = {**self.custom_params, POLICY_KEY: marks.policy}
         added: dict[str, Any] = {"custom_params": params, "rid": marks.rid, "cache_salt": marks.cache_salt}
-        return {**added, ASK: True} if self.has_usage else added
+        if self.has_usage:
+            # And what became of the proposals, which it says in the same place.
+            added[ASK] = True
+        elif isinstance(self.stream_options, dict | None):
+            added["stream_options"] = {**(self.stream_options or {}), "include_usage": True}
+        return added
 
 
 def _kept_nowhere(value: object) -> None:

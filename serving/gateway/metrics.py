@@ -1,4 +1,7 @@
-"""The gateway's collectors, rollouts included. Labels are bounded: routes are templates, never paths of clients."""
+"""The gateway's collectors, rollouts included. Labels are bounded: routes are templates, never paths of clients.
+
+`model_name` is the name that clients ask for: one a gateway. vLLM and SGLang label their metrics with it, too.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,29 @@ from serving.engine import EngineHealth
 from serving.rollout.driver import Driver
 from serving.rollout.samples import EndReason, SampleState
 
+_MODEL = "model_name"
+_MAX_TENANTS = 64
+_OTHERS = "other"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_TOKEN_SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.0075,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    1.0,
+    2.5,
+)
 
 
 def process_registry() -> CollectorRegistry:
@@ -36,12 +61,14 @@ def process_registry() -> CollectorRegistry:
 class GatewayMetrics:
     """One set of collectors in `registry`; raises ValueError where the registry already has them."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.requests = Counter(
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self._model_name = model_name
+        self._tenants: set[str] = set()
+        self._requests = Counter(
             "slipstream_gateway_requests_total",
             "Requests by outcome; an answer that failed after its first byte counts as the failure's status, "
             "a client that left as 499",
-            ["route", "status"],
+            [_MODEL, "route", "status"],
             registry=registry,
         )
         self.refusals = Counter(
@@ -53,36 +80,86 @@ class GatewayMetrics:
         self.in_flight = Gauge(
             "slipstream_gateway_generations_in_flight",
             "Requests whose answer is being generated now",
+            [_MODEL],
             registry=registry,
-        )
-        self.duration_s = Histogram(
+        ).labels(model_name)
+        self._duration_s = Histogram(
             "slipstream_gateway_request_duration_seconds",
             "From the request's headers to the last byte of the answer",
-            ["route"],
+            [_MODEL, "route"],
             buckets=_SECONDS,
             registry=registry,
         )
-        self.first_token_s = Histogram(
+        self._first_token_s = Histogram(
             "slipstream_gateway_time_to_first_token_seconds",
             "From the request's headers to the engine's first token",
-            ["route"],
+            [_MODEL, "route"],
             buckets=_SECONDS,
             registry=registry,
         )
+        self._inter_token_s = Histogram(
+            "slipstream_gateway_inter_token_latency_seconds",
+            "Mean time between the tokens of an answer, from its first token to its last; once an answer. In front of "
+            "SGLang of streamed answers",
+            [_MODEL, "route"],
+            buckets=_TOKEN_SECONDS,
+            registry=registry,
+        )
+        self._prompt_tokens = Counter(
+            "slipstream_gateway_prompt_tokens_total",
+            "Tokens of prompts, each counted once however many samples it has; in front of SGLang of finished answers",
+            [_MODEL, "tenant"],
+            registry=registry,
+        )
+        self._generation_tokens = Counter(
+            "slipstream_gateway_generation_tokens_total",
+            "Tokens of answers; in front of SGLang of finished ones",
+            [_MODEL, "tenant"],
+            registry=registry,
+        )
+
+    def count_request(self, route: str, status: int, seconds: float) -> None:
+        self._requests.labels(self._model_name, route, str(status)).inc()
+        self._duration_s.labels(self._model_name, route).observe(seconds)
+
+    def observe_first_token(self, route: str, seconds: float) -> None:
+        self._first_token_s.labels(self._model_name, route).observe(seconds)
+
+    def observe_pace(self, route: str, seconds: float, num_tokens: float) -> None:
+        """Observe one sample: its tokens after those of its first piece, and the time from that piece to the last.
+
+        A sample that came in one piece has no pace.
+        """
+        if seconds > 0 and num_tokens > 0:
+            self._inter_token_s.labels(self._model_name, route).observe(seconds / num_tokens)
+
+    def count_tokens(self, tenant: str, *, prompt: int, generated: int) -> None:
+        """Count one request's tokens; the first 64 tenants are counted apart, the others together."""
+        if tenant not in self._tenants and len(self._tenants) >= _MAX_TENANTS:
+            tenant = _OTHERS
+        else:
+            self._tenants.add(tenant)
+        self._prompt_tokens.labels(self._model_name, tenant).inc(prompt)
+        self._generation_tokens.labels(self._model_name, tenant).inc(generated)
 
 
 class HealthCollector(Collector):
     """What the engine behind the gateway says about itself, asked when scraped."""
 
-    def __init__(self, health: Callable[[], EngineHealth]) -> None:
-        self._health = health
+    def __init__(self, health: Callable[[], EngineHealth], model_name: str) -> None:
+        self._health, self._model_name = health, model_name
 
     def collect(self) -> Iterator[Metric]:
         health = self._health()
         up = health.alive and health.ready
-        yield GaugeMetricFamily("slipstream_engine_up", "1 while the engine takes requests", up)
-        yield GaugeMetricFamily("slipstream_requests_running", "Requests that the engine decodes", health.num_running)
-        yield GaugeMetricFamily("slipstream_requests_waiting", "Requests that wait for it", health.num_waiting)
+        for name, about, value in (
+            ("slipstream_engine_up", "1 while the engine takes requests", up),
+            ("slipstream_requests_running", "Requests that the engine decodes", health.num_running),
+            ("slipstream_requests_waiting", "Requests that wait for it", health.num_waiting),
+        ):
+            gauge = GaugeMetricFamily(name, about, labels=[_MODEL])
+            gauge.add_metric([self._model_name], value)
+            yield gauge
 
 
 class RolloutCollector(Collector):

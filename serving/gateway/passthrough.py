@@ -2,7 +2,8 @@
 
 A whole answer goes to the client as it comes. So does a stream, event by event; only a stream that SGLang could not
 begin becomes an error response, and one that breaks off gets a last event that says so. To the usage of chats and
-completions the gateway adds what became of the proposals (serving/gateway/acceptance.py).
+completions the gateway adds what became of the proposals (serving/gateway/acceptance.py). It counts tokens by the
+usage: it asks SGLang for that of every stream, and takes the event out where the client did not ask.
 
 What goes on of a request is in serving/gateway/forwarded.py. Two things differ between endpoints: the fields of a body,
 and how streams end and fail.
@@ -11,6 +12,7 @@ and how streams end and fail.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -112,7 +114,8 @@ def passthrough_routes(
             limit_s=settings.max_request_s,
             headers=marks.to_header(),
             body=partial(rewrite, raw, body, marks),
-            notes=AcceptanceNotes(keep=getattr(body, "return_spec_tokens_details", None) is True),
+            notes=AcceptanceNotes(keep=body.keeps_details, hide_usage=not body.has_usage),
+            num_samples=body.num_samples,
             max_tokens=None if limit is None else body.limit_to_add(limit, exchange.route, host.info),
         )
         response: Response
@@ -146,6 +149,7 @@ class _UpstreamCall:
     max_tokens: int | None
     """The limit that the gateway puts in; None where the client has said how many tokens it wants."""
     notes: AcceptanceNotes
+    num_samples: int
 
     async def whole(self) -> Response:
         return await self._asked(self._whole)
@@ -171,13 +175,15 @@ class _UpstreamCall:
         body = self.body(max_tokens=max_tokens)
         async with self.upstream.answer(self.exchange.route, body, self.headers) as response:
             content = self.notes.whole(whole_characters(await response.aread()))
+        self._count(0.0)
         return Response(content, media_type=response.headers.get("content-type", "application/json"))
 
     async def _stream(self, emit: Emit, max_tokens: int | None) -> None:
-        body, held, is_done, begun = self.body(max_tokens=max_tokens), b"", False, False
+        body, held, is_done, first_s, last_s = self.body(max_tokens=max_tokens), b"", False, 0.0, 0.0
         async with self.upstream.answer(self.exchange.route, body, self.headers) as response:
             async for block in whole_events(response):
-                if not begun:
+                last_s = time.perf_counter()
+                if not first_s:
                     block, held = held + block, b""
                     if refused := refusal_in(block):
                         raise refused
@@ -185,14 +191,23 @@ class _UpstreamCall:
                         held = block
                         continue
                     self.exchange.note_first_token(self.metrics)
-                    begun = True
+                    first_s = last_s
                 # For log and metrics: the client reads the error where SGLang put it.
                 if failure := failure_in(block):
                     self.exchange.fail(failure)
                 is_done = is_done or any(end in block for end in self.endpoint.ends)
                 await emit(self.notes.events(whole_characters(block)))
+        self._count(last_s - first_s)
         if not is_done:
             raise EngineError("the stream ended before it was done")
+
+    def _count(self, streamed_s: float) -> None:
+        """`streamed_s` is from the first piece of a stream, which has a token of every sample, to the last."""
+        if (used := self.notes.usage) is None:
+            return
+        self.metrics.count_tokens(self.exchange.tenant, prompt=used.prompt_tokens, generated=used.completion_tokens)
+        num_after_first = used.completion_tokens / self.num_samples - 1
+        self.metrics.observe_pace(self.exchange.route, streamed_s, num_after_first)
 
 
 async def whole_events(response: httpx.Response) -> AsyncIterator[bytes]:

@@ -90,7 +90,7 @@ class Exchange:
         return error_response(error, self.envelope(error))
 
     def note_first_token(self, metrics: GatewayMetrics) -> None:
-        metrics.first_token_s.labels(self.route).observe(self.elapsed_s)
+        metrics.observe_first_token(self.route, self.elapsed_s)
 
     def fail(self, failure: Exception) -> ApiError:
         """Note the failure, log it where nobody expected it, and return what the client is told."""
@@ -167,8 +167,7 @@ class Telemetry:
 
     def _record(self, method: str, exchange: Exchange) -> None:
         route, status, elapsed_s = exchange.route, exchange.status, exchange.elapsed_s
-        self._metrics.requests.labels(route, str(status)).inc()
-        self._metrics.duration_s.labels(route).observe(elapsed_s)
+        self._metrics.count_request(route, status, elapsed_s)
         exchange.span.set_attributes(
             {
                 "http.request.method": method,

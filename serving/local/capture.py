@@ -128,6 +128,9 @@ class LocalCapture:
                 kept.ids[at : at + rows], kept.logprobs[at : at + rows] = top.ids[:rows], top.logprobs[:rows]
         rounds = _rounds(generation.rounds)
         branches = BranchRows.within(generation.rejected, rounds, start + length)
+        constrained = np.zeros(length, np.bool_)
+        if generation.grammar is not None:
+            constrained[max(generation.num_prompt_tokens - 1 - start, 0) :] = True
         num_drawn, num_kept = sum(map(len, generation.rejected)), 0 if branches is None else len(branches)
         self._metrics.branch_rows.labels("kept").inc(num_kept)
         self._metrics.branch_rows.labels("cut").inc(num_drawn - num_kept)
@@ -149,7 +152,7 @@ class LocalCapture:
             aux_hidden=aux_hidden,
             target_topk_ids=kept.ids,
             target_topk_logprobs=kept.logprobs,
-            constrained=np.zeros(length, np.bool_),
+            constrained=constrained,
             rounds=rounds,
             branches=branches,
         )

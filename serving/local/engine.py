@@ -172,7 +172,10 @@ class LocalEngine:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         loop = asyncio.get_running_loop()
         arrived: Arrived = asyncio.Queue()
-        prompt = request.prompt_token_ids
+        prompt, grammar = request.prompt_token_ids, None
+        if request.grammar:
+            # The first needs half a second for the vocabulary.
+            grammar = await asyncio.to_thread(lambda: self.tokenizer.grammar_vocabulary.matcher(request.grammar))
         generation = ActiveRequest(
             request,
             # The prompt's last tokens may belong to the answer.
@@ -181,6 +184,7 @@ class LocalEngine:
             lambda chunk: self._outbox.put(loop, arrived, replace(chunk, target_version=self._loop.target_version)),
             self.tokenizer.end_token_ids,
             capture=self._captures and request.policy.capture,
+            grammar=grammar,
             parent=current(),
         )
         self._submit(generation)
@@ -190,6 +194,8 @@ class LocalEngine:
                 chunk = await arrived.get()
                 finished = chunk.finish_reason is not None
                 if chunk.finish_reason == "abort":
+                    if grammar is not None and grammar.fault:
+                        raise RequestError(f"the answer's grammar became too complex: {grammar.fault}")
                     raise EngineDeadError("the engine stopped during this answer")
                 yield chunk
         finally:

@@ -19,6 +19,7 @@ import numpy as np
 
 from serving.answer_text import AnswerText
 from serving.engine import Chunk, FinishReason, GenerateRequest, Source, Stratum, stratum_of
+from serving.grammar import GrammarMatcher
 from speculator.draft.sampling_params import SamplingParams
 from speculator.draft.verification import draws
 from speculator.host import now_ms
@@ -75,6 +76,8 @@ class ActiveRequest:
     deliver: Callable[[Chunk], None]
     end_token_ids: frozenset[int]
     capture: bool
+    grammar: GrammarMatcher | None = None
+    """What the answer has to follow."""
     parent: Parent | None = None
     """What the spans of this answer are put under."""
     created_ms: int = field(default_factory=now_ms)
@@ -102,6 +105,8 @@ class ActiveRequest:
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_token_ids)
         self.stratum = stratum_of(self.request.policy.domain, self.request.sampling)
+        if self.grammar is not None:
+            self.stratum = self.stratum._replace(sampling=f"{self.stratum.sampling} grammar")
         seed = self.request.seed
         self.source = DraftSource(self.request.sampling, int.from_bytes(os.urandom(8)) if seed is None else seed)
 
@@ -120,6 +125,10 @@ class ActiveRequest:
     @property
     def tokens_left(self) -> int:
         return self.request.max_tokens - self.num_completion_tokens
+
+    @property
+    def _is_grammar_done(self) -> bool:
+        return self.grammar is not None and self.num_completion_tokens == self.grammar.num_tokens
 
     def frozen(self) -> ActiveRequest:
         """As it is now, for another thread: what is generated from here on does not show there."""
@@ -156,16 +165,18 @@ class ActiveRequest:
         for index, token in enumerate(emitted):
             taken.append(token)
             self.tokens.append(token)
-            if token in self.end_token_ids and not self.request.ignore_eos:
+            if token in self.end_token_ids and (self.grammar is not None or not self.request.ignore_eos):
                 self.finish_reason = "stop"
                 break
             self.text.push(token, proposer if index < num_accepted else "target")
-            if self.text.stopped:
+            if self.text.stopped or self._is_grammar_done:
                 self.finish_reason = "stop"
                 break
             if self.tokens_left == 0:
                 self.finish_reason = "length"
                 break
+        if self.grammar is not None and self.grammar.fault:
+            self.finish_reason = "abort"
         if self.suffix is not None:
             self.suffix.commit(taken)
         shown = self.text.take() if self.finish_reason is None else self.text.finish()

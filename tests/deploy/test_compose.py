@@ -153,8 +153,8 @@ def test_the_example_and_the_page_name_every_variable() -> None:
 def test_the_examples_in_the_file_of_settings_load() -> None:
     path = ROOT / ".env.example"
     services = load(GPU, variables(path))["services"]
-    assert "Qwen/Qwen3-8B" in argv(services["sglang"]["command"])
-    assert services["trainer"]["environment"]["SLIPSTREAM_STORE"] == "/store/Qwen/Qwen3-8B"
+    assert "Qwen/Qwen3-4B" in argv(services["sglang"]["command"])
+    assert services["trainer"]["environment"]["SLIPSTREAM_STORE"] == "/store/Qwen/Qwen3-4B"
     assert [ROOT / name for name in variables(path)["COMPOSE_FILE"].split(":")] == list(CPU)
     # A folder of models, as two variables name it.
     [models] = re.findall(r"^#SLIPSTREAM_MODELS=(/\S+)$", path.read_text(), re.M)

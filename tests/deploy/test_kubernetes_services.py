@@ -28,7 +28,7 @@ OURS = manifests(BASE)
 PODS = pods(OURS)
 SLIPSTREAM = ("init", "sglang", "gateway", "trainer")
 EACH = pytest.mark.parametrize("name", SLIPSTREAM)
-COMPOSE = load(GPU, {"SLIPSTREAM_MODEL": "Qwen/Qwen3-8B"})["services"]
+COMPOSE = load(GPU, {"SLIPSTREAM_MODEL": "Qwen/Qwen3-4B"})["services"]
 POLICIES = of_kind("NetworkPolicy", OURS)
 
 FORMER_FILTER = "SLIPSTREAM_DROP_PERSONAL_DATA"

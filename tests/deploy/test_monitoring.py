@@ -29,8 +29,9 @@ from trainer.metrics import TrainerMetrics
 PROMETHEUS = RULES.parent
 ALERT_TESTS = PROMETHEUS / "tests" / "alerts_test.yml"
 GRAFANA = BOARDS.parent
-PAGE, DASHBOARDS_PAGE = ROOT / "docs" / "metrics.md", ROOT / "docs" / "dashboards.md"
+PAGE, RUNBOOK = ROOT / "docs" / "metrics.md", ROOT / "docs" / "runbook.md"
 SGLANG = ROOT / ".venv-sglang"
+RUNBOOKS = "{{ $externalLabels.runbooks }}"
 DATA_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 FILES = {path.stem: json.loads(path.read_text()) for path in BOARDS.iterdir()}
 _OURS = re.compile(r"\bslipstream[_:][a-z0-9_:]+")
@@ -111,9 +112,35 @@ def test_an_alert_says_what_happened_and_what_to_do(alert: dict[str, Any]) -> No
     summary, description = alert["annotations"]["summary"], alert["annotations"]["description"]
     assert len(summary) < 100
     assert len(description) > 100
-    assert f"| {alert['alert']} |" in DASHBOARDS_PAGE.read_text()
+    assert alert["annotations"]["runbook_url"] == f"{RUNBOOKS}docs/runbook.md#{alert['alert'].lower()}"
     for command in re.findall(r"`slipstream ([^`]+)`", description):
         check_slipstream(command.split(), whole=False)
+
+
+def test_the_runbook_has_a_section_for_every_alert_and_for_no_other() -> None:
+    sections = re.split(r"^### (\w+)\n", RUNBOOK.read_text(), flags=re.MULTILINE)[1:]
+    assert sorted(sections[::2]) == sorted(alert["alert"] for alert in ALERTS)
+    assert all(re.search(r"^1\. ", section, re.MULTILINE) for section in sections[1::2]), "each has steps"
+
+
+@needs_promtool
+@pytest.mark.parametrize("address", ["", "https://git.example.com/slipstream/blob/main/"])
+def test_a_firing_alert_leads_to_its_section(tmp_path: Path, address: str) -> None:
+    [alert] = [one for one in ALERTS if one["alert"] == "SlipstreamTrainerUnhealthy"]
+    annotations = {
+        name: text.replace(RUNBOOKS, address).replace("{{ $labels.instance }}", "t")
+        for name, text in alert["annotations"].items()
+    }
+    fired = {"exp_labels": {"instance": "t", **alert["labels"]}, "exp_annotations": annotations}
+    scenario = {
+        "interval": "1m",
+        "external_labels": {"runbooks": address} if address else {},
+        "input_series": [{"series": 'slipstream_trainer_healthy{instance="t"}', "values": "0x30"}],
+        "alert_rule_test": [{"eval_time": "20m", "alertname": alert["alert"], "exp_alerts": [fired]}],
+    }
+    file = tmp_path / "test.yml"
+    file.write_text(yaml.safe_dump({"rule_files": [f"{RULES}/alerts.yml"], "tests": [scenario]}))
+    assert "SUCCESS" in promtool("test", "rules", file)
 
 
 def test_the_scraped_ports_are_those_of_the_services() -> None:
@@ -182,6 +209,44 @@ def test_everything_is_asked_of_the_chosen_data_source_and_engine(board: dict[st
     assert "engine" in used
 
 
+@each_board
+def test_the_model_chooses_the_engines_and_all_of_them_are_no_more_than_its_own(board: dict[str, Any]) -> None:
+    variables = {variable["name"]: variable for variable in board["templating"]["list"]}
+    assert variables["model"]["query"].endswith(", model_name)")
+    by_model = [variable for variable in variables.values() if 'model_name=~"$model"' in variable["query"]]
+    assert "engine" in {variable["name"] for variable in by_model}
+    assert not any("allValue" in variable for variable in by_model), "All would be those of other models, too"
+
+
+@each_board
+def test_states_are_told_by_words_in_colour(board: dict[str, Any]) -> None:
+    for metric in ("slipstream_engine_up{", "slipstream_draft_version{"):
+        assert any(
+            panel["type"] == "state-timeline" and metric in json.dumps(panel["targets"]) for panel in panels(board)
+        )
+    for panel in panels(board):
+        if panel["type"] != "state-timeline" and panel["title"] != "State":
+            continue
+        overrides = panel["fieldConfig"]["overrides"]
+        names = {target["legendFormat"] for target in panel["targets"]} | {
+            target["refId"] for target in panel["targets"]
+        }
+        for override in overrides:
+            assert override["matcher"]["options"] in names, panel["title"]
+            told = {given["id"]: given["value"] for given in override["properties"]}
+            colours = [value["color"] for mapping in told.get("mappings", ()) for value in mapping["options"].values()]
+            colours += [step["color"] for step in told.get("thresholds", {}).get("steps", ())]
+            assert set(colours) - {"text", "transparent"}, (panel["title"], override["matcher"])
+        assert len(overrides) == len(panel["targets"]), panel["title"]
+
+
+@each_board
+def test_a_single_value_says_what_it_means_that_there_is_none(board: dict[str, Any]) -> None:
+    single = [panel for panel in panels(board) if panel["type"] in ("stat", "gauge", "bargauge")]
+    assert single
+    assert all(panel["fieldConfig"]["defaults"].get("noValue") for panel in single)
+
+
 @pytest.mark.skipif(not SGLANG.exists(), reason="no .venv-sglang: make test-sglang makes it")
 def test_sglang_exports_what_its_board_asks_for() -> None:
     (collector,) = SGLANG.glob("lib/python*/site-packages/sglang/srt/observability/metrics_collector.py")
@@ -197,8 +262,18 @@ def test_what_the_loop_is_for_is_on_the_live_board() -> None:
     }
     live = FILES["slipstream-live"]
     everything = "\n".join(queries(live))
+    assert [panel["title"] for panel in live["panels"] if panel["type"] == "row"] == [
+        "Does it pay?",
+        "What is accepted?",
+        "Is it healthy?",
+        "Does it learn?",
+        "What is lost?",
+    ]
     metrics = ("speedup_measured_ratio_lower", "accept_length_by_version", "acceptance_by_position", "gate_decisions")
+    metrics += ("speedup_end_to_end_ratio_lower", "inter_token_latency_seconds_bucket", "prompt_tokens_total")
+    metrics += ("time_to_first_token_seconds_bucket", "slipstream_accepted_total", "loss_budget_used")
     assert [metric for metric in metrics if metric not in everything] == []
+    assert {variable["name"] for variable in live["templating"]["list"]} >= {"datasource", "model", "engine", "tenant"}
     assert {mark["name"] for mark in live["annotations"]["list"]} >= {"Draft swap", "Rollback"}
 
 

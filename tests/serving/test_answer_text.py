@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from serving.answer_text import AnswerText, LocalTokenizer
 from serving.engine import Piece
 from slipstream.models import BUNDLED_MODEL, resolve_model
-from speculator.errors import ConfigError
+from speculator.errors import ConfigError, RequestError
 from tests.fixtures import toy
 from tests.serving.local.harness import toy_engine
 from tests.serving.local.kinds import ADDED, END, KINDS, SPECIAL, Pair, pair_of
@@ -243,3 +243,57 @@ def test_messages_go_on_behind_an_answer_whether_it_ended_or_was_cut() -> None:
     (end,) = tokenizer.encode_more("<|im_end|>")
     assert begun + tokenizer.encode_next(more, last=begun[-1]) == whole
     assert [*begun, end, *tokenizer.encode_next(more, last=end)] == whole
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "now", "arguments": {}}}
+TOOL = {"type": "function", "function": {"name": "now", "description": "The time.", "parameters": {}}}
+TALK: list[Any] = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "noon", "tool_call_id": "c"},
+]
+WRITES_TOOLS = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+    "{% for m in messages %}{{ m.role }}={{ m.content }}{% for call in m.tool_calls or [] %}"
+    "<tool_call>{{ call.function.arguments | tojson }}</tool_call>{% endfor %};{% endfor %}{{ mood }}"
+)
+
+
+def _with_template(directory: Path, template: str) -> LocalTokenizer:
+    tokenizer = toy.byte_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(directory)
+    (directory / "config.json").write_text('{"model_type": "llama"}')
+    return LocalTokenizer(directory)
+
+
+def test_a_template_that_writes_tools_is_given_them(tmp_path: Path) -> None:
+    tokenizer = _with_template(tmp_path, WRITES_TOOLS)
+    ids = tokenizer.encode_chat(TALK, [TOOL], {"mood": "calm"})
+    assert tokenizer.decode(ids) == "[now]user=hi;assistant=<tool_call>{}</tool_call>;tool=noon;calm"
+
+
+def test_another_template_is_given_tools_as_text(tmp_path: Path) -> None:
+    tokenizer = _with_template(tmp_path, "{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}")
+    text = tokenizer.decode(tokenizer.encode_chat(TALK, [TOOL]))
+    assert text.startswith("system=You can call functions.")
+    assert '"description": "The time."' in text
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    assert text.endswith(f";user=hi;assistant={call};user=<tool_response>\nnoon\n</tool_response>;")
+    system = [{"role": "system", "content": "Be kind."}]
+    assert tokenizer.decode(tokenizer.encode_chat([*system, *TALK], [TOOL])).startswith("system=Be kind.\n\nYou can")
+
+
+@pytest.mark.parametrize("name", ["chat_template", "tools", "tokenize"])
+def test_a_client_gives_a_template_values_and_not_another_template(tmp_path: Path, name: str) -> None:
+    tokenizer = _with_template(tmp_path, WRITES_TOOLS)
+    with pytest.raises(RequestError, match=name) as refused:
+        tokenizer.encode_chat(TALK, (), {name: "{{ 7 * 7 }}"})
+    assert refused.value.param == "chat_template_kwargs"
+
+
+def test_a_token_is_a_text_where_it_shows(tmp_path: Path) -> None:
+    tokenizer = _with_template(tmp_path, WRITES_TOOLS)
+    assert tokenizer.has_token("true") is False  # its letters are tokens: no merge makes it
+    assert tokenizer.has_token("a") is True
+    assert tokenizer.has_token("<|im_end|>") is False

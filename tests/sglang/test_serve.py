@@ -26,7 +26,7 @@ from speculator.redis.trace_stream import TraceStream
 from speculator.trace import decode_trace
 from speculator.versions.lineage import admit
 from speculator.versions.store import DraftStore
-from tests.fixtures.telemetry import SGLANG, prometheus, questions, without_data
+from tests.fixtures.telemetry import LIVE, SGLANG, prometheus, questions, without_data
 from tests.fixtures.waiting import wait_until
 from tests.page.conftest import Watched, browser, watched
 from tests.sglang.served import Served, serving
@@ -36,7 +36,7 @@ __all__ = ["browser", "watched"]
 NAME = "SmolLM2-135M-Instruct"
 
 NOT_SO_SOON = {
-    f"max by (baseline) (slipstream_speedup_{kind}_ratio_{end})"
+    f'max by (baseline) (slipstream_speedup_{kind}_ratio_{end}{{instance=~".*"}})'
     for kind in ("measured", "end_to_end")
     for end in ("lower", "upper")
 }
@@ -260,14 +260,18 @@ def test_another_version_comes_into_service(served: Served, model_dir: Path, red
 
 
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="no Prometheus: make system-packages installs it")
-def test_every_query_of_sglangs_dashboard_has_data(served: Served, client: openai.OpenAI, tmp_path: Path) -> None:
+def test_every_query_of_sglangs_dashboard_and_of_the_gateways_own_metrics_has_data(
+    served: Served, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    asked = questions(SGLANG) + [one for one in questions(LIVE) if "slipstream_gateway_" in one[1]]
+    assert "slipstream_gateway_inter_token_latency_seconds" in str(asked)
     jobs = {"gateway": int(served.url.rsplit(":", 1)[1]), "sglang": served.port_of_sglang()}
     with prometheus(tmp_path / "prometheus", jobs) as url:
 
         def missing() -> set[str]:
             # SGLang measures the time between tokens of streamed answers alone.
             list(client.chat.completions.create(model=NAME, messages=_messages("Count."), max_tokens=24, stream=True))
-            return {expr for _, expr in without_data(url, questions(SGLANG), time.time())} - NOT_SO_SOON
+            return {expr for _, expr in without_data(url, asked, time.time())} - NOT_SO_SOON
 
         deadline = time.monotonic() + 30
         while (nothing := missing()) and time.monotonic() < deadline:

@@ -161,7 +161,7 @@ def test_every_query_of_the_live_dashboard_and_of_the_rules_has_data(watched_dem
     # The demo's last chapter begins with a restart of the engine, and is too short for every figure.
     ended_s = last_time_up(url, ("gateway", "trainer"), counted="slipstream_rounds_total")
     asked = [*questions(LIVE), *recorded()]
-    assert len(asked) > 50
+    assert len(asked) > 90
     assert without_data(url, asked, ended_s) == []
     by_source = query(url, "slipstream:acceptance_by_position:ratio_rate5m", ended_s)
     assert {labels["source"] for labels, _ in by_source} == {"head"}  # --suffix-depth 0

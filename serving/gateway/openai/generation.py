@@ -7,14 +7,19 @@ Samples of a request run concurrently and succeed or fail together. Each waits f
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
+import structlog
+from starlette.requests import Request
+
 from serving.acceptance import Acceptance
 from serving.engine import Chunk, Engine, EngineInfo, FinishReason, GenerateRequest
-from serving.gateway.config import GatewaySettings
+from serving.gateway.body import Ignored, read_body
+from serving.gateway.config import ENV_PREFIX, GatewaySettings
 from serving.gateway.errors import ApiError, deadline
 from serving.gateway.metrics import GatewayMetrics
 from serving.gateway.openai.schema import GenerationBody
@@ -23,7 +28,10 @@ from speculator.draft.sampling_params import sample_seed
 from speculator.errors import EngineError, RequestError
 from speculator.tracing import prefixed
 
+B = TypeVar("B", bound=GenerationBody)
 T = TypeVar("T")
+log = structlog.get_logger(__name__)
+_MOST_IGNORED_NAMES = 200
 
 INLINE_CHARS = 4096
 """About a millisecond of tokenising: below it a thread costs more than it saves."""
@@ -43,6 +51,18 @@ class Gateway:
     """Samples of requests under way that are no rollouts: rollouts take what these leave."""
     on_change: Callable[[], object] = lambda: None
     """Called when that number changes."""
+    ignored: set[str] = field(default_factory=set)
+    """Names of fields that requests had and that this server does not act on, as far as the log has them."""
+
+    async def read(self, request: Request, model: type[B]) -> B:
+        """The body of a request; what is ignored in it is listed once in the log. Raises as `read_body`."""
+        ignored: Ignored | None = None if self.settings.strict_fields else set()
+        body = await read_body(request, model, max_bytes=self.settings.max_body_bytes, ignored=ignored)
+        new = (ignored or set()) - self.ignored
+        if new and len(self.ignored) < _MOST_IGNORED_NAMES:
+            self.ignored |= new
+            log.info("fields_ignored", fields=sorted(new), hint=f"{ENV_PREFIX}STRICT_FIELDS=1 refuses them")
+        return body
 
     @contextmanager
     def sample(self) -> Iterator[None]:
@@ -66,6 +86,11 @@ class StreamedChoice:
 
     parts: list[str] = field(default_factory=list)
     num_tokens: int = 0
+    num_first: int = 0
+    """Tokens of the first chunk that has any."""
+    first_s: float = 0.0
+    last_s: float = 0.0
+    """When that chunk came, and the last one with tokens; the monotonic clock."""
     acceptance: Acceptance = field(default_factory=Acceptance)
     finish_reason: FinishReason | None = None
 
@@ -75,7 +100,11 @@ class StreamedChoice:
 
     def add(self, chunk: Chunk) -> None:
         self.parts.append(chunk.text)
-        self.num_tokens += len(chunk.token_ids)
+        if chunk.token_ids:
+            self.last_s = time.perf_counter()
+            if not self.num_tokens:
+                self.first_s, self.num_first = self.last_s, len(chunk.token_ids)
+            self.num_tokens += len(chunk.token_ids)
         if chunk.num_proposed is not None:
             self.acceptance.add(chunk.num_proposed, chunk.num_accepted)
         self.finish_reason = chunk.finish_reason
@@ -109,6 +138,7 @@ class AnswerStreams:
                 prompt, completion, accepted = self._num_prompt_tokens, self._num_tokens, self.acceptance.num_accepted
                 counted = prefixed(prompt_tokens=prompt, completion_tokens=completion, accepted_tokens=accepted)
                 self._exchange.span.set_attributes(counted)
+                self._gateway.metrics.count_tokens(self._exchange.tenant, prompt=prompt, generated=completion)
         if failures:
             raise failures[0]
 
@@ -128,6 +158,8 @@ class AnswerStreams:
                     await on_chunk(index, chunk)
         if sample.finish_reason is None:
             raise EngineError("the engine's stream ended without a finish reason")
+        num_after_first = sample.num_tokens - sample.num_first
+        self._gateway.metrics.observe_pace(self._exchange.route, sample.last_s - sample.first_s, num_after_first)
 
     @property
     def _num_tokens(self) -> int:
@@ -154,6 +186,7 @@ def plan(
     prompts: Sequence[Sequence[int]],
     *,
     prompt_param: str,
+    grammar: str = "",
 ) -> AnswerStreams:
     """Turn token ids of the prompts into the requests of a generation, prompt by prompt, sample by sample.
 
@@ -174,6 +207,7 @@ def plan(
                 # Samples of one prompt differ; a prompt's samples do not depend on its place in the batch.
                 seed=None if body.seed is None else sample_seed(body.seed, sample),
                 ignore_eos=body.ignore_eos,
+                grammar=grammar,
                 policy=policy,
             )
             for sample in range(body.n)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from typing import Any
+from uuid import uuid4
 
 from fastapi import APIRouter, Request, Response
 
-from serving.engine import Chunk, Piece
-from serving.gateway.body import read_body, request_body
+from serving.engine import Chunk, FinishReason, Message, Piece
+from serving.gateway.body import request_body
 from serving.gateway.errors import reply
 from serving.gateway.openai.generation import AnswerStreams, Gateway, StreamedChoice, check_limits, encode, plan
 from serving.gateway.openai.schema import ChatBody, CompletionBody, GenerationBody
 from serving.gateway.openai.stream import DONE, Emit, EventStream, event, until_disconnect
 from serving.gateway.telemetry import Exchange, exchange_of
+from serving.tool_calls import ToolCall, ToolCallReader
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -23,28 +27,39 @@ COMPLETIONS = "/v1/completions"
 def completion_routes(gateway: Gateway) -> APIRouter:
     router = APIRouter()
     info, settings, tokenizer = gateway.engine.info, gateway.settings, gateway.engine.tokenizer
+    is_strict = settings.strict_fields
 
-    @router.post(CHAT, openapi_extra=request_body(ChatBody, served=info.model))
+    @router.post(CHAT, openapi_extra=request_body(ChatBody, served=info.model, is_strict=is_strict))
     async def create_chat_completion(request: Request) -> Response:
-        body = await read_body(request, ChatBody, max_bytes=settings.max_body_bytes)
+        body = await gateway.read(request, ChatBody)
         check_limits(info, settings, model=body.model, num_samples=body.n)
         messages = [message.for_template() for message in body.messages]
         num_chars = sum(len(message.content) for message in body.messages)
-        prompt = await encode(tokenizer.encode_chat, messages, num_chars=num_chars)
-        generation = plan(gateway, exchange_of(request), body, [prompt], prompt_param="messages")
+        tools = [tool.for_template() for tool in body.called]
+        grammar = await grammar_of(body)
+
+        def encode_chat(messages: list[Message]) -> list[int]:
+            return tokenizer.encode_chat(messages, tools, body.chat_template_kwargs)
+
+        prompt = await encode(encode_chat, messages, num_chars=num_chars)
+        generation = plan(gateway, exchange_of(request), body, [prompt], prompt_param="messages", grammar=grammar)
         return await _respond(request, body, generation, ChatWriter(generation, exchange_of(request), body))
 
-    @router.post(COMPLETIONS, openapi_extra=request_body(CompletionBody, served=info.model))
+    @router.post(COMPLETIONS, openapi_extra=request_body(CompletionBody, served=info.model, is_strict=is_strict))
     async def create_completion(request: Request) -> Response:
         """Plain prompts, several at once, as text or as token ids."""
-        body = await read_body(request, CompletionBody, max_bytes=settings.max_body_bytes)
+        body = await gateway.read(request, CompletionBody)
         check_limits(info, settings, model=body.model, num_samples=len(body.prompt) * body.n)
         prompts = [
             await encode(tokenizer.encode, prompt, num_chars=len(prompt)) if isinstance(prompt, str) else prompt
             for prompt in body.prompt
         ]
-        generation = plan(gateway, exchange_of(request), body, prompts, prompt_param="prompt")
+        grammar = await grammar_of(body)
+        generation = plan(gateway, exchange_of(request), body, prompts, prompt_param="prompt", grammar=grammar)
         return await _respond(request, body, generation, TextWriter(generation, exchange_of(request), body))
+
+    async def grammar_of(body: GenerationBody) -> str:
+        return await asyncio.to_thread(body.grammar, tokenizer) if body.wants_grammar else ""
 
     return router
 
@@ -126,22 +141,51 @@ class ChatWriter(ResponseWriter):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
+    def __init__(self, generation: AnswerStreams, exchange: Exchange, body: ChatBody) -> None:
+        super().__init__(generation, exchange, body)
+        self._has_tools = bool(body.called)
+        self._readers = defaultdict[int, ToolCallReader](ToolCallReader)
+
     def choice(self, index: int, sample: StreamedChoice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": sample.text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": sample.finish_reason}
+        parts = self._parts(index, sample.text, is_last=True)
+        text = "".join(part for part in parts if isinstance(part, str))
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls := [_tool_call(part) for part in parts if isinstance(part, ToolCall)]:
+            message |= {"content": text or None, "tool_calls": calls}
+        reason = self._finish_reason(index, sample.finish_reason)
+        return {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
 
     def deltas(self, index: int, chunk: Chunk, *, is_first: bool, extension: dict[str, Any]) -> list[dict[str, Any]]:
-        def choice(delta: dict[str, str], finish_reason: str | None = None) -> dict[str, Any]:
+        def choice(delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
             return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
 
         deltas = []
         if is_first:
             deltas.append(choice({"role": "assistant", "content": ""}))
-        if chunk.text:
-            deltas.append({**choice({"content": chunk.text}), **extension})
+        num_calls = self._readers[index].num_calls
+        for part in self._parts(index, chunk.text, is_last=chunk.finish_reason is not None):
+            if isinstance(part, str):
+                deltas.append({**choice({"content": part}), **extension})
+            else:
+                deltas.append(choice({"tool_calls": [{"index": num_calls, **_tool_call(part)}]}))
+                num_calls += 1
         if chunk.finish_reason is not None:
-            deltas.append(choice({}, chunk.finish_reason))
+            deltas.append(choice({}, self._finish_reason(index, chunk.finish_reason)))
         return deltas
+
+    def _parts(self, index: int, text: str, *, is_last: bool) -> list[str | ToolCall]:
+        """The text and the calls in what an answer goes on with."""
+        if not self._has_tools:
+            return [text] if text else []
+        reader = self._readers[index]
+        return reader.push(text) + (reader.finish() if is_last else [])
+
+    def _finish_reason(self, index: int, reason: FinishReason | None) -> str | None:
+        return "tool_calls" if reason == "stop" and self._readers[index].num_calls else reason
+
+
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": call._asdict()}
 
 
 class TextWriter(ResponseWriter):

@@ -1,19 +1,36 @@
 """The bodies that clients send, strictly typed: a number is never a string, a boolean never a number.
 
 A null asks for nothing, wherever it stands: the field is as if absent. A field that this server does not act on is
-accepted where its value changes nothing about the answer, and refused by name where it would.
+accepted where its value changes nothing about the answer. Where it would, `IGNORABLE` says which are left out unless
+the gateway is strict; the others ask for another answer than this server can give, and are refused by name.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from contextlib import suppress
 from types import EllipsisType
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, PlainValidator, model_validator
+from pydantic import AfterValidator, Field, PlainValidator, ValidationInfo, model_validator
 
-from serving.engine import CapturePolicy
-from serving.gateway.body import CANNOT, UNKNOWN, Neutral, Strict, asked_fields, changes_nothing, invalid, without_nulls
+from serving.engine import CapturePolicy, Tokenizer
+from serving.gateway.body import (
+    CANNOT,
+    UNKNOWN,
+    Ignored,
+    Neutral,
+    Strict,
+    asked_fields,
+    changes_nothing,
+    invalid,
+    without_nulls,
+)
+from serving.gateway.openai.structured import FunctionTool, ResponseFormat, ToolChoice, Tools, may_be_called
 from serving.gateway.telemetry import Exchange
+from serving.grammar import check_schema
+from serving.tool_calls import OPENING, calls_grammar
 from speculator.draft.sampling_params import SamplingParams
 
 MAX_STOP = 4
@@ -26,6 +43,23 @@ def _all(values: tuple[object, ...] | EllipsisType, names: str) -> Neutral:
     return dict.fromkeys(names.split(), values)
 
 
+IGNORABLE = frozenset(
+    {
+        # How likely tokens are.
+        **_all(..., "frequency_penalty presence_penalty repetition_penalty repeat_penalty length_penalty"),
+        **_all(..., "min_length min_new_tokens min_p min_tokens mirostat typical_p"),
+        # What is said of an answer beside its text.
+        **_all(..., "deferred logprobs prompt_logprobs top_logprobs usage return_cached_tokens_details"),
+        **_all(..., "return_hidden_states return_prompt_token_ids return_routed_experts"),
+        **_all(..., "return_spec_tokens_details return_token_ids"),
+        # How much a model thinks or says, where it can be told.
+        **_all(..., "reasoning reasoning_effort verbosity"),
+        # What a library adds for another server.
+        **_all(..., "custom_params extra_body extra_headers mm_processor_kwargs session_params vllm_xargs"),
+    }
+)
+"""Fields that are left out, with whatever value, where the gateway is not strict."""
+
 NEUTRAL: Neutral = {
     # For the server's books and caches, and for when and where a request runs.
     **_all(
@@ -33,13 +67,12 @@ NEUTRAL: Neutral = {
     ),
     **_all(..., "cache_prompt cache_salt data_parallel_rank id_slot keep_alive priority request_id rid routed_dp_rank"),
     **_all(..., "chat_id num_retries prompt_cache_options session_id timeout"),
-    # Only of use with something that is refused: tools, grammars, reasoning, special tokens that are shown, logprobs,
-    # penalties.
-    **_all(..., "parallel_tool_calls separate_reasoning stream_reasoning spaces_between_special_tokens"),
+    # Only of use with something that is refused: grammars, reasoning, shown special tokens, logprobs, penalties.
+    **_all(..., "separate_reasoning stream_reasoning spaces_between_special_tokens"),
     **_all(..., "guided_decoding_backend include_reasoning return_text_in_logprobs return_tokens_as_token_ids"),
     **_all(..., "mirostat_eta mirostat_tau repeat_last_n"),
-    **_all(([],), "bad_words documents functions logits_processors stop_token_ids stop_regex tools"),
-    **_all(({},), "chat_template_kwargs custom_params extra_body extra_headers mm_processor_kwargs reasoning"),
+    **_all(([],), "bad_words documents functions logits_processors stop_token_ids stop_regex"),
+    **_all(({},), "custom_params extra_body extra_headers mm_processor_kwargs reasoning"),
     **_all(({},), "session_params vllm_xargs"),
     **_all((0,), "frequency_penalty min_length min_new_tokens min_p min_tokens mirostat presence_penalty top_logprobs"),
     # llama.cpp's way to say that there is none.
@@ -49,12 +82,11 @@ NEUTRAL: Neutral = {
     **_all((False,), "deferred echo logprobs return_cached_tokens_details return_hidden_states return_routed_experts"),
     **_all((False,), "return_prompt_token_ids return_spec_tokens_details return_token_ids"),
     **_all((True,), "add_generation_prompt detokenize skip_special_tokens"),
-    **_all(("none", "auto"), "function_call tool_choice"),
+    "function_call": ("none", "auto"),
     **_all((), "allowed_token_ids chat_template custom_logit_processor ebnf grammar guided_choice guided_grammar"),
     **_all((), "guided_json guided_regex json_schema kv_transfer_params lora_path prompt_logprobs regex"),
     **_all((), "structured_outputs truncate_prompt_tokens"),
     "reasoning_effort": ("medium",),
-    "response_format": ({"type": "text"},),
     "usage": ({}, {"include": False}, {"include": True}),
 }
 
@@ -66,7 +98,15 @@ NEUTRAL_IN_CHAT: Neutral = {
     "verbosity": ("medium",),
 }
 
-NEUTRAL_IN_COMPLETIONS: Neutral = {**NEUTRAL, "add_special_tokens": (True,), "suffix": ("",)}
+NEUTRAL_IN_COMPLETIONS: Neutral = {
+    **NEUTRAL,
+    **_all(..., "parallel_tool_calls"),
+    "add_special_tokens": (True,),
+    "chat_template_kwargs": ({},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+}
 
 NEUTRAL_IN_MESSAGE: Neutral = {
     # What servers and libraries say of an answer, sent back with it.
@@ -74,15 +114,17 @@ NEUTRAL_IN_MESSAGE: Neutral = {
     **_all(..., "reasoning_content reasoning_details response_metadata thinking_blocks timestamp usage_metadata"),
     # For caches and fine-tuning.
     **_all(..., "cache_control metadata weight"),
-    **_all(([],), "files function_calls images invalid_tool_calls tool_calls"),
-    **_all((), "audio function_call tool_call_id"),
+    **_all(([],), "files function_calls images invalid_tool_calls"),
+    **_all((), "audio function_call"),
     **_all((False,), "partial prefix"),
     "refusal": ("",),
 }
 
 
-def _no_bias(value: object) -> None:
-    if not isinstance(value, dict) or not all(changes_nothing(each, (0,)) for each in without_nulls(value).values()):
+def _no_bias(value: object, info: ValidationInfo) -> None:
+    if isinstance(ignored := info.context, set):
+        ignored.add("logit_bias")
+    elif not isinstance(value, dict) or not all(changes_nothing(each, (0,)) for each in without_nulls(value).values()):
         raise invalid("unsupported_parameter", CANNOT)
 
 
@@ -101,23 +143,23 @@ def _stop_strings(value: object) -> tuple[str, ...]:
     return tuple(strings)
 
 
-def _content(value: object) -> str:
+def _content(value: object, info: ValidationInfo) -> str:
     """The text of a message; the parts of a list are joined as they are."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
         raise invalid("content_type", "must be a string or a non-empty list of text parts")
-    return "".join(_part_text(part, index) for index, part in enumerate(value))
+    return "".join(_part_text(part, index, info.context) for index, part in enumerate(value))
 
 
-def _part_text(part: object, index: int) -> str:
+def _part_text(part: object, index: int, ignored: Ignored | None) -> str:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise invalid("content_type", 'must be an object like {"type": "text", "text": "..."}', index)
     if part["type"] != "text":
         raise invalid("unsupported_parameter", "only parts of type 'text' are supported", index, "type")
     if not isinstance(part.get("text"), str):
         raise invalid("content_type", "must be a string", index, "text")
-    if unknown := sorted(asked_fields(part, TextPart.neutral, (), index).keys() - {"type", "text"}):
+    if unknown := sorted(asked_fields(TextPart, part, ignored, index).keys() - {"type", "text"}):
         raise invalid("extra_forbidden", UNKNOWN, index, unknown[0])
     text: str = part["text"]
     return text
@@ -159,6 +201,7 @@ class TextPart(Strict):
     """One part of the content of a message."""
 
     neutral = _all(..., "annotations cache_control")
+    ignores_unknown, place = True, "messages[].content[]."
 
     type: Literal["text"]
     text: str
@@ -183,6 +226,8 @@ TopK = Annotated[int, Field(ge=-1, le=INT32_MAX), AfterValidator(lambda top_k: m
 
 
 class StreamOptions(Strict):
+    ignores_unknown, place = True, "stream_options."
+
     include_usage: bool = False
     continuous_usage_stats: bool = False
     """As vLLM has it: with `include_usage`, each event says what was used so far, and not only the last one."""
@@ -215,12 +260,42 @@ class Extension(GroupCapture):
     """Have each event of a stream say where its tokens come from."""
 
 
+class CalledFunction(Strict):
+    ignores_unknown, place = True, "messages[].tool_calls[].function."
+
+    name: str
+    arguments: str
+    """JSON."""
+
+
+class MessageToolCall(Strict):
+    """A call that the model has made, sent back with the answer that it was in."""
+
+    neutral = _all(..., "index")
+    ignores_unknown, place = True, "messages[].tool_calls[]."
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        arguments: object = self.function.arguments
+        # Templates write an object as JSON, and a string as a string.
+        with suppress(ValueError):
+            arguments = json.loads(self.function.arguments)
+        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+
+
 class Message(Strict):
     neutral = NEUTRAL_IN_MESSAGE
+    ignores_unknown, place = True, "messages[]."
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content
     name: str | None = None
+    tool_calls: list[MessageToolCall] = Field(default_factory=list)
+    tool_call_id: str | None = None
+    """Of the call that a message of the role `tool` answers."""
 
     @model_validator(mode="before")
     @classmethod
@@ -230,10 +305,12 @@ class Message(Strict):
             return {**fields, "content": ""}
         return fields
 
-    def for_template(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, Any]:
         # OpenAI renamed "system" to "developer"; chat templates know the old name.
-        message = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
-        return message if self.name is None else {**message, "name": self.name}
+        role = "system" if self.role == "developer" else self.role
+        calls = [call.for_template() for call in self.tool_calls] or None
+        more = without_nulls({"name": self.name, "tool_calls": calls, "tool_call_id": self.tool_call_id})
+        return {"role": role, "content": self.content, **more}
 
 
 class SamplingBody(Strict):
@@ -255,6 +332,8 @@ class SamplingBody(Strict):
 class GenerationBody(SamplingBody):
     """What both generating endpoints accept."""
 
+    ignores_unknown, ignorable = True, IGNORABLE
+
     model: str
     max_completion_tokens: Count | None = None
     """The newer name of `max_tokens`."""
@@ -266,6 +345,7 @@ class GenerationBody(SamplingBody):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     """Of no effect on an answer that is not streamed."""
+    response_format: ResponseFormat | None = None
     slipstream: Extension = Extension()
 
     @model_validator(mode="after")
@@ -280,6 +360,16 @@ class GenerationBody(SamplingBody):
         return self
 
     @property
+    def wants_grammar(self) -> bool:
+        return self.response_format is not None and self.response_format.type != "text"
+
+    def grammar(self, tokenizer: Tokenizer) -> str:
+        """What an answer has to follow; empty where it may be anything. Raises RequestError for a schema of which no
+        grammar can be made.
+        """
+        return "" if self.response_format is None else self.response_format.grammar()
+
+    @property
     def limit(self) -> int | None:
         """Tokens of an answer at most; None where the client names no limit."""
         return self.max_tokens or self.max_completion_tokens
@@ -289,6 +379,39 @@ class ChatBody(GenerationBody):
     neutral = NEUTRAL_IN_CHAT
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    tools: Tools = Field(default_factory=list)
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> Self:
+        if self.called and super().wants_grammar:
+            raise invalid("two_grammars", "give 'tools' or 'response_format', not both", "response_format")
+        if self.called and self.slipstream.tokens:
+            raise invalid("tokens", "not with 'tools': their calls are no text", "slipstream", "tokens")
+        return self
+
+    @property
+    def called(self) -> Sequence[FunctionTool]:
+        """The functions that the model may call."""
+        return may_be_called(self.tools, self.tool_choice)
+
+    @property
+    def wants_grammar(self) -> bool:
+        return bool(self.called) or super().wants_grammar
+
+    def grammar(self, tokenizer: Tokenizer) -> str:
+        if not (called := self.called):
+            return super().grammar(tokenizer)
+        for index, tool in enumerate(self.tools):
+            check_schema(tool.function.parameters, "tools", index, "function", "parameters")
+        return calls_grammar(
+            [tool.for_template() for tool in called],
+            must_call=self.tool_choice != "auto",
+            several=self.parallel_tool_calls,
+            has_token=tokenizer.has_token(OPENING),
+        )
 
 
 class CompletionBody(GenerationBody):

@@ -6,6 +6,7 @@ tokens.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -241,6 +242,8 @@ class RoundRunner:
     ) -> None:
         """Keep what the rows of rejected proposals hold, where this verification is drawn for it."""
         nodes = [node for node in range(len(tree.tokens)) if node not in path]
+        if generation.grammar is not None:  # a rejection says what the grammar forbids, and not what the target thinks
+            return
         if not self._branches.keeps(num_committed=1 + len(path), num_rejected=len(nodes)):
             return
         rows = [node + 1 for node in nodes]
@@ -297,10 +300,21 @@ def emitted_after(
     A sampled row costs a vector of noise: none is sampled that is not committed.
     """
     sampling, seed = generation.source.sampling, generation.source.seed
-    if sampling.temperature == 0:
+    if sampling.temperature == 0 and generation.grammar is None:
         return tree.walk(lambda row, _: likeliest_T[row])
     length, size = len(generation.tokens), logits_TV.shape[-1]
-    return tree.walk(lambda row, depth: emit(logits_TV[row], sampling, shared_draws(seed, length + depth, size)))
+
+    def emitted(row: int, depth: int) -> int:
+        logits_V, grammar = logits_TV[row], generation.grammar
+        if grammar is not None:
+            logits_V = logits_V.masked_fill(torch.from_numpy(grammar.forbidden(size)).to(logits_V.device), -math.inf)
+        greedy = sampling.temperature == 0
+        token = int(logits_V.argmax()) if greedy else emit(logits_V, sampling, shared_draws(seed, length + depth, size))
+        if grammar is not None:
+            grammar.take(token)
+        return token
+
+    return tree.walk(emitted)
 
 
 def logprobs_of(generation: ActiveRequest, logits_PV: Tensor, tokens: list[int]) -> list[float]:

@@ -96,11 +96,15 @@ def test_however_the_stream_is_cut(size: int) -> None:
     assert last["metrics"] == {"speculative_decoding": SHOWN}
 
 
-def test_a_stream_without_usage_is_not_asked_for_it() -> None:
+@pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": False}}])
+def test_who_does_not_ask_for_usage_gets_no_event_of_it(options: dict[str, Any]) -> None:
     """Its client may take every event to have a choice."""
-    fake = FakeSglang()
-    assert chat(fake, stream=True).content == b"".join(EVENTS)
+    fake = FakeSglang(events=[*EVENTS[:-1], USAGE, DONE])
+    assert chat(fake, stream=True, **options).content == b"".join(EVENTS)
+    assert fake.bodies[0]["stream_options"] == {"include_usage": True}
     assert "return_spec_tokens_details" not in fake.bodies[0]
+    continuous = event(choices=[{"index": 0}], usage={"prompt_tokens": 3, "completion_tokens": 1})
+    assert chat(FakeSglang(events=[continuous, DONE]), stream=True).content == continuous + DONE
 
 
 @pytest.mark.parametrize("note", [None, "x", {"spec_verify_ct": "many"}, [{"spec_correct_drafts_histogram": 1}]])

@@ -241,14 +241,16 @@ def test_the_key_says_whose_request_it_is_and_may_keep_it_from_being_recorded(ke
 
 def test_no_request_can_name_a_tenant(keys: KeyFile) -> None:
     headers = {**bearer("secret-of-user"), "x-tenant": "other"}
+    engine = DoubleEngine()
+    app = local_app(keys, engine)
 
-    def refusal(**fields: Any) -> str:
-        body = {**CHAT_BODY, **fields}
-        response = ask(local_app(keys), lambda client: client.post(CHAT, json=body, headers=headers))
-        assert response.status_code == 400
-        return str(error_of(response)["code"])
+    def sent(**fields: Any) -> httpx.Response:
+        return ask(app, lambda client: client.post(CHAT, json={**CHAT_BODY, **fields}, headers=headers))
 
-    assert refusal(tenant="other") == refusal(slipstream={"tenant": "other"}) == "unknown_parameter"
+    assert sent(tenant="other").status_code == 200
+    assert engine.requests[0].policy.tenant == "tenant-of-user"
+    refused = sent(slipstream={"tenant": "other"})
+    assert (refused.status_code, error_of(refused)["code"]) == (400, "unknown_parameter")
 
 
 def test_sglang_gets_the_tenant_of_the_key(keys: KeyFile) -> None:
@@ -424,7 +426,7 @@ def test_refusals_are_counted_and_no_secret_is_told(keys: KeyFile, capfd: pytest
     assert 'slipstream_gateway_refusals_total{code="invalid_api_key"}' in metrics
     assert 'slipstream_gateway_refusals_total{code="key_is_read_only"} 8.0' in metrics
     assert 'slipstream_gateway_refusals_total{code="admin_key_wrong"}' in metrics
-    assert 'slipstream_gateway_requests_total{route="/v1/completions",status="401"}' in metrics
+    assert 'slipstream_gateway_requests_total{model_name="double",route="/v1/completions",status="401"}' in metrics
     for told in (repr(logs), metrics, "".join(capfd.readouterr())):
         assert "secret-of" not in told
         assert ADMIN_KEY not in told

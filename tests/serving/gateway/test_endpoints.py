@@ -129,9 +129,39 @@ def test_streams_pass_byte_for_byte(path: str, events: list[bytes]) -> None:
     assert answer.content == b"".join(events)
     assert answer.headers["content-type"].startswith("text/event-stream")
     labels = {"route": path, "status": "200"}
-    assert registry.get_sample_value("slipstream_gateway_requests_total", labels) == 1
-    first = registry.get_sample_value("slipstream_gateway_time_to_first_token_seconds_count", {"route": path})
+    assert registry.get_sample_value("slipstream_gateway_requests_total", {"model_name": MODEL, **labels}) == 1
+    first = registry.get_sample_value(
+        "slipstream_gateway_time_to_first_token_seconds_count", {"model_name": MODEL, "route": path}
+    )
     assert first == 1
+
+
+def used(path: str, **fake: Any) -> tuple[float | None, ...]:
+    """Tokens of prompts and of answers, as counted of one request; the time between tokens, as often as observed."""
+    registry = CollectorRegistry()
+    body = {"messages": HELLO, "stream": "events" in fake}
+    assert post(FakeSglang(**fake), path, body, registry=registry).status_code == 200
+    labels = {"model_name": MODEL}
+    return (
+        registry.get_sample_value("slipstream_gateway_prompt_tokens_total", {**labels, "tenant": "default"}),
+        registry.get_sample_value("slipstream_gateway_generation_tokens_total", {**labels, "tenant": "default"}),
+        registry.get_sample_value("slipstream_gateway_inter_token_latency_seconds_count", {**labels, "route": path}),
+    )
+
+
+def test_tokens_are_counted_as_each_endpoint_says_them() -> None:
+    of_response = {"input_tokens": 30, "output_tokens": 5, "total_tokens": 35}
+    completed = named("response.completed", **response("completed", usage=of_response))
+    assert used(RESPONSES, whole=json.dumps({"usage": of_response}).encode()) == (30, 5, None)
+    assert used(RESPONSES, events=[*CREATED, DELTA, completed]) == (30, 5, 1)
+
+    of_message = {"input_tokens": 10, "cache_read_input_tokens": 20, "output_tokens": 5}
+    started = named("message_start", message={"usage": {**of_message, "output_tokens": 0}})
+    ended = named("message_delta", delta={"stop_reason": "end_turn"}, usage={"output_tokens": 5})
+    assert used(MESSAGES, whole=json.dumps({"usage": of_message}).encode()) == (30, 5, None)
+    assert used(MESSAGES, events=[started, TEXT, ended, STOPPED]) == (30, 5, 1)
+    of_embeddings = {"prompt_tokens": 30, "total_tokens": 30}
+    assert used("/v1/embeddings", whole=json.dumps({"usage": of_embeddings}).encode()) == (30, 0, None)
 
 
 def test_openais_client_reads_what_breaks_off_as_an_error() -> None:
@@ -177,7 +207,7 @@ def test_what_fails_in_the_middle_stays_where_sglang_put_it_and_is_counted(path:
     answer = post(FakeSglang(events=events), path, {"messages": HELLO, "stream": True}, registry=registry)
     assert (answer.status_code, answer.content) == (200, b"".join(events))
     labels = {"route": path, "status": "500" if path == RESPONSES else "400"}
-    assert registry.get_sample_value("slipstream_gateway_requests_total", labels) == 1
+    assert registry.get_sample_value("slipstream_gateway_requests_total", {"model_name": MODEL, **labels}) == 1
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import pytest
 
 from speculator.errors import EngineBusyError, EngineDeadError, RequestError
 from tests.fixtures.doubles import DoubleEngine
-from tests.serving.gateway.client import CHAT, ask, chat, complete, error_of, gateway
+from tests.serving.gateway.client import CHAT, HELLO, ask, chat, complete, error_of, gateway, post
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -117,10 +117,11 @@ def test_body_limit_is_exact_and_holds_without_a_length() -> None:
 
 
 def test_unread_field_names_are_cut() -> None:
-    response = chat(DoubleEngine(), **{"x" * 5000: 1})
+    response = post(DoubleEngine(), CHAT, {"messages": HELLO, "x" * 5000: 1}, strict_fields=True)
     assert error_of(response)["param"] == "x" * 100
     assert len(response.content) < 600
 
 
 def test_braces_in_field_names_stay_braces() -> None:
-    assert error_of(chat(DoubleEngine(), **{"{message}": 1}))["param"] == "{message}"
+    response = post(DoubleEngine(), CHAT, {"messages": HELLO, "{message}": 1}, strict_fields=True)
+    assert error_of(response)["param"] == "{message}"

@@ -478,7 +478,7 @@ def test_a_client_that_leaves_closes_the_connection_to_sglang(stream: bool) -> N
                 await fake.left.wait()
             await client.aclose()
         assert _count(registry, "499") == 1
-        assert registry.get_sample_value("slipstream_gateway_generations_in_flight") == 0
+        assert registry.get_sample_value("slipstream_gateway_generations_in_flight", {"model_name": MODEL}) == 0
 
     asyncio.run(run())
 
@@ -526,9 +526,37 @@ def test_no_text_of_a_request_is_logged(capfd: pytest.CaptureFixture[str], caplo
 def test_time_to_the_first_event_is_measured() -> None:
     registry = CollectorRegistry()
     post(FakeSglang(events=[chunk("a"), DONE]), "/v1/completions", {"prompt": "x", "stream": True}, registry=registry)
-    assert 'first_token_seconds_count{route="/v1/completions"} 1.0' in generate_latest(registry).decode()
+    assert (
+        f'first_token_seconds_count{{model_name="{MODEL}",route="/v1/completions"}} 1.0'
+        in generate_latest(registry).decode()
+    )
+
+
+@pytest.mark.parametrize("asks", [{}, {"stream_options": {"include_usage": True}}])
+def test_tokens_and_pace_are_measured_whether_or_not_the_client_asks_for_usage(asks: dict[str, Any]) -> None:
+    registry = CollectorRegistry()
+    used = json.loads(WHOLE)["usage"]
+    usage = b"data: " + json.dumps({"choices": [], "usage": used}).encode() + b"\n\n"
+    fake = FakeSglang(events=[*EVENTS[:-1], usage, DONE])
+
+    async def say(client: httpx.AsyncClient) -> None:
+        body = {"model": MODEL, "messages": HELLO}
+        await client.post("/v1/chat/completions", json={**body, "stream": True, **asks})
+        assert (tokens("prompt"), tokens("generation"), paces()) == (3, 5, 1)
+        await client.post("/v1/chat/completions", json=body)
+        assert (tokens("prompt"), tokens("generation"), paces()) == (6, 10, 1)
+
+    def tokens(kind: str) -> float | None:
+        labels = {"model_name": MODEL, "tenant": "default"}
+        return registry.get_sample_value(f"slipstream_gateway_{kind}_tokens_total", labels)
+
+    def paces() -> float | None:
+        labels = {"model_name": MODEL, "route": "/v1/chat/completions"}
+        return registry.get_sample_value("slipstream_gateway_inter_token_latency_seconds_count", labels)
+
+    talk(fake, say, registry=registry)
 
 
 def _count(registry: CollectorRegistry, status: str) -> float | None:
-    labels = {"route": "/v1/chat/completions", "status": status}
+    labels = {"model_name": MODEL, "route": "/v1/chat/completions", "status": status}
     return registry.get_sample_value("slipstream_gateway_requests_total", labels)

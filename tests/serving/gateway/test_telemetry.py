@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -8,15 +10,16 @@ from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from speculator.errors import EngineDeadError
-from tests.fixtures.doubles import DoubleEngine
+from tests.fixtures.doubles import DoubleEngine, says
 from tests.serving.gateway.client import CHAT, HELLO, ask, gateway
+from tests.serving.gateway.keyfile import KeyFile
 
 CANARY = "xyzzy-canary"
 BODY = {"model": "double", "messages": HELLO, "max_tokens": 8}
 
 
 def count(registry: CollectorRegistry, route: str, status: int) -> float | None:
-    labels = {"route": route, "status": str(status)}
+    labels = {"model_name": "double", "route": route, "status": str(status)}
     return registry.get_sample_value("slipstream_gateway_requests_total", labels)
 
 
@@ -44,10 +47,42 @@ def test_requests_are_counted_by_route_template_and_status() -> None:
     assert count(registry, "/v1/models/{model:path}", 404) == 1
     assert count(registry, "unmatched", 404) == 2
     # One first token a request, whatever its samples.
-    first_tokens = registry.get_sample_value("slipstream_gateway_time_to_first_token_seconds_count", {"route": CHAT})
-    assert first_tokens == 3
-    assert registry.get_sample_value("slipstream_gateway_request_duration_seconds_count", {"route": CHAT}) == 5
-    assert registry.get_sample_value("slipstream_gateway_generations_in_flight") == 0
+    of_chat = {"model_name": "double", "route": CHAT}
+    assert registry.get_sample_value("slipstream_gateway_time_to_first_token_seconds_count", of_chat) == 3
+    assert registry.get_sample_value("slipstream_gateway_request_duration_seconds_count", of_chat) == 5
+    assert registry.get_sample_value("slipstream_gateway_generations_in_flight", {"model_name": "double"}) == 0
+
+
+def test_tokens_are_counted_by_tenant_and_the_pace_of_every_sample(tmp_path: Path) -> None:
+    registry, keys = CollectorRegistry(), KeyFile(tmp_path / "keys.json")
+    one, two, *others = [keys.add(str(number)) for number in range(70)]
+    engine = DoubleEngine(answer=says("0123456789"))
+    app = gateway(engine, registry, keys_file=keys.path)
+
+    def tokens(kind: str, tenant: str) -> float | None:
+        labels = {"model_name": "double", "tenant": tenant}
+        return registry.get_sample_value(f"slipstream_gateway_{kind}_tokens_total", labels)
+
+    def paces() -> float | None:
+        labels = {"model_name": "double", "route": CHAT}
+        return registry.get_sample_value("slipstream_gateway_inter_token_latency_seconds_count", labels)
+
+    async def talk(client: httpx.AsyncClient) -> None:
+        await client.post(CHAT, json={**BODY, "n": 2}, headers=one)
+        await client.post(CHAT, json={**BODY, "stream": True}, headers=two)
+        assert paces() == 3
+        await client.post(CHAT, json={**BODY, "max_tokens": 2}, headers=two)
+        assert paces() == 3, "an answer in one piece has no pace"
+        for headers in others:
+            await client.post(CHAT, json={**BODY, "max_tokens": 1}, headers=headers)
+
+    ask(app, talk)
+    prompt = len(engine.requests[0].prompt_token_ids)
+    assert (tokens("prompt", "tenant-of-0"), tokens("generation", "tenant-of-0")) == (prompt, 16)
+    assert (tokens("prompt", "tenant-of-1"), tokens("generation", "tenant-of-1")) == (2 * prompt, 10)
+    assert tokens("generation", "tenant-of-63") == 1
+    assert tokens("generation", "tenant-of-64") is None, "labels are bounded"
+    assert tokens("generation", "other") == 6
 
 
 def test_two_gateways_do_not_share_a_registry() -> None:
@@ -97,7 +132,7 @@ def test_no_prompt_and_no_answer_in_logs_or_metrics(capfd: pytest.CaptureFixture
     registry = CollectorRegistry()
     engine = DoubleEngine(answer=lambda request: f"{CANARY} answer")
 
-    def broken(messages: list[dict[str, str]]) -> list[int]:
+    def broken(messages: list[dict[str, Any]], *_: Any) -> list[int]:
         raise KeyError(messages[0]["content"])
 
     async def talk(client: httpx.AsyncClient) -> str:

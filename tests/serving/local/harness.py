@@ -173,6 +173,7 @@ def toy_engine(
     plain_share: float = 0.0,
     head_off_share: float = 0.0,
     slots: int = 4,
+    context_length: int = 256,
     suffix_depth: int = LocalEngineConfig.suffix_depth,
     branch_share: float = LocalEngineConfig.branch_share,
     on_round: Callable[[WatchedRound], object] | None = None,
@@ -196,7 +197,7 @@ def toy_engine(
         plain_share=plain_share,
         head_off_share=head_off_share,
         num_slots=slots,
-        context_length=256,
+        context_length=context_length,
         prefill_chunk=8,
         capture_topk=8,
         context_window=20,
@@ -206,7 +207,7 @@ def toy_engine(
     target = target or Target(
         model_dir,
         num_slots=slots,
-        context_length=256,
+        context_length=context_length,
         cache_margin=config.cache_margin,
         dtype=getattr(torch, dtype),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -28,20 +29,46 @@ SIZES = {
 WEIGHTS = 8_190_735_360
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sizes of Qwen3-8B in bfloat16, and a hole in the place of its weights."""
-    folder = tmp_path_factory.mktemp("target")
-    (folder / "config.json").write_text(json.dumps(SIZES))
-    header = json.dumps({"weight": {"dtype": "BF16", "shape": [WEIGHTS], "data_offsets": [0, 2 * WEIGHTS]}}).encode()
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + 2 * WEIGHTS)
+QWEN3 = {
+    "Qwen3-4B": (4_022_468_096, {"hidden_size": 2560, "intermediate_size": 9728}),
+    "Qwen3-8B": (WEIGHTS, {}),
+    "Qwen3-14B": (
+        14_768_307_200,
+        {"hidden_size": 5120, "intermediate_size": 17408, "num_attention_heads": 40, "num_hidden_layers": 40},
+    ),
+    "Qwen3-32B": (
+        32_762_123_264,
+        {"hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64, "num_hidden_layers": 64},
+    ),
+}
+"""Weights, and sizes where they are not those of the 8B."""
+
+
+def target_folder(folder: Path, num_weights: int, sizes: dict[str, int]) -> Path:
+    """A target of these sizes in bfloat16, with holes in the place of its weights."""
+    (folder / "config.json").write_text(json.dumps({**SIZES, **sizes}))
+    num_files = 1 + num_weights // 2_000_000_000
+    shape = num_weights // num_files
+    for number in range(num_files):
+        header = json.dumps(
+            {f"w{number}": {"dtype": "BF16", "shape": [shape], "data_offsets": [0, 2 * shape]}}
+        ).encode()
+        with (folder / f"model-{number}.safetensors").open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            file.truncate(8 + len(header) + 2 * shape)
+    named = {f"w{number}": f"model-{number}.safetensors" for number in range(num_files)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": named}))
     return folder
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return target_folder(tmp_path_factory.mktemp("target"), *QWEN3["Qwen3-8B"])
+
+
 def shares(folder: Path, free_gib: float, *, used_gib: float = 0.0, tp_size: int = 1) -> CardShares:
-    shapes = expected_shapes(DraftConfig.for_target(SIZES, draft_vocab_size=32000))
+    sizes = json.loads((folder / "config.json").read_text())
+    shapes = expected_shapes(DraftConfig.for_target(sizes, draft_vocab_size=32000))
     return card_shares(int(free_gib * GIB), folder, shapes, used_bytes=int(used_gib * GIB), tp_size=tp_size)
 
 
@@ -81,3 +108,26 @@ def test_of_a_target_on_two_gpus_each_has_half(folder: Path) -> None:
     whole, half = shares(folder, 24), shares(folder, 24, tp_size=2)
     assert (half.target, half.least_cache) == (whole.target // 2, whole.least_cache // 2)
     assert half.trainer == whole.trainer
+
+
+def test_the_documents_table_of_cards_says_what_fits(tmp_path: Path) -> None:
+    needs: dict[str, CardShares] = {}
+    for name, sizes in QWEN3.items():
+        (tmp_path / name).mkdir()
+        needs[name] = shares(target_folder(tmp_path / name, *sizes), 1000)
+
+    def need_gib(name: str, free_gib: float, *, has_trainer: bool) -> float:
+        one, work = needs[name], max(0.15 * free_gib, 3)
+        return (one.target + one.draft + one.least_cache + has_trainer * one.trainer) / GIB + work
+
+    page = (Path(__file__).parents[3] / "docs" / "compose.md").read_text()
+    row = r"\| (\d+) GB \| ([\d.]+) \| (Qwen3-\w+), ([\d.]+) \| (Qwen3-\w+), ([\d.]+) \|"
+    rows = re.findall(row, page)
+    assert [found[0] for found in rows] == ["24", "48", "80"]
+    for _, free, *said in rows:
+        for (name, need), has_trainer in zip((said[:2], said[2:]), (True, False), strict=True):
+            fitting = [each for each in QWEN3 if need_gib(each, float(free), has_trainer=has_trainer) <= float(free)]
+            assert name == fitting[-1]
+            assert float(need) == round(need_gib(name, float(free), has_trainer=has_trainer), 1)
+    smallest = rows[0][2]
+    assert f"SLIPSTREAM_MODEL=Qwen/{smallest}\n" in (Path(__file__).parents[3] / ".env.example").read_text()

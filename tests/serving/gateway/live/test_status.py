@@ -50,7 +50,7 @@ def test_metrics_show_the_registry_that_was_given() -> None:
     response = get(DoubleEngine(), "/metrics", registry)
     assert response.headers["content-type"].startswith("text/plain; version=")
     assert "someone_elses 3.0" in response.text
-    assert "slipstream_gateway_generations_in_flight 0.0" in response.text
+    assert 'slipstream_gateway_generations_in_flight{model_name="double"} 0.0' in response.text
 
 
 def test_openapi_describes_the_bodies_without_dangling_references() -> None:

@@ -1,17 +1,27 @@
-"""Whatever a client sends, it gets a 4xx envelope that names the field, and the engine never sees it."""
+"""Whatever a client sends, it gets a 4xx envelope that names the field, and the engine never sees it; what a server may
+leave out is left out and logged, unless it is strict.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import httpx
 import pytest
 
+from serving.gateway.openai.schema import IGNORABLE
 from tests.fixtures.doubles import DoubleEngine
 from tests.serving.gateway.client import CHAT, COMPLETIONS, HELLO, ask, error_of, gateway
 
 JSON = {"content-type": "application/json"}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+
+
+def tool(name: str, parameters: object = None) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
 
 UNSUPPORTED = "unsupported_parameter"
 UNKNOWN = "unknown_parameter"
@@ -87,10 +97,16 @@ BOTH = [
     ({"reasoning": {"effort": "high"}}, "reasoning", UNSUPPORTED),
     ({"best_of": 2}, "best_of", UNSUPPORTED),
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", VALUE),
-    ({"tools": [{"type": "function"}]}, "tools", UNSUPPORTED),
-    ({"response_format": {"type": "json_object"}}, "response_format", UNSUPPORTED),
     ({"guided_json": {}}, "guided_json", UNSUPPORTED),
-    ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs", UNSUPPORTED),
+    # grammars
+    ({"response_format": {"type": "regex"}}, "response_format.type", VALUE),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", MISSING),
+    ({"response_format": SCHEMA | {"more": 1}}, "response_format.more", UNKNOWN),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nothing"}}}},
+        "response_format.json_schema.schema",
+        VALUE,
+    ),
     # what nobody knows
     ({"temprature": 1}, "temprature", UNKNOWN),
     ({"__class__": "x"}, "__class__", UNKNOWN),
@@ -109,7 +125,7 @@ ONLY_CHAT = [
     ({"messages": [{"role": None, "content": "a"}]}, "messages[0].role", MISSING),
     ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content", TYPE),
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", TYPE),
-    ({"messages": [*HELLO, {"role": "tool", "content": "x"}]}, "messages[1].role", VALUE),
+    ({"messages": [*HELLO, {"role": "robot", "content": "x"}]}, "messages[1].role", VALUE),
     ({"messages": [{"role": "user", "content": ["hi"]}]}, "messages[0].content[0]", TYPE),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
@@ -126,11 +142,20 @@ ONLY_CHAT = [
     *(
         (
             {"messages": [*HELLO, {"role": "assistant", "content": content, "tool_calls": [{}]}]},
-            "messages[1].tool_calls",
-            UNSUPPORTED,
+            "messages[1].tool_calls[0].function",
+            MISSING,
         )
         for content in ("a", None)
     ),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", MISSING),
+    ({"tools": [{"type": "computer", "function": {"name": "f"}}]}, "tools[0].type", VALUE),
+    ({"tools": [tool("a b")]}, "tools[0].function.name", VALUE),
+    ({"tools": [tool("f"), tool("g"), tool("f")]}, "tools[2].function.name", VALUE),
+    ({"tools": [tool("f"), tool("g", {"properties": {"a": {"not": {}}}})]}, "tools[1].function.parameters", VALUE),
+    ({"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", VALUE),
+    ({"tools": [tool("f")], "response_format": SCHEMA}, "response_format", VALUE),
+    ({"tools": [tool("f")], "stream": True, "slipstream": {"tokens": True}}, "slipstream.tokens", VALUE),
+    ({"tool_choice": "required"}, "tool_choice", VALUE),
     ({"messages": [{"role": "user", "content": "a", "audio": {"id": "x"}}]}, "messages[0].audio", UNSUPPORTED),
     ({"messages": [{"role": "assistant", "content": "a", "prefix": True}]}, "messages[0].prefix", UNSUPPORTED),
     ({"messages": [{"role": "assistant", "content": "a", "files": ["x"]}]}, "messages[0].files", UNSUPPORTED),
@@ -157,6 +182,8 @@ ONLY_COMPLETIONS = [
     ({"prompt": [[[1]]]}, "prompt[0][0]", TYPE),
     ({"messages": HELLO}, "messages", UNKNOWN),
     ({"suffix": "end"}, "suffix", UNSUPPORTED),
+    ({"tools": [tool("f")]}, "tools", UNSUPPORTED),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs", UNSUPPORTED),
     ({"logprobs": 0}, "logprobs", UNSUPPORTED),
     ({"best_of": 3}, "best_of", UNSUPPORTED),
     ({"best_of": True}, "best_of", TYPE),
@@ -171,7 +198,7 @@ def valid(path: str) -> dict[str, Any]:
 
 
 ENGINE = DoubleEngine()
-APP = gateway(ENGINE)
+APP = gateway(ENGINE, strict_fields=True)
 """One app for all bodies: they must not reach what it holds."""
 
 
@@ -213,3 +240,66 @@ def test_missing_field(path: str, name: str) -> None:
     body = {key: value for key, value in valid(path).items() if key != name}
     error = error_of(send(path, json.dumps(body).encode()))
     assert (error["param"], error["code"]) == (name, MISSING)
+
+
+# -- fields that are left out ------------------------------------------------------------------------------------------
+
+LEFT_OUT = [
+    (path, change, param)
+    for path, change, param, code in TABLE
+    if code in (UNKNOWN, UNSUPPORTED) and (code == UNKNOWN or param in IGNORABLE | {"logit_bias"})
+    # An error has no name for this field, and our own are checked by name everywhere.
+    if param is not None and not param.startswith("slipstream")
+]
+
+
+@pytest.mark.parametrize(("path", "change", "param"), LEFT_OUT, ids=lambda value: ascii(value)[:60])
+def test_what_may_be_left_out_changes_nothing_and_is_listed_once(
+    path: str, change: dict[str, Any], param: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = DoubleEngine()
+    app = gateway(engine)
+
+    async def talk(client: httpx.AsyncClient) -> list[httpx.Response]:
+        return [await client.post(path, json={**valid(path), **body, "max_tokens": 4}) for body in ({}, change, change)]
+
+    plain, *others = ask(app, talk)
+    assert {response.status_code for response in others} == {200}, others[0].text
+    lines = [line for line in capsys.readouterr().out.splitlines() if "fields_ignored" in line]
+    assert len(lines) == 1
+    shown = re.sub(r"\[\d\]", "[]", param)
+    assert ("'?'" if "__" in shown else shown) in lines[0]
+    assert plain.status_code == 200
+    prompts = {request.prompt_token_ids for request in engine.requests}
+    assert len(prompts) == 1 or "messages" in change
+
+
+def test_a_client_cannot_fill_the_log_with_names(capsys: pytest.CaptureFixture[str]) -> None:
+    app = gateway(DoubleEngine())
+
+    async def talk(client: httpx.AsyncClient) -> None:
+        for turn in range(8):
+            names = {f"x{turn}_{number}": 1 for number in range(100)} | {f"{turn} {'x' * 200}": 1}
+            await client.post(CHAT, json={**valid(CHAT), **names, "max_tokens": 1})
+
+    ask(app, talk)
+    logged = capsys.readouterr().out
+    assert logged.count("fields_ignored") == 2
+    assert "xxx" not in logged
+
+
+def test_the_document_says_what_is_left_out() -> None:
+    def schema(**settings: Any) -> dict[str, Any]:
+        document = gateway(DoubleEngine(), **settings).openapi()
+        body = document["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert isinstance(body, dict)
+        return body
+
+    tolerant, strict = schema(), schema(strict_fields=True)
+    assert tolerant["additionalProperties"] is True
+    assert strict["additionalProperties"] is False
+    assert tolerant["properties"]["min_p"] == {}
+    assert strict["properties"]["min_p"] == {"enum": [0, None]}
+    for body in (tolerant, strict):
+        assert body["properties"]["slipstream"]["anyOf"][0]["additionalProperties"] is False
+        assert "x-may-ignore" not in json.dumps(body)

@@ -390,7 +390,7 @@ def test_no_route_holds_a_place_for_ever() -> None:
 
     settings = GatewaySettings(max_request_s=0.05, max_in_flight=1)
     route = Route("/v1/completions", hang, methods=["POST"])
-    metrics = GatewayMetrics(CollectorRegistry())
+    metrics = GatewayMetrics(CollectorRegistry(), "double")
     access = AccessControl(hang, routes=[route], keyring=None, settings=settings, metrics=metrics, transfer_s=0.05)
 
     async def run() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 import httpx
 import pytest
@@ -187,9 +188,9 @@ def test_long_prompts_are_encoded_off_the_loop() -> None:
     engine = DoubleEngine(context_length=100_000)
     encode_chat = engine.tokenizer.encode_chat
 
-    def watched(messages: list[dict[str, str]]) -> list[int]:
+    def watched(messages: list[dict[str, Any]], *more: Any) -> list[int]:
         threads.append(threading.current_thread())
-        return encode_chat(messages)
+        return encode_chat(messages, *more)
 
     engine.tokenizer.encode_chat = watched
     assert chat(engine, messages=[{"role": "user", "content": "x" * 50_000}]).status_code == 200

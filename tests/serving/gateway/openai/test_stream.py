@@ -259,15 +259,15 @@ def test_leaving_is_counted_and_leaves_nothing_in_flight() -> None:
         client = BareClient(LONG)
         asking = asyncio.create_task(client.ask(app))
         await engine.holding.wait()
-        assert registry.get_sample_value("slipstream_gateway_generations_in_flight") == 1
+        assert registry.get_sample_value("slipstream_gateway_generations_in_flight", {"model_name": "double"}) == 1
         client.leave.set()
         await asking
         assert client.sent == []
 
     asyncio.run(run())
     assert len(engine.aborted) == 1
-    assert registry.get_sample_value("slipstream_gateway_generations_in_flight") == 0
-    labels = {"route": CHAT, "status": "499"}
+    assert registry.get_sample_value("slipstream_gateway_generations_in_flight", {"model_name": "double"}) == 0
+    labels = {"model_name": "double", "route": CHAT, "status": "499"}
     assert registry.get_sample_value("slipstream_gateway_requests_total", labels) == 1
 
 

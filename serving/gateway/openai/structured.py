@@ -1,0 +1,96 @@
+"""What an answer has to be: the fields `response_format`, `tools` and `tool_choice`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from serving.engine import Tool
+from serving.gateway.body import Strict, invalid
+from serving.grammar import check_schema, json_grammar
+
+MAX_TOOLS = 128
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+
+
+class NamedSchema(Strict):
+    """A JSON schema. OpenAI's `strict` changes nothing: answers always follow it."""
+
+    ignores_unknown, place = True, "response_format.json_schema."
+
+    name: Name
+    description: str = ""
+    definition: dict[str, Any] = Field(alias="schema")
+    strict: bool = False
+
+
+class ResponseFormat(Strict):
+    ignores_unknown, place = True, "response_format."
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema_is_there(self) -> Self:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise invalid("missing", "is needed where 'type' is 'json_schema'", "json_schema")
+        return self
+
+    def grammar(self) -> str:
+        """Empty for plain text. Raises RequestError for a schema that no grammar can be made of."""
+        if self.type == "text":
+            return ""
+        schema = {"type": "object"} if self.json_schema is None else self.json_schema.definition
+        check_schema(schema, "response_format", "json_schema", "schema")
+        return json_grammar(schema)
+
+
+class Function(Strict):
+    """One that the model may call. OpenAI's `strict` changes nothing: arguments always follow `parameters`."""
+
+    ignores_unknown, place = True, "tools[].function."
+
+    name: Name
+    description: str = ""
+    parameters: dict[str, Any] = _NO_PARAMETERS
+    strict: bool = False
+
+
+class FunctionTool(Strict):
+    ignores_unknown, place = True, "tools[]."
+
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> Tool:
+        return self.model_dump(exclude={"function": {"strict"}})
+
+
+class FunctionName(Strict):
+    name: str
+
+
+class ChosenFunction(Strict):
+    type: Literal["function"]
+    function: FunctionName
+
+
+ToolChoice = Literal["none", "auto", "required"] | ChosenFunction
+Tools = Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)]
+
+
+def may_be_called(tools: Sequence[FunctionTool], choice: ToolChoice) -> Sequence[FunctionTool]:
+    """Raises a validation error where two have one name, or none is what the choice asks for."""
+    names = [tool.function.name for tool in tools]
+    if twice := [index for index, name in enumerate(names) if name in names[:index]]:
+        raise invalid("duplicate", "another function before it has this name", "tools", twice[0], "function", "name")
+    if isinstance(choice, ChosenFunction):
+        found = [tool for tool in tools if tool.function.name == choice.function.name]
+    else:
+        found = [] if choice == "none" else list(tools)
+    if not found and choice not in ("none", "auto"):
+        raise invalid("no_function", "there is no such function in 'tools'", "tool_choice")
+    return found

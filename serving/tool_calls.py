@@ -1,0 +1,122 @@
+"""Calls of functions in an answer's text, as Hermes models write them and as many models have learnt from those.
+
+    <tool_call>
+    {"name": "weather", "arguments": {"city": "Oslo"}}
+    </tool_call>
+
+A model whose chat template does not write tools that way is told of them in its system message.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from serving.engine import Message, Tool
+from serving.grammar import json_text
+
+OPENING, _CLOSING = "<tool_call>", "</tool_call>"
+_BEGIN, _END = f"{OPENING}\n", f"\n{_CLOSING}"
+_EXPLAINED = """You can call functions. These are their JSON schemas:
+<tools>
+{tools}
+</tools>
+To call a function, write its name and its arguments like this:
+<tool_call>
+{{"name": "NAME", "arguments": {{...}}}}
+</tool_call>"""
+
+
+def in_plain_messages(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+    """The conversation for a template that knows no tools: roles system, user and assistant, and text."""
+    plain = [_plain(message) for message in messages]
+    if not tools:
+        return plain
+    explained = _EXPLAINED.format(tools="\n".join(json.dumps(tool) for tool in tools))
+    if plain[0]["role"] == "system":
+        return [{**plain[0], "content": f"{plain[0]['content']}\n\n{explained}"}, *plain[1:]]
+    return [{"role": "system", "content": explained}, *plain]
+
+
+def _plain(message: Message) -> Message:
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    calls = [f"{_BEGIN}{json.dumps(call['function'])}{_END}" for call in message.get("tool_calls", ())]
+    plain = {name: value for name, value in message.items() if name not in ("tool_calls", "tool_call_id")}
+    return {**plain, "content": "\n".join(filter(None, (message["content"], *calls)))}
+
+
+_GRAMMAR = """%llguidance {{}}
+start: {start}
+call: "{opening}" rest
+said_call: said rest{token_call}
+said[lazy]: TEXT "{opening}"
+rest: "\\n" body "\\n{closing}"
+body: %json {body}
+TEXT: /(.|\\n)*/
+"""
+
+
+def calls_grammar(tools: Sequence[Tool], *, must_call: bool, several: bool, has_token: bool) -> str:
+    """The grammar of an answer that calls these functions: at least once where it `must_call`, else with any text
+    before each call and behind the last; `several` times if it may. `has_token`: the vocabulary has a token for
+    `OPENING`, which a grammar has to name apart from its text.
+    """
+    called = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool["function"]["name"]}, "arguments": tool["function"]["parameters"]},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    if must_call:
+        start = 'call ("\\n" call)*' if several else "call"
+    else:
+        start = "said_call* TEXT" if several else "said_call | TEXT"
+    token_call = f" | TEXT {OPENING} rest" if has_token else ""
+    body = json_text({"anyOf": called})
+    return _GRAMMAR.format(start=start, token_call=token_call, opening=OPENING, closing=_CLOSING, body=body)
+
+
+class ToolCall(NamedTuple):
+    name: str
+    arguments: str
+    """JSON."""
+
+
+class ToolCallReader:
+    """Finds the calls in an answer that grows. What may become a call is held back, and white space behind one."""
+
+    def __init__(self) -> None:
+        self._held, self._is_behind_call, self.num_calls = "", False, 0
+
+    def push(self, text: str) -> list[str | ToolCall]:
+        """The text and the calls that are certain now, in order."""
+        self._held += text
+        found: list[str | ToolCall] = []
+        # A line break within a call's JSON is written as an escape, so the first real one ends it.
+        while (start := self._held.find(_BEGIN)) >= 0 and (end := self._held.find(_END, start + len(_BEGIN))) >= 0:
+            found += self._shown(self._held[:start])
+            called = json.loads(self._held[start + len(_BEGIN) : end])
+            found.append(ToolCall(called["name"], json.dumps(called["arguments"], ensure_ascii=False)))
+            self.num_calls, self._is_behind_call = self.num_calls + 1, True
+            self._held = self._held[end + len(_END) :]
+        certain = start if start >= 0 else len(self._held) - _num_begun(self._held)
+        if shown := self._shown(self._held[:certain]):
+            self._held, self._is_behind_call = self._held[certain:], False
+        return found + shown
+
+    def finish(self) -> list[str | ToolCall]:
+        """What was held back, at the end of the answer: a call that was cut is text."""
+        return self._shown(self._held)
+
+    def _shown(self, text: str) -> list[str | ToolCall]:
+        return [text] if text and not (self._is_behind_call and text.isspace()) else []
+
+
+def _num_begun(text: str) -> int:
+    """Characters at the end of `text` that may be the beginning of a call."""
+    return next((n for n in range(min(len(_BEGIN), len(text)), 0, -1) if _BEGIN.startswith(text[-n:])), 0)

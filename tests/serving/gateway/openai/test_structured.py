@@ -1,0 +1,187 @@
+"""Answers that have to be JSON, and calls of functions: the `openai` client's own typed calls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, Literal
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+from pydantic import BaseModel, ConfigDict
+
+from serving.local.engine import LocalEngine
+from serving.tool_calls import ToolCall, ToolCallReader
+from tests.fixtures.doubles import DoubleEngine, says
+from tests.fixtures.toy import byte_tokenizer, make_toy_model
+from tests.serving.gateway.client import HELLO, chat, gateway, openai_client, serve
+from tests.serving.local.harness import toy_engine
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "description": "Foretells.", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "now"}},
+]
+NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+ROME = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
+
+
+class Verdict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    label: Literal["spam", "ham"]
+    is_sure: bool
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalEngine]:
+    model_dir = make_toy_model(tmp_path_factory.mktemp("toy"), tokenizer=byte_tokenizer(), context_length=1024)
+    with toy_engine(model_dir, context_length=1024) as harness:
+        yield harness.engine
+
+
+def talk(engine: Any, say: Callable[[AsyncOpenAI], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with serve(gateway(engine)) as server, openai_client(server) as client:
+            await say(client)
+
+    asyncio.run(run())
+
+
+def test_the_clients_typed_calls_give_what_their_types_say(engine: LocalEngine) -> None:
+    async def say(client: AsyncOpenAI) -> None:
+        asked: Any = {
+            "model": "toy",
+            "messages": [{"role": "user", "content": "?"}],
+            "max_tokens": 150,
+            "temperature": 0,
+        }
+        parsed = await client.chat.completions.parse(**asked, response_format=Verdict)
+        assert isinstance(parsed.choices[0].message.parsed, Verdict)
+
+        async with client.chat.completions.stream(**asked, response_format=Verdict, seed=2) as stream:
+            events = [event async for event in stream]
+            assert isinstance((await stream.get_final_completion()).choices[0].message.parsed, Verdict)
+        assert "content.done" in {event.type for event in events}
+
+        any_object = await client.completions.create(
+            model="toy", prompt="?", max_tokens=60, extra_body={"response_format": {"type": "json_object"}}, seed=1
+        )
+        assert any_object.choices[0].text.startswith("{")
+
+        typed = [openai.pydantic_function_tool(Verdict, name="judge")]
+        called = await client.chat.completions.parse(**asked, tools=typed, tool_choice="required")
+        assert isinstance(called.choices[0].message.tool_calls[0].function.parsed_arguments, Verdict)
+
+    talk(engine, say)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=str)
+def test_a_required_call_follows_its_schema_whole_and_streamed(engine: LocalEngine, choice: Any) -> None:
+    async def say(client: AsyncOpenAI) -> None:
+        asked: Any = {
+            "model": "toy",
+            "messages": [{"role": "user", "content": "?"}],
+            "max_tokens": 150,
+            "tools": TOOLS,
+            "tool_choice": choice,
+            "parallel_tool_calls": False,
+        }
+        for seed in range(2):
+            whole = (await client.chat.completions.create(**asked, seed=seed)).choices[0]
+            (call,) = whole.message.tool_calls
+            assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
+            arguments = json.loads(call.function.arguments)
+            assert arguments == {} if call.function.name == "now" else arguments["city"] in ("Oslo", "Rome")
+            assert choice == "required" or call.function.name == "weather"
+            async with client.chat.completions.stream(**asked, seed=seed) as stream:
+                streamed = (await stream.get_final_completion()).choices[0]
+            assert streamed.finish_reason == "tool_calls"
+            assert [each.function.name for each in streamed.message.tool_calls] == [call.function.name]
+            assert streamed.message.tool_calls[0].function.arguments == call.function.arguments
+            assert streamed.message.tool_calls[0].id != call.id
+
+    talk(engine, say)
+
+
+def test_text_before_calls_is_content_and_several_calls_are_told_apart() -> None:
+    async def say(client: AsyncOpenAI) -> None:
+        asked: Any = {"model": "double", "messages": HELLO, "tools": TOOLS}
+        whole = (await client.chat.completions.create(**asked)).choices[0]
+        assert whole.message.content == "Let me see.\n"
+        assert [call.function.name for call in whole.message.tool_calls] == ["now", "weather"]
+        async with client.chat.completions.stream(**asked) as stream:
+            last = (await stream.get_final_completion()).choices[0]
+        assert last.message.content == "Let me see.\n"
+        assert [call.function.arguments for call in last.message.tool_calls] == ["{}", '{"city": "Rome", "days": 2}']
+        assert {call.id for call in last.message.tool_calls}.isdisjoint(call.id for call in whole.message.tool_calls)
+        assert (last.finish_reason, whole.finish_reason) == ("tool_calls", "tool_calls")
+
+        # The answer as the client's own object, and what the functions said, go back as history.
+        said = [{"role": "tool", "tool_call_id": call.id, "content": "noon"} for call in whole.message.tool_calls]
+        await client.chat.completions.create(**asked | {"messages": [*HELLO, whole.message, *said]})
+
+    engine = DoubleEngine(answer=says(f"Let me see.\n{NOW}\n{ROME}"), context_length=2048)
+    talk(engine, say)
+    prompt = bytes(engine.requests[-1].prompt_token_ids).decode()
+    assert prompt.startswith("<system>You can call functions.")
+    assert f"<assistant>Let me see.\n\n{NOW}\n{ROME}\n<user><tool_response>\nnoon\n</tool_response>\n" in prompt
+
+
+def test_where_no_function_may_be_called_the_answer_is_text() -> None:
+    for tools in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        engine = DoubleEngine(answer=says(NOW), context_length=2048)
+        answer = chat(engine, **tools).json()["choices"][0]
+        assert (answer["message"]["content"], answer["finish_reason"]) == (NOW, "stop")
+        assert engine.requests[0].grammar == ""
+        assert b"functions" not in bytes(engine.requests[0].prompt_token_ids)
+
+
+def test_a_call_that_is_cut_is_text() -> None:
+    answer = chat(
+        DoubleEngine(answer=says(NOW), ends_with="length", context_length=2048), tools=TOOLS, max_tokens=20
+    ).json()["choices"][0]
+    assert (answer["message"]["content"], answer["finish_reason"]) == (NOW[:20], "length")
+    assert "tool_calls" not in answer["message"]
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+def test_calls_are_found_however_the_text_is_cut(size: int) -> None:
+    def read(text: str) -> list[str | ToolCall]:
+        reader = ToolCallReader()
+        found = [part for at in range(0, len(text), size) for part in reader.push(text[at : at + size])]
+        found += reader.finish()
+        joined: list[str | ToolCall] = []
+        for part in found:
+            if joined and isinstance(part, str) and isinstance(joined[-1], str):
+                joined[-1] += part
+            else:
+                joined.append(part)
+        return joined
+
+    now, rome = ToolCall("now", "{}"), ToolCall("weather", '{"city": "Rome", "days": 2}')
+    assert read("plain < text <tool") == ["plain < text <tool"]
+    assert read(NOW) == [now]
+    assert read(f"a {NOW}\n{ROME}\n") == ["a ", now, rome]
+    assert read(f"{NOW}\nb {ROME}") == [now, "\nb ", rome]
+    assert read(NOW[:-3]) == [NOW[:-3]]
+    escaped = '<tool_call>\n{"name": "f", "arguments": {"a": "\\n</tool_call>"}}\n</tool_call>'
+    assert read(escaped) == [ToolCall("f", '{"a": "\\n</tool_call>"}')]
+
+
+def test_a_schema_at_fault_is_named_to_the_innermost_part() -> None:
+    bad = {"type": "object", "properties": {"a": {"anyOf": [{"type": "string"}, {"type": "text"}]}}}
+    tools = [*TOOLS, {"type": "function", "function": {"name": "bad", "parameters": bad}}]
+    error = chat(DoubleEngine(), tools=tools).json()["error"]
+    assert error["param"] == "tools[2].function.parameters"
+    assert error["message"].startswith("tools[2].function.parameters.properties.a.anyOf[1]: ")
+    named = {"type": "json_schema", "json_schema": {"name": "bad", "schema": {"$ref": "#/$defs/none"}}}
+    error = chat(DoubleEngine(), response_format=named).json()["error"]
+    assert "'/$defs/none' does not exist" in error["message"]
