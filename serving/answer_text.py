@@ -259,9 +259,12 @@ class AnswerText:
         return self._show(len(self._text) - held)
 
     def finish(self) -> list[Piece]:
-        """Everything still held back, at the end of the answer; this, too, may set `stopped`."""
+        """What is still held back, at the end of the answer, as far as it is whole characters; this, too, may set
+        `stopped`.
+        """
         if not self.stopped:
-            self._extend(self._detokenizer.rest(), self._last_source)
+            # The bytes of a character that no further token will complete.
+            self._extend(self._detokenizer.rest().rstrip(_UNFINISHED), self._last_source)
         return self._show(len(self._text))
 
     def _extend(self, text: str, source: Source | None) -> None:

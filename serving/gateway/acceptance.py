@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -36,6 +37,22 @@ class _Details(msgspec.Struct):
 class Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    input_tokens: int = 0
+    """As the other endpoints call them; Anthropic's leaves out those of a prefix that the cache had."""
+    cache_read_input_tokens: int = 0
+    output_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.prompt_tokens = self.prompt_tokens or self.input_tokens + self.cache_read_input_tokens
+        self.completion_tokens = self.completion_tokens or self.output_tokens
+
+
+class _Named(msgspec.Struct):
+    """An event of /v1/responses or /v1/messages, or what it carries."""
+
+    usage: Usage | None = None
+    response: _Named | None = None
+    message: _Named | None = None
 
 
 class AcceptanceNotes:
@@ -63,6 +80,7 @@ class AcceptanceNotes:
 
     def _event(self, event: bytes) -> bytes:
         if not event.startswith(_EVENT + b"{"):
+            self._note_usage(event.partition(_EVENT)[2])
             return event + _END
         if _MARK in event:
             fields = self._taken(event.removeprefix(_EVENT))
@@ -78,6 +96,17 @@ class AcceptanceNotes:
         if self._found is None:
             return event + _END
         return _EVENT + msgspec.json.encode(self._noted(fields)) + _END
+
+    def _note_usage(self, content: bytes) -> None:
+        """A message says in one event what it has read, and in another one what it has written."""
+        with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            named = msgspec.json.decode(content, type=_Named)
+            if (usage := (named.response or named.message or named).usage) is not None:
+                before = self.usage or Usage()
+                self.usage = Usage(
+                    prompt_tokens=max(before.prompt_tokens, usage.prompt_tokens),
+                    completion_tokens=max(before.completion_tokens, usage.completion_tokens),
+                )
 
     def _taken(self, content: bytes) -> dict[str, Any] | None:
         """The fields without SGLang's note, unless it is to be kept; None where there is none."""

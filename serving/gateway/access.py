@@ -10,7 +10,7 @@ import hmac
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from ipaddress import ip_address
@@ -27,7 +27,7 @@ from serving.gateway.config import ENV_PREFIX, GatewaySettings
 from serving.gateway.errors import ApiError, deadline, engine_busy
 from serving.gateway.keys import ApiKey, Keyring, OneKey
 from serving.gateway.metrics import GatewayMetrics
-from serving.gateway.telemetry import exchange_of
+from serving.gateway.telemetry import MESSAGES, exchange_of
 
 
 class Access(StrEnum):
@@ -42,7 +42,7 @@ class Access(StrEnum):
     GENERATE = "generate"
     """An API key that is not read-only, within its limits; everyone where there are no API keys."""
     QUEUE = "queue"
-    """The same, also while the engine is full: what is asked for waits beside its queue."""
+    """The same, also while the engine is full: what is asked for waits beside its queue, or needs none of its slots."""
     OWN = "own"
     """The same, beyond the key's limits too: what was begun has to be looked after, or it would be cancelled."""
     ADMIN = "admin"
@@ -52,6 +52,14 @@ class Access(StrEnum):
 ACCESS = {
     "/v1/chat/completions": Access.GENERATE,
     "/v1/completions": Access.GENERATE,
+    "/v1/responses": Access.GENERATE,
+    "/v1/messages": Access.GENERATE,
+    "/v1/embeddings": Access.GENERATE,
+    "/v1/messages/count_tokens": Access.QUEUE,
+    "/tokenize": Access.QUEUE,
+    "/detokenize": Access.QUEUE,
+    "/v1/tokenize": Access.QUEUE,
+    "/v1/detokenize": Access.QUEUE,
     # What a rollout has said is for the tenant that asked: a key that only reads sees none of it.
     "/v1/rollouts": Access.QUEUE,
     "/v1/rollouts/{rollout_id}": Access.OWN,
@@ -105,19 +113,24 @@ class AccessControl:
         self._routes, self._keyring, self._metrics, self._is_full = routes, keyring, metrics, is_full
         self._admin_key, self._is_trusted = settings.admin_key, settings.auth_elsewhere
         self._quota = Quota(settings.max_in_flight, max_of_key=settings.max_in_flight_of_key)
-        self._limit_s = settings.max_request_s + transfer_s
+        self._limit_s, self._comment_s = settings.max_request_s + transfer_s, settings.stream_comment_s
+        self._root_path = settings.root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
-        scope["path"] = _normalised(scope["path"])
-        route = _route_of(self._routes, scope)
+        route = None
+        for path in _paths(_normalised(scope["path"]), self._root_path):
+            scope["path"] = path
+            if (route := _route_of(self._routes, scope)) is not None:
+                break
         if route is None:
             raise HTTPException(404)
         request = Request(scope)
+        exchange = exchange_of(request)
         # A refusal is logged and counted under it, too.
-        exchange_of(request).route = getattr(route, "path", "")
+        exchange.route, exchange.comment_s = getattr(route, "path", ""), self._comment_s
         try:
             release = self._admit(request)
         except ApiError as refusal:
@@ -126,7 +139,7 @@ class AccessControl:
             raise
         try:
             async with deadline(self._limit_s) as limit:
-                exchange_of(request).limit = limit
+                exchange.limit = limit
                 await self.app(scope, receive, send)
         finally:
             release()
@@ -173,7 +186,7 @@ class AccessControl:
             if not self._is_trusted:
                 check_host(request)
             return None
-        secret = bearer(request)
+        secret = bearer(request) or _anthropic_key(request)
         if secret is None:
             raise unauthorised(
                 "This needs an API key: send the header 'authorization: Bearer <key>'.", "api_key_missing"
@@ -193,6 +206,16 @@ def _normalised(path: str) -> str:
     return "/" + "/".join(filter(None, path.split("/")))
 
 
+def _paths(path: str, root_path: str) -> Iterator[str]:
+    """What `path` may mean: without the prefix, where a proxy left it in, or else as it stands.
+
+    A route of the gateway may begin like the prefix, so that both have to be tried.
+    """
+    if root_path and f"{path}/".startswith(f"{root_path}/"):
+        yield path.removeprefix(root_path) or "/"
+    yield path
+
+
 def _route_of(routes: Sequence[BaseRoute], scope: Scope) -> BaseRoute | None:
     """The route that the router will choose: the first whose path and method match, or else whose path does."""
     of_another_method = None
@@ -210,6 +233,13 @@ def bearer(request: Request) -> bytes | None:
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     # Headers come decoded as Latin-1.
     return given.encode("latin-1") if scheme.lower() == "bearer" and given else None
+
+
+def _anthropic_key(request: Request) -> bytes | None:
+    """Where their clients put the key."""
+    if not exchange_of(request).route.startswith(MESSAGES):
+        return None
+    return request.headers.get("x-api-key", "").encode("latin-1") or None
 
 
 def unauthorised(message: str, code: str) -> ApiError:

@@ -16,7 +16,6 @@ from serving.engine import DraftHost, Engine, Tokenizer
 from serving.gateway.access import AccessControl
 from serving.gateway.admin import Drafts, Targets, admin_routes, target_routes
 from serving.gateway.config import GatewaySettings
-from serving.gateway.errors import error_response
 from serving.gateway.keys import Keyring, OneKey
 from serving.gateway.live.live import Live, ReadTrainerStatus, live_routes
 from serving.gateway.live.status import declare_keys, page_routes, status_routes
@@ -34,12 +33,12 @@ from serving.rollout.engines import EnginePool, InProcessEngine
 async def _routing_error(request: Request, failure: Exception) -> Response:
     """Unknown path, wrong method: the framework's own answer to those is not the envelope, and names the methods of one
     route where several have the path."""
-    error = exchange_of(request).fail(failure)
-    if error.status == 405:
+    response = exchange_of(request).refuse(failure)
+    if response.status_code == 405:
         others = [route for route in request.app.routes if route.matches(request.scope)[0] is Match.PARTIAL]
         methods = {method for route in others for method in route.methods or ()}
-        error.headers = {"allow": ", ".join(sorted(methods))}
-    return error_response(error)
+        response.headers["allow"] = ", ".join(sorted(methods))
+    return response
 
 
 def create_app(
@@ -168,10 +167,17 @@ def _assemble(
             yield
 
     # The framework's pages of documentation load scripts from elsewhere; the schema itself stays at /openapi.json.
-    app = FastAPI(title="Slipstream", docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
+    app = FastAPI(
+        title="Slipstream",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=lifespan,
+        servers=[{"url": settings.root_path}] if settings.root_path else None,
+    )
     if drafts is not None:
         routers = [*routers, admin_routes(drafts, settings)]
-    for router in (*routers, status_routes(host, registry), live_routes(live, drafts), page_routes()):
+    for router in (*routers, status_routes(host, registry), live_routes(live, drafts), page_routes(settings.root_path)):
         # One flat list, in which access control finds what the router will choose; the routers add nothing to it.
         app.router.routes.extend(router.routes)
     for route in list(app.routes):
@@ -190,7 +196,7 @@ def _assemble(
         metrics=metrics,
         is_full=lambda: host.health().is_full,
     )
-    app.add_middleware(Telemetry, metrics=metrics)
+    app.add_middleware(Telemetry, metrics=metrics, root_path=settings.root_path)
     return app
 
 

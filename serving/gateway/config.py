@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, SecretStr, ValidationError
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from speculator.errors import ConfigError
@@ -13,6 +13,10 @@ from speculator.host import read_secret, unusable
 
 ENV_PREFIX = "SLIPSTREAM_GATEWAY_"
 _SPARE_CONNECTIONS = 200
+
+
+def _as_prefix(path: object) -> object:
+    return f"/{path.strip('/')}".removesuffix("/") if isinstance(path, str) else path
 
 
 class GatewaySettings(BaseSettings):
@@ -40,6 +44,12 @@ class GatewaySettings(BaseSettings):
     """Longer requests are refused with status 413."""
     max_request_s: float = Field(default=600.0, gt=0)
     """An answer that takes longer ends with an error that says so."""
+    stream_comment_s: float = Field(default=15.0, gt=0)
+    """A stream that has nothing to send for so long sends a comment, so that no proxy takes its connection for dead."""
+    idle_connection_s: float = Field(default=620.0, gt=0)
+    """A connection without a request is closed after so long; a proxy in front must give it up earlier."""
+    root_path: Annotated[str, BeforeValidator(_as_prefix)] = Field(default="", pattern=r"^(/[\w.~-]+)*$")
+    """The path below which a proxy in front shows this gateway, such as /slipstream; it may leave it out or in."""
     max_in_flight: int = Field(default=400, ge=1)
     """Requests to the model under way at once, those that wait included; more are refused with status 429."""
     max_key_share: float = Field(default=0.5, gt=0, le=1)
@@ -80,11 +90,12 @@ class GatewaySettings(BaseSettings):
         return max(1, int(self.max_key_share * self.max_in_flight))
 
 
-def load_settings(*, api_key: str | None = None) -> GatewaySettings:
-    """The settings of this process's environment, `api_key` before that of the environment; raises ConfigError naming
-    the variable at fault.
+def load_settings(*, api_key: str | None = None, root_path: str | None = None) -> GatewaySettings:
+    """The settings of this process's environment, `api_key` and `root_path` before those of the environment; raises
+    ConfigError naming the variable at fault.
     """
     given: dict[str, Any] = {} if api_key is None else {"api_key": SecretStr(api_key)}
+    given |= {} if root_path is None else {"root_path": root_path}
     try:
         settings = GatewaySettings(**given)
     except ValidationError as invalid:

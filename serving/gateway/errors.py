@@ -1,10 +1,14 @@
-"""The one shape in which every failure leaves the gateway: OpenAI's `{"error": {message, type, param, code}}`."""
+"""The one shape in which every failure leaves the gateway: OpenAI's `{"error": {message, type, param, code}}`.
+
+Clients of Anthropic's endpoint read another one, and get that there.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -17,6 +21,15 @@ UNAVAILABLE_RETRY_AFTER_S = 5
 
 _TYPES = {429: "rate_limit_error"}
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class ApiError(Exception):
@@ -45,8 +58,12 @@ class ApiError(Exception):
     def type(self) -> str:
         return _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
 
-    def envelope(self) -> dict[str, dict[str, str | None]]:
+    def envelope(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def anthropic_envelope(self) -> dict[str, Any]:
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
 
 
 def unavailable(message: str, *, code: str = "engine_unavailable") -> ApiError:
@@ -99,9 +116,9 @@ def describe(failure: Exception) -> ApiError:
             return ApiError(500, "The server failed to handle the request.", code="internal_error")
 
 
-def error_response(error: ApiError) -> Response:
+def error_response(error: ApiError, envelope: object) -> Response:
     return Response(
-        msgspec.json.encode(error.envelope()),
+        msgspec.json.encode(envelope),
         status_code=error.status,
         headers=error.headers,
         media_type="application/json",

@@ -6,15 +6,18 @@ A plain ASGI middleware: it adds no task and does not buffer a stream.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import traceback
 from dataclasses import dataclass, field
+from typing import Any
 from uuid import uuid4
 
 import structlog
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, StatusCode
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.gateway.errors import ApiError, describe, error_response, shutting_down
@@ -35,6 +38,10 @@ SAFE_HEADERS = {
     "cache-control": "no-store",
 }
 """What every answer tells a browser unless its route has a policy of its own: no other site's page may read it."""
+MESSAGES = "/v1/messages"
+"""Anthropic's endpoint, and the beginning of those beside it: their clients read errors of another shape."""
+REQUEST_ID = "x-request-id"
+_USABLE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 log = structlog.get_logger(__name__)
 
 
@@ -45,6 +52,9 @@ class Exchange:
     route: str = "unmatched"
     """Its template, never a path that a client chose; access control sets it."""
     request_id: str = field(default_factory=lambda: uuid4().hex)
+    """Of this request alone, whatever its client calls it: the engine's requests are named by it."""
+    client_id: str | None = None
+    """What the client calls it, which several requests may be called."""
     started_s: float = field(default_factory=time.perf_counter)
     status: int = 0
     error_code: str | None = None
@@ -56,10 +66,28 @@ class Exchange:
     """Whether that key's requests may be recorded where they themselves do not object."""
     limit: asyncio.Timeout | None = None
     """What ends the request when it takes too long; access control sets it."""
+    comment_s: float = 15.0
+    """After such a silence a stream says that it lives; access control sets it."""
 
     @property
     def elapsed_s(self) -> float:
         return time.perf_counter() - self.started_s
+
+    @property
+    def shown_id(self) -> str:
+        """What its answer and its log lines call it."""
+        return self.client_id or self.request_id
+
+    def envelope(self, error: ApiError) -> dict[str, Any]:
+        """`error` as clients of this route read it."""
+        if self.route.startswith(MESSAGES):
+            return {**error.anthropic_envelope(), "request_id": self.shown_id}
+        return error.envelope()
+
+    def refuse(self, failure: Exception) -> Response:
+        """What the client gets in place of an answer."""
+        error = self.fail(failure)
+        return error_response(error, self.envelope(error))
 
     def note_first_token(self, metrics: GatewayMetrics) -> None:
         metrics.observe_first_token(self.route, self.elapsed_s)
@@ -69,7 +97,7 @@ class Exchange:
         error = describe(failure)
         self.status, self.error_code = error.status, error.code
         if error is not failure and error.status >= 500:
-            log.error("request_failed", request_id=self.request_id, error=type(failure).__name__, at=_frames(failure))
+            log.error("request_failed", request_id=self.shown_id, error=type(failure).__name__, at=_frames(failure))
         return error
 
 
@@ -77,6 +105,10 @@ def exchange_of(request: Request) -> Exchange:
     exchange = request.scope["state"]["exchange"]
     assert isinstance(exchange, Exchange)
     return exchange
+
+
+def _usable_id(given: str) -> str | None:
+    return given if _USABLE_ID.fullmatch(given) else None
 
 
 def _frames(failure: BaseException) -> list[str]:
@@ -87,19 +119,21 @@ def _frames(failure: BaseException) -> list[str]:
 class Telemetry:
     """ASGI middleware; everything that `app` raises ends here as an error envelope."""
 
-    def __init__(self, app: ASGIApp, *, metrics: GatewayMetrics) -> None:
+    def __init__(self, app: ASGIApp, *, metrics: GatewayMetrics, root_path: str = "") -> None:
+        """`root_path`: what a proxy in front may have left before the paths of the routes."""
         self.app = app
-        self._metrics = metrics
+        self._metrics, self._root_path = metrics, root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        if scope["path"] in PROBES:
-            await self._answer(scope, receive, send, Exchange())
+        client_id = _usable_id(Headers(scope=scope).get(REQUEST_ID, ""))
+        if {scope["path"], scope["path"].removeprefix(self._root_path)} & PROBES:
+            await self._answer(scope, receive, send, Exchange(client_id=client_id))
             return
         with span("request", received(scope["headers"]), SpanKind.SERVER) as recorded:
-            await self._answer(scope, receive, send, Exchange(span=recorded))
+            await self._answer(scope, receive, send, Exchange(client_id=client_id, span=recorded))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, exchange: Exchange) -> None:
         scope.setdefault("state", {})["exchange"] = exchange
@@ -108,12 +142,12 @@ class Telemetry:
             if message["type"] == "http.response.start":
                 exchange.status, exchange.response_started = message["status"], True
                 headers = MutableHeaders(scope=message)
-                for name, value in {**SAFE_HEADERS, "x-request-id": exchange.request_id}.items():
+                for name, value in {**SAFE_HEADERS, REQUEST_ID: exchange.shown_id}.items():
                     headers.setdefault(name, value)
             await send(message)
 
         # For whatever logs on the request's way: its tasks inherit it.
-        outer = structlog.contextvars.bind_contextvars(request_id=exchange.request_id)
+        outer = structlog.contextvars.bind_contextvars(request_id=exchange.shown_id)
         try:
             await self.app(scope, receive, send_with_id)
         except ClientDisconnect:
@@ -121,13 +155,12 @@ class Telemetry:
         except asyncio.CancelledError:
             # The server's grace period is over: say so rather than drop the connection.
             if not exchange.response_started:
-                error = exchange.fail(shutting_down())
-                await error_response(error)(scope, receive, send_with_id)
+                await exchange.refuse(shutting_down())(scope, receive, send_with_id)
             raise
         except Exception as failure:
-            error = exchange.fail(failure)
+            response = exchange.refuse(failure)
             if not exchange.response_started:
-                await error_response(error)(scope, receive, send_with_id)
+                await response(scope, receive, send_with_id)
         finally:
             self._record(scope["method"], exchange)
             structlog.contextvars.reset_contextvars(**outer)
@@ -140,7 +173,7 @@ class Telemetry:
                 "http.request.method": method,
                 "http.route": route,
                 "http.response.status_code": status,
-                **prefixed(request_id=exchange.request_id),
+                **prefixed(request_id=exchange.shown_id),
             }
         )
         if status >= 500:
@@ -148,7 +181,9 @@ class Telemetry:
         write = log.debug if route in PROBES else log.info
         write(
             "request",
-            request_id=exchange.request_id,
+            request_id=exchange.shown_id,
+            # What the engine and what it records call it.
+            **({"engine_request_id": exchange.request_id} if exchange.client_id else {}),
             route=route,
             status=status,
             error_code=exchange.error_code,

@@ -4,7 +4,8 @@ An answer is awaited for as long as it takes; only connecting and sending have a
 the connection, which is how SGLang learns that nobody waits for the rest.
 
 SGLang refuses with a flat object: `{"object": "error", "message": …, "type": …, "param": …, "code": <status>}`. Inside
-a stream the same stands under "error". To a body that does not validate it answers the text of FastAPI's exception.
+a stream, and at /v1/responses and /v1/messages, the same stands under "error"; in a stream of /v1/responses that under
+"response". To a body that does not validate it answers the text of FastAPI's exception.
 """
 
 from __future__ import annotations
@@ -83,12 +84,25 @@ class Upstream:
         await self._client.aclose()
 
 
-ERROR_EVENT = b'data: {"error"'
-"""How an error begins inside a stream. No answer's text can look like it: JSON escapes its quotes."""
+_FAILED = re.compile(rb'^(?:data: \{"error"|event: error\n|event: response\.failed\n)', re.MULTILINE)
+"""How an error begins inside a stream. No answer's text can look like it: JSON escapes quotes and line breaks."""
+_OPENINGS = tuple(
+    b"event: %s\n" % name
+    for name in (b"response.created", b"response.in_progress", b"response.queued", b"message_start")
+)
+"""Events that SGLang sends before it knows whether there will be an answer."""
+_STATUS_OF_TYPE = {
+    "invalid_request_error": 400,
+    "not_found_error": 404,
+    "rate_limit_error": 429,
+    "overloaded_error": 503,
+}
+"""Where a stream names no status."""
 _MAX_MESSAGE_CHARS = 1000
 _QUEUE_IS_FULL = ("The request queue is full.", "The request is aborted by a higher priority request.")
 _VALIDATION = re.compile(r"""'type': '(\w+)', 'loc': \('body', '(\w+)'.*?\), 'msg': ('[^']*'|"[^"]*")""")
 _TOO_MANY = re.compile(r"maximum context length of (\d+) tokens\..*: (\d+) tokens from the input messages and \d+ ")
+_TOO_LONG = "context length"
 _NOT_THE_CLIENTS = {401, 403, 405}
 """Said to whoever runs the gateway, since it is the gateway that asked."""
 
@@ -97,24 +111,49 @@ class _Said(msgspec.Struct):
     message: str = ""
     param: str | None = None
     code: int | str | None = None
+    type: str | None = None
 
 
 class _Nested(msgspec.Struct):
-    error: _Said
+    error: _Said | None = None
+    response: _Nested | None = None
+
+
+def _said_in(content: bytes) -> _Said:
+    nested = _decoded(content, _Nested)
+    if nested is not None and nested.response is not None:
+        nested = nested.response
+    return (nested and nested.error) or _decoded(content, _Said) or _Said()
 
 
 def refusal(status: int, content: bytes, *, retry_after: str | None = None) -> ApiError:
     """What the client is told where SGLang answered `status` with `content`."""
-    return _translate(status, _decoded(content, _Said) or _Said(), retry_after)
+    return _translate(status, _said_in(content), retry_after)
+
+
+def has_begun(block: bytes) -> bool:
+    """Whether the events of `block` say more than that SGLang has taken the request."""
+    return any(not event.startswith(_OPENINGS) for event in block.split(b"\n\n")[:-1])
 
 
 def refusal_in(block: bytes) -> ApiError | None:
-    """The error that the first event of `block` is; None where it is an ordinary one."""
-    if not block.startswith(ERROR_EVENT):
+    """The error that the first event of `block` is, but for those that begin an answer; None for an ordinary one."""
+    events = [event for event in block.split(b"\n\n")[:-1] if not event.startswith(_OPENINGS)]
+    return failure_in(events[0]) if events and _FAILED.match(events[0]) else None
+
+
+def failure_in(block: bytes) -> ApiError | None:
+    """The error in the events of `block`, wherever it stands."""
+    if (found := _FAILED.search(block)) is None:
         return None
-    nested = _decoded(block.partition(b"\n\n")[0].removeprefix(b"data: "), _Nested)
-    said = nested.error if nested else _Said()
-    return _translate(said.code if isinstance(said.code, int) else 500, said, None)
+    said = _said_in(block[found.start() :].partition(b"\n\n")[0].partition(b"data: ")[2])
+    if isinstance(said.code, int):
+        status = said.code
+    elif _TOO_LONG in said.message:
+        status = 400
+    else:
+        status = _STATUS_OF_TYPE.get(said.type or "", 500)
+    return _translate(status, said, None)
 
 
 def _decoded(content: bytes, kind: type[T]) -> T | None:
@@ -149,7 +188,7 @@ def _translate(status: int, said: _Said, retry_after: str | None) -> ApiError:
         kind, param, reason = found.groups()
         code = "missing_required_parameter" if kind == "missing" else "invalid_value"
         return ApiError(status, f"{param}: {reason[1:-1]}", code=code, param=param)
-    if "context length" in message:
+    if _TOO_LONG in message:
         return ApiError(status, message, code="context_length_exceeded", param=said.param)
     code = {404: "not_found", 413: "body_too_large"}.get(status, "invalid_value")
     return ApiError(status, message or "The engine refuses the request.", code=code, param=said.param)

@@ -66,6 +66,13 @@ ApiKey = Annotated[
         envvar="SLIPSTREAM_API_KEY", help="The one key that clients need; `slipstream keys` makes several, with limits."
     ),
 ]
+RootPath = Annotated[
+    str | None,
+    typer.Option(
+        envvar="SLIPSTREAM_GATEWAY_ROOT_PATH",
+        help="Path below which a proxy in front shows the gateway, such as /slipstream.",
+    ),
+]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")]
 Capture = Annotated[

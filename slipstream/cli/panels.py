@@ -22,6 +22,7 @@ _OTHERS = {
     "Proposals": "depth suffix_depth share_groups",
     "Measuring": "control_share plain_share head_off_share",
     "A fresh draft": "draft_vocab_size vocab_from seed",
+    "Clients": "root_path",
     "Redis and store": "redis_url store",
     "Engine": "dtype device slots context_length threads sglang_python engine_id start_timeout_s gpu trainer_gpu",
     "Traffic": "samples temperature max_tokens",

@@ -41,6 +41,7 @@ def serve(
     store: Store = Path("drafts"),
     host: options.Host = "127.0.0.1",
     port: options.Port = 8000,
+    root_path: options.RootPath = None,
     api_key: options.ApiKey = None,
     capture: options.Capture = False,
     capture_floor: options.CaptureFloor = DEFAULT_FLOOR,
@@ -118,7 +119,7 @@ def _serve(given: Mapping[str, Any]) -> None:
         device = given["device"] or "cuda"
         run_sglang_server(
             SglangStart(**_fields(SglangStart, {**given, "device": device})),
-            _gateway_settings(effects.GATEWAY_IN_FRONT, given["api_key"]),
+            _gateway_settings(effects.GATEWAY_IN_FRONT, given),
             # Unless it learns on the CPU, the trainer takes the same one.
             shares_card=given["learn"] and device == "cuda" and os.environ.get(f"{_PREFIX}DEVICE") != "cpu",
             **_fields(run_sglang_server, given),
@@ -130,7 +131,7 @@ def _serve(given: Mapping[str, Any]) -> None:
         engine = {"device": given["device"] or "cpu", "num_slots": given["slots"], "num_threads": given["threads"]}
         config = LocalEngineConfig(**_fields(LocalEngineConfig, {**given, **engine}))
         served = ServeOptions(**_fields(ServeOptions, {**given, "engine": config}))
-        run_server(served, _gateway_settings(effects.GATEWAY_OF_LOCAL, given["api_key"]), **_fields(run_server, given))
+        run_server(served, _gateway_settings(effects.GATEWAY_OF_LOCAL, given), **_fields(run_server, given))
 
 
 def _given(context: typer.Context) -> dict[str, Any]:
@@ -155,13 +156,13 @@ def _fields(kind: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any
     return {name: given[name] for name in inspect.signature(kind).parameters if name in given}
 
 
-def _gateway_settings(rules: Iterable[effects.Rule], api_key: str | None) -> GatewaySettings:
+def _gateway_settings(rules: Iterable[effects.Rule], given: Mapping[str, Any]) -> GatewaySettings:
     """Of this process's environment and the command line. Raises ConfigError for a variable that is unusable, or of
     another engine.
     """
     from serving.gateway.config import load_settings
 
-    settings = load_settings(api_key=api_key)
+    settings = load_settings(**_fields(load_settings, given))
     check_variables(settings, rules)
     return settings
 
@@ -248,6 +249,7 @@ def gateway(
     store: Store = Path("drafts"),
     host: options.Host = "127.0.0.1",
     port: options.Port = 8000,
+    root_path: options.RootPath = None,
     api_key: options.ApiKey = None,
     engine_id: EngineId = "sglang",
     pool: Annotated[
@@ -278,7 +280,7 @@ def gateway(
                 port=port,
                 start_timeout_s=start_timeout_s,
             ),
-            _gateway_settings(effects.GATEWAY_IN_FRONT, api_key),
+            _gateway_settings(effects.GATEWAY_IN_FRONT, context.params),
             on_serving=lambda _: is_there(),
         )
 

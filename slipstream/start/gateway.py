@@ -233,7 +233,7 @@ async def _serve(
         trainer_status=trainer_status,
     )
     client.on_look = ErasureWatch(erasures.orders, [app.state.erase]).look
-    server = GatewayServer(app, listener, max_connections=settings.max_connections)
+    server = GatewayServer(app, listener, max_connections=settings.max_connections, idle_s=settings.idle_connection_s)
     try:
         await serve_until_signal(
             server,

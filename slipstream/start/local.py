@@ -180,7 +180,9 @@ def run_server(
         registry.register(VerdictCollector(lambda: follower.log))
         follower.start()
         opened.callback(lambda: follower.stop(is_in_order=engine.health().alive))
-        server = GatewayServer(app, listener, max_connections=settings.max_connections)
+        server = GatewayServer(
+            app, listener, max_connections=settings.max_connections, idle_s=settings.idle_connection_s
+        )
         serving = serve_until_signal(
             server,
             model=config.model_name,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serving.gateway.upstream import ERROR_EVENT, refusal, refusal_in
+from serving.gateway.upstream import refusal, refusal_in
 
 NONSENSE = (b"", b"<html>", b"null", b"[]", b'{"message": "\xff\xfe"}', b'{"message": 7}', b'{"a": ' + b"[" * 100_000)
 
@@ -17,6 +17,6 @@ def test_a_refusal_of_nonsense(status: int, told: int, content: bytes) -> None:
 
 @pytest.mark.parametrize("content", NONSENSE, ids=lambda content: ascii(content[:20]))
 def test_an_error_event_of_nonsense(content: bytes) -> None:
-    failure = refusal_in(ERROR_EVENT + b": " + content + b"}\n\n")
+    failure = refusal_in(b'data: {"error": ' + content + b"}\n\n")
     assert failure is not None
     assert failure.status == 500

@@ -52,7 +52,7 @@ def serving(folder: Path, model_dir: Path, redis_url: str) -> Iterator[Served]:
         *("--model", str(model_dir), "--redis-url", redis_url, "--store", str(store)),
         *("--port", str(port), "--depth", "2", "--control-share", "0.2", "--plain-share", "0.2", *dtype_flags()),
         # SGLang sets its gauges every so many decode steps.
-        *("--", "--skip-server-warmup", "--decode-log-interval", "5"),
+        *("--", "--skip-server-warmup", "--decode-log-interval", "5", "--tool-call-parser", "hermes"),
     ]
     with collecting() as (collector, exported), log.open("wb") as output:
         spans = {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -14,6 +16,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from playwright.sync_api import expect
+from pydantic import BaseModel
 
 from speculator.draft.checkpoint import draft_config_json, draft_state, model_key, target_fingerprint
 from speculator.draft.initialization import fresh_draft
@@ -98,6 +101,92 @@ def test_what_sglang_knows_passes_through(client: openai.OpenAI) -> None:
     assert len(answer.choices[0].logprobs.tokens or []) == 4
 
 
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+def test_responses_whole_streamed_and_parsed(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": NAME, "input": "What is the capital of France?", "temperature": 0}
+    whole = client.responses.create(**asked, max_output_tokens=20)
+    assert "Paris" in whole.output_text
+    assert whole.model_dump()["store"] is False
+    assert whole.usage is not None
+    with client.responses.stream(**asked, max_output_tokens=20) as stream:
+        kinds = [event.type for event in stream]
+        assert stream.get_final_response().output_text == whole.output_text
+    assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
+    asked["input"] = "Anna is 31. Extract."
+    parsed = client.responses.parse(**asked, text_format=Person, max_output_tokens=60).output_parsed
+    assert parsed == Person(name="Anna", age=31)
+    with pytest.raises(openai.BadRequestError, match="context length"):
+        client.responses.create(model=NAME, input="word " * 20_000, stream=True)
+    with pytest.raises(openai.BadRequestError, match="'store': false"):
+        client.responses.create(model=NAME, input="Hi", store=True)
+
+
+def test_structured_outputs_and_tools(client: openai.OpenAI) -> None:
+    """In drafting rounds, too, no token is against the grammar."""
+    question = _messages("Anna is 31. Extract.")
+    answer = client.chat.completions.parse(
+        model=NAME, messages=question, response_format=Person, temperature=0, max_tokens=60
+    )
+    assert answer.choices[0].message.parsed == Person(name="Anna", age=31)
+    assert answer.model_dump()["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
+    city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    function: Any = {"name": "weather", "parameters": {**city, "additionalProperties": False}, "strict": True}
+    called = client.chat.completions.create(
+        model=NAME,
+        messages=_messages("How is the weather in Paris?"),
+        tools=[{"type": "function", "function": function}],
+        tool_choice="required",
+        temperature=0,
+        max_tokens=80,
+    )
+    [call, *_] = called.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    assert json.loads(call.function.arguments).keys() == {"city"}
+
+
+def test_anthropics_client(served: Served) -> None:
+    anthropic = pytest.importorskip("anthropic")
+    with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0) as client:
+        asked = {"model": NAME, "messages": _messages("What is the capital of France?"), "max_tokens": 16}
+        whole = client.messages.create(**asked)
+        assert 0 < whole.usage.output_tokens <= 16
+        with client.messages.stream(**asked) as stream:
+            assert "".join(stream.text_stream)
+            assert stream.get_final_message().usage.input_tokens == whole.usage.input_tokens
+        counted = client.messages.count_tokens(model=NAME, messages=asked["messages"])
+        assert counted.input_tokens == whole.usage.input_tokens
+        too_long = {**asked, "messages": _messages("word " * 20_000)}
+        with pytest.raises(anthropic.BadRequestError, match="context length"):
+            client.messages.create(**too_long)
+        with pytest.raises(anthropic.BadRequestError, match="context length"), client.messages.stream(**too_long):
+            pass
+
+
+def test_tokens_and_what_sglang_refuses(served: Served, client: openai.OpenAI) -> None:
+    with httpx.Client(base_url=served.url, trust_env=False) as plain:
+        tokens = plain.post("/tokenize", json={"model": NAME, "prompt": "Grüße, 日本"}).json()["tokens"]
+        assert plain.post("/detokenize", json={"model": NAME, "tokens": tokens}).json() == {"text": "Grüße, 日本"}
+    with pytest.raises(openai.BadRequestError, match="--is-embedding"):
+        client.embeddings.create(model=NAME, input="hello")
+
+
+def test_no_answer_ends_in_half_a_character(client: openai.OpenAI) -> None:
+    prompt = "Repeat this: " + 8 * "😀" + ". Answer: 😀😀😀"
+    texts = []
+    for limit in range(1, 7):
+        asked: dict[str, Any] = {"model": NAME, "prompt": prompt, "temperature": 0, "max_tokens": limit}
+        texts.append(client.completions.create(**asked).choices[0].text)
+        stream = client.completions.create(**asked, stream=True)
+        assert "".join(chunk.choices[0].text for chunk in stream if chunk.choices) == texts[-1]
+    assert "😀" in texts[-1]
+    assert len(set(texts)) < len(texts), "a character takes several tokens"
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(texts)
+
+
 def test_errors_have_one_shape(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="does not serve the model"):
         client.chat.completions.create(model="other", messages=_messages("Hi"))
@@ -137,17 +226,25 @@ def test_a_prompt_that_leaves_less_room_than_the_limit_is_answered(served: Serve
 
 def test_policy_reaches_the_trace(client: openai.OpenAI, model_dir: Path, redis_url: str) -> None:
     stream = TraceStream(connect(redis_url), model_key(model_dir, target_fingerprint(model_dir)), max_bytes=1 << 30)
-    for body in ({"capture": False}, {"domain": "geography", "group_id": "g7"}):
-        client.chat.completions.create(
-            model=NAME, messages=_messages("Name a river."), max_tokens=8, extra_body={"slipstream": body}
-        )
+    river = {"model": NAME, "messages": _messages("Name a river."), "max_tokens": 8}
+    bodies = {
+        "chat/completions": river,
+        "messages": river,
+        "responses": {"model": NAME, "input": "Name a river.", "max_output_tokens": 10},
+    }
+    expected = {f"{path} {is_streamed}" for path in bodies for is_streamed in (False, True)}
+    for domain in expected:
+        path, is_streamed = domain.split()
+        body = {**bodies[path], "stream": is_streamed == "True"}
+        for policy in ({"capture": False, "domain": "none"}, {"domain": domain, "group_id": "g7"}):
+            client.post(f"/{path}", cast_to=httpx.Response, body={**body, "slipstream": policy})
     deadline = time.monotonic() + 20
     domains: list[str] = []
-    while "geography" not in domains and time.monotonic() < deadline:
+    while not expected <= {*domains} and time.monotonic() < deadline:
         entries = stream.read(50, 500)
         domains += [decode_trace(entry.payload).header.domain for entry in entries]
         stream.ack([entry.id for entry in entries])
-    assert domains.count("geography") == 1
+    assert sorted(domain for domain in domains if domain) == sorted(expected)
 
 
 def test_metrics_show_what_the_plugin_reports(served: Served) -> None:

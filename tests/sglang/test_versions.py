@@ -35,13 +35,16 @@ _CALLED = (
 )
 
 
+_Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
 class Sources:
     """The Python files of one version."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
-    def find(self, path: str) -> ast.ClassDef | ast.FunctionDef | None:
+    def find(self, path: str) -> _Definition | None:
         """The definition behind a dotted path, through imports; None where there is none."""
         parts = path.split(".")
         for length in range(len(parts) - 1, 0, -1):
@@ -50,16 +53,16 @@ class Sources:
                 return self._in(ast.parse(file.read_text()), parts[length:])
         return None
 
-    def _in(self, tree: ast.Module, names: list[str]) -> ast.ClassDef | ast.FunctionDef | None:
+    def _in(self, tree: ast.Module, names: list[str]) -> _Definition | None:
         node: ast.AST = tree
         for name in names:
             found = [one for one in getattr(node, "body", []) if getattr(one, "name", None) == name]
             if not found:
                 return self._imported(tree, name)
             node = found[-1]
-        return node if isinstance(node, ast.ClassDef | ast.FunctionDef) else None
+        return node if isinstance(node, _Definition) else None
 
-    def _imported(self, tree: ast.Module, name: str) -> ast.ClassDef | ast.FunctionDef | None:
+    def _imported(self, tree: ast.Module, name: str) -> _Definition | None:
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module:
                 for alias in node.names:
@@ -81,7 +84,7 @@ def sources(request: pytest.FixtureRequest) -> Sources:
 def test_functions_take_what_hooks_give_them(sources: Sources) -> None:
     for used in (*SGLANG_FUNCTIONS, *CPU_FUNCTIONS, *GPU_FUNCTIONS, *NORMED_RESIDUAL):
         function = sources.find(used.path)
-        assert isinstance(function, ast.FunctionDef), used.path
+        assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef), used.path
         given = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
         assert tuple(given[: len(used.parameters)]) == used.parameters, used.path
 

@@ -6,7 +6,8 @@ import time
 from importlib.resources import files
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Response
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.responses import RedirectResponse
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
@@ -79,8 +80,10 @@ _HEADERS = {
 }
 
 
-def page_routes() -> APIRouter:
+def page_routes(root_path: str = "") -> APIRouter:
     """The page at `/`: static files under a policy that lets in nothing else.
+
+    The addresses in it are relative to where it is, which a proxy may put below `root_path`.
 
     The browser may load scripts and styles from here alone, talk to here alone, and nobody may frame the page. The
     admin key that a person types into it has nowhere else to go.
@@ -96,11 +99,13 @@ def page_routes() -> APIRouter:
         if (ending := name.rpartition(".")[2]) in _TYPES
     }
 
-    # Its addresses are relative to where it is, which a proxy may put anywhere.
     index, _ = contents.pop("index.html")
 
     @router.get("/")
-    async def page() -> Response:
+    async def page(request: Request) -> Response:
+        if root_path and request.scope["raw_path"] == root_path.encode():
+            # Or its addresses would be relative to what is above it.
+            return RedirectResponse(f"{root_path}/")
         return Response(index, media_type="text/html", headers=_HEADERS)
 
     @router.get("/page/{name:path}")

@@ -3,6 +3,9 @@
 Nothing is sent before the engine's first event, so a failure up to there is an ordinary error response. A failure
 after it becomes a last event `{"error": ...}` without `[DONE]`: OpenAI's client raises for that, and for nothing else
 that a broken stream can look like.
+
+Proxies close a connection on which nothing comes for about a minute. A stream that waits for longer than
+`Exchange.comment_s` begins, and goes on, with comments; clients skip them.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ class Framing:
     """Says nothing, and shows that the connection lives."""
 
 
-EVENTS = Framing("text/event-stream", event, b":\n\n")
+EVENTS = Framing("text/event-stream", event, b": keep-alive\n\n")
 LINES = Framing("application/x-ndjson", lambda data: json_line(data) + b"\n", b"\n")
 
 
@@ -58,8 +61,9 @@ class EventStream(Response):
         # Proxies that buffer would turn the stream into one late block.
         super().__init__(headers={"x-accel-buffering": "no"}, media_type=framing.media_type)
         del self.headers["content-length"]
-        self._exchange, self._produce, self._frame = exchange, produce, framing.frame
-        self._started = False
+        self._exchange, self._produce, self._framing = exchange, produce, framing
+        self._started = self._ended = False
+        self._sent_s = asyncio.get_running_loop().time()
         self._sending = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,6 +85,7 @@ class EventStream(Response):
         async def emit(block: bytes) -> None:
             await self._send(send, block)
 
+        commenting = asyncio.create_task(self._comment(send))
         try:
             closing = await self._produce(emit)
         except Exception as failure:
@@ -88,24 +93,39 @@ class EventStream(Response):
                 raise
             await self._end_failed(send, failure)
             return
-        await send({"type": "http.response.body", "body": closing})
+        finally:
+            commenting.cancel()
+        await self._send(send, closing, is_last=True)
 
-    async def _send(self, send: Send, block: bytes) -> None:
-        if not block:
+    async def _comment(self, send: Send) -> None:
+        """Until cancelled, send what says nothing whenever nothing else was sent for so long."""
+        while True:
+            left_s = self._sent_s + self._exchange.comment_s - asyncio.get_running_loop().time()
+            if left_s > 0:
+                await asyncio.sleep(left_s)
+            else:
+                await self._send(send, self._framing.silence)
+
+    async def _send(self, send: Send, block: bytes, *, is_last: bool = False) -> None:
+        if not (block or is_last):
             return
         # Samples send concurrently, and the start must be through before anyone's first event.
         async with self._sending:
+            if self._ended:
+                return
+            self._ended = is_last
             if not self._started:
                 self._started = True
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": block, "more_body": True})
+            await send({"type": "http.response.body", "body": block, "more_body": not is_last})
+            self._sent_s = asyncio.get_running_loop().time()
 
     async def _end_failed(self, send: Send, failure: Exception) -> None:
-        last = self._frame(self._exchange.fail(failure).envelope())
+        error = self._exchange.fail(failure)
         # Who does not read is not waited for.
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_EVENT_S):
-                await send({"type": "http.response.body", "body": last})
+                await self._send(send, self._framing.frame(self._exchange.envelope(error)), is_last=True)
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

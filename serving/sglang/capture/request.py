@@ -48,6 +48,15 @@ def mark(request: Any, header: str) -> None:
     request.custom_params = {**(request.custom_params or {}), POLICY_KEY: marks.policy}
 
 
+def mark_generation(generation: Any, header: str) -> None:
+    """The same of what SGLang makes of a body that has no field for it."""
+    marks = Marks.of_header(header)
+    generation.rid = marks.rid
+    # 0.5.17 has one field for both.
+    setattr(generation, "cache_salt" if hasattr(generation, "cache_salt") else "extra_key", marks.cache_salt)
+    generation.sampling_params["custom_params"] = {POLICY_KEY: marks.policy}
+
+
 def is_marked(custom_params: Mapping[str, Any] | None) -> bool:
     """Whether the request has come through the gateway, and is still as it was there."""
     return bool(_ours(custom_params))

@@ -109,6 +109,11 @@ CHAT = SglangFunction(f"{_OPENAI}.serving_chat.OpenAIServingChat._convert_to_int
 COMPLETION = SglangFunction(
     f"{_OPENAI}.serving_completions.OpenAIServingCompletion._convert_to_internal_request", _CONVERTED
 )
+RESPONSE = SglangFunction(
+    f"{_OPENAI}.serving_responses.OpenAIServingResponses._generate_with_builtin_tools",
+    ("self", "request_id", "request_prompt", "adapted_request", "sampling_params", "context", "raw_request"),
+)
+"""Messages of Anthropic's endpoint become chats on their way, and are converted as those are."""
 SGLANG_FUNCTIONS = (
     CHECK_ARGS,
     SPECULATIVE_ARGS,
@@ -137,6 +142,7 @@ SGLANG_FUNCTIONS = (
     WEIGHTS_UPDATED,
     CHAT,
     COMPLETION,
+    RESPONSE,
 )
 CPU_FUNCTIONS = (CPU_PLAN, CPU_EXTEND, CPU_DECODE)
 """A server on a GPU has no need of them, and one on a CPU none of the next."""

@@ -14,7 +14,7 @@ import structlog
 
 from serving.request_metadata import HEADER, OTHER_TARGET
 from serving.sglang import one_token
-from serving.sglang.capture.request import is_for_another_target, mark
+from serving.sglang.capture.request import is_for_another_target, mark, mark_generation
 from serving.sglang.plugin.checks import (
     check_draft_options,
     check_server,
@@ -40,6 +40,7 @@ from serving.sglang.plugin.contract import (
     EXTEND_PREFILL,
     PROCESSED,
     RELEASE,
+    RESPONSE,
     SAMPLE,
     SAMPLED_VERIFY,
     SPECULATIVE_ARGS,
@@ -152,6 +153,7 @@ def add_hooks(settings: PluginSettings, registry: Any, hook_type: Any) -> None:
         add(TRITON_EXTEND, one_token.around_triton_extend, "around")
     for endpoint in (CHAT, COMPLETION):
         add(endpoint, before_conversion, "before")
+    add(RESPONSE, before_response, "before")
 
 
 def _check(args: Any, settings: PluginSettings) -> None:
@@ -291,7 +293,19 @@ def before_conversion(endpoint: Any, request: Any, raw_request: Any = None) -> N
     if raw_request is not None and (header := raw_request.headers.get(HEADER)) is not None:
         mark(request, header)
     # A router may have lost the header; the body has the same.
-    params = getattr(request, "custom_params", None)
+    _check_target(endpoint, getattr(request, "custom_params", None))
+
+
+def before_response(
+    endpoint: Any, _id: str, _prompt: Any, generation: Any, params: Any, _: Any, raw_request: Any = None, **__: Any
+) -> None:
+    """The same where the body of a request has no field for what the gateway adds."""
+    if raw_request is not None and (header := raw_request.headers.get(HEADER)) is not None:
+        mark_generation(generation, header)
+    _check_target(endpoint, params.get("custom_params"))
+
+
+def _check_target(endpoint: Any, params: Any) -> None:
     if is_for_another_target(params, _target_fingerprint, lambda: _weight_version(endpoint.tokenizer_manager)):
         from fastapi import HTTPException
 

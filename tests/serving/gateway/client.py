@@ -30,10 +30,10 @@ T = TypeVar("T")
 
 @asynccontextmanager
 async def serve(
-    app: ASGIApp, host: str = "127.0.0.1", port: int = 0, *, grace_s: int = 10
+    app: ASGIApp, host: str = "127.0.0.1", port: int = 0, *, grace_s: int = 10, **limits: Any
 ) -> AsyncIterator[GatewayServer]:
     """`async with serve(app) as server:` accepts requests inside the block; raises ConfigError for a busy port."""
-    server = GatewayServer(app, bind(host, port), grace_s=grace_s)
+    server = GatewayServer(app, bind(host, port), grace_s=grace_s, **limits)
     await server.start()
     try:
         yield server

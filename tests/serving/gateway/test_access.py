@@ -46,9 +46,9 @@ def local_app(keys: KeyFile | None, engine: DoubleEngine | None = None, **settin
     )
 
 
-def passthrough_app(keys: KeyFile) -> FastAPI:
+def passthrough_app(keys: KeyFile | None) -> FastAPI:
     """In front of nothing: what goes on to SGLang comes back as 503."""
-    settings = GatewaySettings(keys_file=keys.path, admin_key=SecretStr(ADMIN_KEY))
+    settings = GatewaySettings(keys_file=None if keys is None else keys.path, admin_key=SecretStr(ADMIN_KEY))
     upstream = Upstream("http://127.0.0.1:1")
     return create_passthrough_app(
         DoubleEngine(),
@@ -60,13 +60,14 @@ def passthrough_app(keys: KeyFile) -> FastAPI:
     )
 
 
-def routes() -> list[tuple[str, str]]:
-    found = local_app(None).routes
+def routes(app: FastAPI) -> list[tuple[str, str]]:
+    found = app.routes
     assert all(isinstance(route, Route) for route in found)
     return sorted((method, route.path) for route in found for method in route.methods or () if method != "HEAD")
 
 
-ROUTES = routes()
+ROUTES = routes(local_app(None))
+OF_SGLANG = sorted({*routes(passthrough_app(None))} - {*ROUTES})
 
 
 @pytest.fixture
@@ -92,8 +93,8 @@ def answer(app: FastAPI, method: str, path: str, headers: Any) -> httpx.Response
 
 
 def test_the_table_has_every_route_and_no_other() -> None:
-    assert {path for _, path in ROUTES} == set(ACCESS)
-    assert len({*ROUTES}) == 27
+    assert {path for _, path in (*ROUTES, *OF_SGLANG)} == set(ACCESS)
+    assert (len({*ROUTES}), len(OF_SGLANG)) == (27, 8)
 
 
 WHO: dict[str, Any] = {
@@ -134,11 +135,11 @@ def expected(access: Access, who: str) -> tuple[int, str] | None:
 
 
 @pytest.mark.parametrize("which", [local_app, passthrough_app])
-@pytest.mark.parametrize(("method", "path"), ROUTES)
+@pytest.mark.parametrize(("method", "path"), [*ROUTES, *OF_SGLANG])
 def test_every_route_opens_for_its_keys_alone(method: str, path: str, which: Any, keys: KeyFile) -> None:
     app = which(keys)
-    if which is passthrough_app and path.startswith(ROLLOUTS):
-        # There are none in front of SGLang: as unknown as any other path.
+    if path.startswith(ROLLOUTS) if which is passthrough_app else (method, path) in OF_SGLANG:
+        # There are no rollouts in front of SGLang, and some endpoints are there alone: as unknown as any other path.
         assert {answer(app, method, path, headers).status_code for headers in WHO.values()} == {404}
         return
     for who, headers in WHO.items():
@@ -146,8 +147,20 @@ def test_every_route_opens_for_its_keys_alone(method: str, path: str, which: Any
         if refusal is None:
             assert response.status_code not in (401, 403), (who, response.text)
             continue
-        assert (response.status_code, error_of(response)["code"]) == refusal, who
+        if path.startswith("/v1/messages"):
+            kind = {401: "authentication_error", 403: "permission_error"}[refusal[0]]
+            assert (response.status_code, response.json()["error"]["type"]) == (refusal[0], kind), who
+        else:
+            assert (response.status_code, error_of(response)["code"]) == refusal, who
         assert response.headers.get("www-authenticate") == ("Bearer" if refusal[0] == 401 else None)
+
+
+def test_anthropics_clients_send_their_key_in_a_header_of_their_own(keys: KeyFile) -> None:
+    app = passthrough_app(keys)
+    for path, status in (("/v1/messages", 503), ("/v1/messages/count_tokens", 503), (CHAT, 401), ("/v1/models", 401)):
+        method = "GET" if path == "/v1/models" else "POST"
+        assert answer(app, method, path, {"x-api-key": "secret-of-user"}).status_code == status
+        assert answer(app, method, path, {"x-api-key": "secret-of-nobody"}).status_code == 401
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)

@@ -22,6 +22,18 @@ def test_bad_environment_names_the_variable(monkeypatch: pytest.MonkeyPatch, val
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("given", "taken"), [("", ""), ("/", ""), ("slipstream", "/slipstream"), ("/a/b-1/", "/a/b-1"), ("//x", "/x")]
+)
+def test_a_prefix_is_written_in_any_way(monkeypatch: pytest.MonkeyPatch, given: str, taken: str) -> None:
+    assert load_settings(root_path=given).root_path == taken
+    monkeypatch.setenv("SLIPSTREAM_GATEWAY_ROOT_PATH", given)
+    assert load_settings().root_path == taken
+    for other in ("/a b", "https://x/y", "/a?b"):
+        with pytest.raises(ConfigError, match="SLIPSTREAM_GATEWAY_ROOT_PATH"):
+            load_settings(root_path=other)
+
+
 def test_the_admin_key_may_be_in_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "key"
     monkeypatch.setenv("SLIPSTREAM_GATEWAY_ADMIN_KEY_FILE", str(file))

@@ -289,7 +289,7 @@ def test_body_limit_and_content_type() -> None:
     assert fake.raw == []
 
 
-@pytest.mark.parametrize("path", ["/generate", "/v1/embeddings", "/update_weights_from_disk", "/flush_cache"])
+@pytest.mark.parametrize("path", ["/generate", "/v1/responses/resp_1", "/update_weights_from_disk", "/flush_cache"])
 def test_no_other_path_reaches_sglang(path: str) -> None:
     fake = FakeSglang()
     response = talk(fake, lambda client: client.post(path, json={}))

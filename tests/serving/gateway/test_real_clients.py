@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
+from importlib.resources import files
 from typing import Any
 
 import httpx
@@ -214,3 +216,42 @@ def test_paths_as_proxies_and_base_urls_make_them() -> None:
     )
     assert whole.startswith(b"HTTP/1.1 200")
     assert b"HTTP/1.1 200" in waiting
+
+
+PREFIX = "/slipstream"
+"""The one that a route of the gateway begins with, too."""
+
+
+@pytest.mark.parametrize("is_left_in", [False, True])
+def test_below_a_prefix_that_the_proxy_takes_away_or_leaves(is_left_in: bool) -> None:
+    app = gateway(DoubleEngine(), root_path="slipstream/")
+    before = PREFIX if is_left_in else ""
+
+    async def talk(client: httpx.AsyncClient) -> None:
+        for path in ("/", "/page/main.js", "/health", "/slipstream/live", "/slipstream/drafts", "/v1/models/double"):
+            for method in ("GET", "HEAD"):
+                response = await client.request(method, f"{before}{path}")
+                assert response.status_code == 200, (method, path)
+        assert (await client.post(f"{before}{CHAT}", json=BODIES[CHAT])).status_code == 200
+        assert (await client.get(f"{before}/v1/nothing")).status_code == 404
+        document = (await client.get(f"{before}/openapi.json")).json()
+        assert document["servers"] == [{"url": PREFIX}]
+        counted = (await client.get(f"{before}/metrics")).text
+        assert 'slipstream_gateway_requests_total{route="/slipstream/live",status="200"} 2.0' in counted
+
+    ask(app, talk)
+
+
+def test_the_page_is_found_below_its_prefix_without_the_slash() -> None:
+    app = gateway(DoubleEngine(), root_path=PREFIX)
+    response = ask(app, lambda client: client.get(PREFIX))
+    assert (response.status_code, response.headers["location"]) == (307, f"{PREFIX}/")
+    assert ask(gateway(DoubleEngine()), lambda client: client.get("/")).status_code == 200
+
+
+def test_every_address_in_the_page_is_relative() -> None:
+    page = files("serving.gateway.live") / "page"
+    text = "".join(file.read_text() for file in page.iterdir() if file.name.endswith((".html", ".js")))
+    found = re.findall(r"""(?:href|src)="([^"]+)"|(?:fetch|from|import)\s*\(?\s*["'`]([^"'`]+)""", text)
+    assert len(found) > 10
+    assert not [url for pair in found for url in pair if url.startswith("/") or "://" in url]

@@ -4,11 +4,13 @@ import asyncio
 import socket
 import subprocess
 import sys
+from ipaddress import IPv4Address
 
 import httpx
 import openai
 import pytest
 
+from serving.gateway.config import GatewaySettings
 from serving.gateway.server import GatewayServer, bind
 from speculator.errors import ConfigError
 from tests.fixtures.doubles import DoubleEngine
@@ -119,13 +121,75 @@ def test_end_of_the_grace_period_is_an_error_and_not_a_short_answer(
     assert "Traceback" not in caplog.text
 
 
-def test_ipv6() -> None:
-    if not socket.has_ipv6:
+@pytest.mark.parametrize(
+    ("host", "printed", "reached"),
+    [
+        ("::1", "[::1]", ["[::1]"]),
+        ("::", "[::1]", ["[::1]", "127.0.0.1"]),
+        (str(IPv4Address(0)), "127.0.0.1", ["127.0.0.1", "localhost"]),
+    ],
+)
+def test_addresses(host: str, printed: str, reached: list[str]) -> None:
+    if ":" in host and not socket.has_ipv6:
         pytest.skip("this machine has no IPv6")
 
     async def run() -> None:
-        async with serve(gateway(DoubleEngine()), host="::1") as server, httpx.AsyncClient() as client:
-            assert server.url.startswith("http://[::1]:")
-            assert (await client.get(f"{server.url}/health")).status_code == 200
+        async with serve(gateway(DoubleEngine()), host=host) as server, httpx.AsyncClient(trust_env=False) as client:
+            port = server.url.rpartition(":")[2]
+            assert server.url == f"http://{printed}:{port}"
+            for each in reached:
+                # Without keys it looks at the name by which it was found.
+                assert (await client.get(f"http://{each}:{port}/v1/models")).status_code == 200
+
+    asyncio.run(run())
+
+
+class Connection:
+    """One that is kept open between requests."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def to(cls, server: GatewayServer) -> Connection:
+        return cls(*await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2])))
+
+    async def ask(self) -> bytes:
+        """The status of an answer of which nothing is left unread."""
+        self._writer.write(b"HEAD /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        return (await self._reader.readuntil(b"\r\n\r\n")).split()[1]
+
+    async def closed(self) -> bool:
+        async with asyncio.timeout(10):
+            return await self._reader.read() == b""
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def test_a_connection_without_a_request_is_closed_after_a_while() -> None:
+    """Which is longer than any load balancer's own, as the operator has it."""
+    assert GatewaySettings().idle_connection_s > 600
+
+    async def run() -> None:
+        async with serve(gateway(DoubleEngine()), idle_s=0.2) as server:
+            connection = await Connection.to(server)
+            assert [await connection.ask(), await connection.ask()] == [b"200", b"200"]
+            assert await connection.closed()
+            connection.close()
+
+    asyncio.run(run())
+
+
+def test_connections_without_a_request_make_room_for_others() -> None:
+    async def run() -> None:
+        async with serve(gateway(DoubleEngine()), max_connections=4) as server:
+            kept = [await Connection.to(server) for _ in range(3)]
+            assert [await each.ask() for each in kept] == [b"200"] * 3
+            crowding = await Connection.to(server)
+            assert all([await each.closed() for each in kept])
+            assert await crowding.ask() == b"200"
+            for each in (*kept, crowding):
+                each.close()
 
     asyncio.run(run())

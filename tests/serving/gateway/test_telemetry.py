@@ -94,9 +94,7 @@ def test_two_gateways_do_not_share_a_registry() -> None:
 
 def test_every_response_has_its_own_id_and_a_log_line() -> None:
     async def talk(client: httpx.AsyncClient) -> list[httpx.Response]:
-        # A client's own id is not used: two equal ones would meet in the engine.
-        asked = [client.post(CHAT, json=BODY, headers={"x-request-id": "mine"}), client.get("/nowhere")]
-        return [await each for each in asked]
+        return [await client.post(CHAT, json=BODY), await client.get("/nowhere")]
 
     with capture_logs() as logs:
         responses = ask(gateway(DoubleEngine()), talk)
@@ -106,6 +104,28 @@ def test_every_response_has_its_own_id_and_a_log_line() -> None:
     lines = [line for line in logs if line["event"] == "request"]
     assert [line["request_id"] for line in lines] == ids
     assert [(line["route"], line["status"]) for line in lines] == [(CHAT, 200), ("unmatched", 404)]
+
+
+def test_a_clients_id_is_kept_where_it_is_one_and_never_names_two_requests_of_the_engine() -> None:
+    engine, usable = DoubleEngine(), "0Az._:-" + "x" * 121
+    unusable = ("", "x" * 129, "a b", "a/b", "a\t", b"\xe9", 'a"', "{}")
+
+    async def talk(client: httpx.AsyncClient) -> list[str]:
+        found = []
+        for given in (usable, usable, *unusable):
+            response = await client.post(CHAT, json=BODY, headers={"x-request-id": given})
+            found.append(response.headers["x-request-id"])
+        return found
+
+    with capture_logs() as logs:
+        first, second, *others = ask(gateway(engine), talk)
+    assert first == second == usable
+    assert all(re.fullmatch("[0-9a-f]{32}", each) for each in others)
+    assert len({request.request_id for request in engine.requests}) == 2 + len(unusable)
+    lines = [line for line in logs if line["event"] == "request"]
+    assert [line["request_id"] for line in lines] == [first, second, *others]
+    named = [line.get("engine_request_id", line["request_id"]) for line in lines]
+    assert [request.request_id.partition("-")[0] for request in engine.requests] == named
 
 
 def test_no_prompt_and_no_answer_in_logs_or_metrics(capfd: pytest.CaptureFixture[str]) -> None:

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
+from serving.gateway.server import GatewayServer
+from speculator.errors import EngineDeadError
 from tests.fixtures.doubles import DoubleEngine, says, words_for
 from tests.serving.gateway import passage
-from tests.serving.gateway.client import CHAT, HELLO, chat, complete, error_of, events, gateway, running
-from tests.serving.sglang.outside.fake_sglang import FakeSglang
+from tests.serving.gateway.client import (
+    CHAT,
+    HELLO,
+    chat,
+    complete,
+    error_of,
+    events,
+    gateway,
+    openai_client,
+    running,
+)
+from tests.serving.sglang.outside.fake_sglang import MODEL, FakeSglang
 
 
 def deltas(chunks: list[Any], index: int = 0) -> list[Any]:
@@ -297,5 +311,61 @@ def test_leaving_while_the_body_arrives() -> None:
             async with httpx.AsyncClient() as client:
                 assert (await client.post(server.url + CHAT, json={**LONG, "max_tokens": 4})).status_code == 200
         assert len(engine.requests) == 1
+
+    asyncio.run(run())
+
+
+# -- streams that wait -------------------------------------------------------------------------------------------------
+
+COMMENT = ": keep-alive"
+
+
+def test_a_silent_stream_says_that_it_lives_and_clients_skip_it() -> None:
+    """Before the first token and between two, in front of either engine."""
+
+    async def comments(url: str, model: str, release: Callable[[], None]) -> list[str]:
+        body = {"model": model, "messages": HELLO, "stream": True, "max_tokens": 40}
+        lines: list[str] = []
+        async with httpx.AsyncClient() as client, client.stream("POST", f"{url}{CHAT}", json=body) as response:
+            assert response.status_code == 200
+            async for line in response.aiter_lines():
+                lines.append(line)
+                if lines.count(COMMENT) == 2:
+                    release()
+        return lines
+
+    async def read(server: GatewayServer, model: str, release: Callable[[], None]) -> int:
+        async with openai_client(server) as client:
+            asyncio.get_running_loop().call_later(0.2, release)
+            stream = await client.chat.completions.create(model=model, messages=HELLO, stream=True, max_tokens=40)  # type: ignore[arg-type]
+            return len([chunk async for chunk in stream])
+
+    async def run() -> None:
+        for held_at in (0, 2):
+            engine = DoubleEngine(hold_at=held_at)
+            async with running(engine, stream_comment_s=0.05) as server:
+                lines = await comments(server.url, "double", engine.release.set)
+                assert lines[-2] == "data: [DONE]"
+                assert (lines[0] == COMMENT) == (held_at == 0)
+                engine.release.clear()
+                assert await read(server, "double", engine.release.set) > 3
+        begins = asyncio.Event()
+        async with passage.passing(FakeSglang(begins=begins), stream_comment_s=0.05) as server:
+            lines = await comments(server.url, MODEL, begins.set)
+            assert lines[0] == COMMENT
+            assert lines[-2] == "data: [DONE]"
+
+    asyncio.run(run())
+
+
+def test_what_fails_after_a_comment_is_an_event() -> None:
+    async def run() -> None:
+        engine = DoubleEngine(hold_at=0, failure=EngineDeadError("gone"), fail_at=0)
+        async with running(engine, stream_comment_s=0.05) as server, openai_client(server) as client:
+            stream = await client.chat.completions.create(model="double", messages=HELLO, stream=True)  # type: ignore[arg-type]
+            engine.release.set()
+            with pytest.raises(openai.APIError) as broken:
+                await anext(stream)
+            assert broken.value.code == "engine_unavailable"
 
     asyncio.run(run())

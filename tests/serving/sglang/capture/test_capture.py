@@ -21,7 +21,7 @@ from serving.request_metadata import HEADER, OTHER_TARGET, Marks
 from serving.sglang.capture.assembler import Gathering
 from serving.sglang.capture.capture import ByteBudget, StepCapture, TracePipeline
 from serving.sglang.capture.device_reads import DraftProbe, TextRows
-from serving.sglang.capture.request import Origin, is_for_another_target, mark, policy_of, sampling_of
+from serving.sglang.capture.request import Origin, is_for_another_target, mark, mark_generation, policy_of, sampling_of
 from serving.sglang.capture.verification_rows import TopTokens, in_order, tree_parents
 from serving.sglang.device import Device, HostDevice
 from serving.sglang.plugin import hooks
@@ -627,6 +627,34 @@ def test_a_server_refuses_what_is_for_another_target_whether_the_header_or_the_b
     with pytest.raises(HTTPException) as refused:
         hooks.before_conversion(None, body, raw_request)
     assert (refused.value.status_code, refused.value.detail) == (503, OTHER_TARGET)
+
+
+@pytest.mark.parametrize("meant", ["own", "another"])
+def test_a_response_is_marked_by_the_header_alone(monkeypatch: pytest.MonkeyPatch, meant: str) -> None:
+    """Its body has no field for what the gateway adds."""
+    monkeypatch.setattr(hooks, "_target_fingerprint", "own")
+    marks = Marks(rid="r", cache_salt="t/s", policy={"target": meant, "tenant": "t"})
+    params: dict[str, Any] = {"temperature": 0.5}
+    generation = SimpleNamespace(rid="resp_r", cache_salt=None, extra_key=None, sampling_params=params)
+    raw_request = SimpleNamespace(headers=marks.to_header())
+    asked = (None, "resp_r", "prompt", generation, params, object())
+    if meant == "own":
+        hooks.before_response(*asked, raw_request=raw_request, priority=0)
+        assert (generation.rid, generation.cache_salt, generation.extra_key) == ("r", "t/s", None)
+        older = SimpleNamespace(rid="resp_r", extra_key=None, sampling_params={})
+        mark_generation(older, marks.to_header()[HEADER])
+        assert older.extra_key == "t/s"
+        assert params == {"temperature": 0.5, "custom_params": {"slipstream": marks.policy}}
+        return
+    with pytest.raises(HTTPException) as refused:
+        hooks.before_response(*asked, raw_request=raw_request, priority=0)
+    assert (refused.value.status_code, refused.value.detail) == (503, OTHER_TARGET)
+
+
+def test_a_response_that_came_past_the_gateway_is_left_as_it_is() -> None:
+    generation = SimpleNamespace(rid="resp_r", cache_salt=None, sampling_params={})
+    hooks.before_response(None, "resp_r", "prompt", generation, {}, object(), SimpleNamespace(headers={}))
+    assert generation == SimpleNamespace(rid="resp_r", cache_salt=None, sampling_params={})
 
 
 def test_a_header_stands_for_what_a_router_lost() -> None:

@@ -49,6 +49,7 @@ WHOLE = json.dumps(
     ensure_ascii=False,
 ).encode()
 DONE = b"data: [DONE]\n\n"
+GENERATES = ("chat/completions", "completions", "responses", "messages", "messages/count_tokens", "embeddings")
 
 
 def chunk(text: str, finish_reason: str | None = None) -> bytes:
@@ -99,6 +100,8 @@ class FakeSglang:
     """Ends the connection after the last event, without the end of the body."""
     hold: bool = False
     """Sends the first event, or nothing of a whole answer, and then waits for the client to leave."""
+    begins: asyncio.Event | None = None
+    """A stream waits for it."""
     status: int = 200
     heeds_marks: bool = False
     """Answers under the id of the gateway's header, as the plugin has it."""
@@ -126,7 +129,7 @@ class FakeSglang:
         app.add_api_route("/v1/loads", lambda: self.loads)
         app.add_api_route("/workers", lambda: {"workers": [{"url": url} for url in self.workers]})
         app.add_api_route("/server_info", lambda: {"speculative_num_steps": self.depth})
-        for path in ("/v1/chat/completions", "/v1/completions"):
+        for path in ("/tokenize", *(f"/v1/{name}" for name in GENERATES)):
             app.add_api_route(path, self._generate, methods=["POST"], response_model=None)
         app.add_api_route("/{path:path}", self._other, methods=["GET", "POST"], response_model=None)
         return app
@@ -147,7 +150,7 @@ class FakeSglang:
         self.headers.append(dict(request.headers))
         if self.refusal is not None:
             return self.refusal
-        asked = self.bodies[-1].get("max_tokens") or 0
+        asked = self.bodies[-1].get("max_tokens") or self.bodies[-1].get("max_output_tokens") or 0
         if self.num_prompt_tokens + asked > CONTEXT_LENGTH:
             return flat_error(400, _too_many(self.num_prompt_tokens, asked))
         if self.bodies[-1].get("stream"):
@@ -164,6 +167,8 @@ class FakeSglang:
 
     async def _stream(self) -> AsyncIterator[bytes]:
         try:
+            if self.begins is not None:
+                await self.begins.wait()
             for event in self.events:
                 yield event
                 # Each event is a write of its own, as SGLang's are.

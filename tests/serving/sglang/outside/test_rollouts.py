@@ -232,7 +232,8 @@ def test_servers_join_and_leave(tokenizer: LocalTokenizer, size: int) -> None:
 @pytest.mark.parametrize(
     ("server", "fields", "why"),
     [
-        ({"refusal": JSONResponse({"error": {"message": "no"}}, 400)}, {}, "refuses"),
+        ({"refusal": JSONResponse({"unknown": "shape"}, 400)}, {}, "refuses"),
+        ({"refusal": JSONResponse({"error": {"message": "nested"}}, 400)}, {}, "nested"),
         ({"events": [b'data: {"error": {"message": "too long", "code": 400}}\n\n']}, {}, "too long"),
         ({"events": [b"data: {]\n\n"]}, {}, "again and again"),
         ({"events": []}, {}, "again and again"),

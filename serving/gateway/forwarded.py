@@ -1,0 +1,235 @@
+"""The bodies that go on to SGLang: what the gateway looks at in each, and what it adds.
+
+What the gateway adds to a request (serving/request_metadata.py) travels in a header, and in fields that SGLang hands to
+its scheduler: `rid`, `cache_salt`, and in `custom_params["slipstream"]`, where the plugin reads it, the capture policy.
+SGLang's endpoints have different ones of these fields; the header goes with each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from pydantic import ConfigDict, Field, PlainValidator
+
+from serving.engine import CapturePolicy, EngineInfo
+from serving.gateway.acceptance import ASK
+from serving.gateway.body import Strict, invalid
+from serving.gateway.openai.routes import CHAT
+from serving.gateway.openai.schema import Count, GroupCapture, Stop
+from serving.request_metadata import POLICY_KEY, Marks
+from speculator.errors import RequestError
+from speculator.tracing import outgoing_headers
+
+_DEFAULT_OF_COMPLETIONS = 16
+"""Tokens that SGLang makes of a text, as OpenAI did; a chat goes on until its context is full."""
+_NOT_FOR_CLIENTS = frozenset(
+    ("custom_logit_processor", "stop_regex", "bootstrap_host", "bootstrap_port", "bootstrap_room", "extra_key")
+)
+"""Code to run, a pattern that can keep SGLang's process busy for ever, a machine to connect to, and what SGLang makes
+the names of its adapters' caches of."""
+_MAX_SALT_CHARS = 256
+_NULL = msgspec.Raw(b"null")
+_SCALARS = (type(None), bool, int, float, str)
+
+
+def _custom_params(value: object) -> dict[str, Any]:
+    """SGLang's scheduler decodes these by type, and a value that is nested deeper ends its process, not the request."""
+    if not isinstance(value, dict):
+        raise invalid("custom_params_type", "must be an object")
+    if POLICY_KEY in value:
+        raise invalid("unknown_parameter", "this key is the server's own; use the field 'slipstream'", POLICY_KEY)
+    for name, each in value.items():
+        values = each.values() if isinstance(each, dict) else each if isinstance(each, list) else [each]
+        if not all(type(value) in _SCALARS for value in values):
+            raise invalid("custom_params_value", "must be a scalar, or a list or object of scalars", name)
+    return value
+
+
+CustomParams = Annotated[dict[str, Any], PlainValidator(_custom_params, json_schema_input_type=dict[str, Any])]
+
+
+class ForwardedBody(Strict):
+    """What the gateway looks at; fields that are not here are SGLang's to accept or refuse."""
+
+    model_config = ConfigDict(extra="ignore")
+    limit_field: ClassVar[str] = "max_tokens"
+    """Where the gateway's limit on completion tokens goes."""
+
+    model: str
+    stream: bool = False
+    cache_salt: Annotated[str, Field(max_length=_MAX_SALT_CHARS)] | None = None
+    """Parts the prefix cache within the tenant."""
+    slipstream: GroupCapture = GroupCapture()
+
+    @property
+    def num_samples(self) -> int:
+        return 1
+
+    @property
+    def has_usage(self) -> bool:
+        """Whether its answer says at its end what was used, without being asked for it by the gateway."""
+        return True
+
+    @property
+    def keeps_details(self) -> bool:
+        """Whether its client wants what SGLang says of the proposals as SGLang says it."""
+        return False
+
+    @property
+    def completion_tokens(self) -> int | None:
+        """The most that the request may be asking for, whichever field SGLang goes by; None where it names no limit."""
+        return None
+
+    def warning(self, *, heeds_seed: bool) -> str | None:
+        """What its client must know of an answer that is not what was asked for."""
+        return None
+
+    def limit_to_add(self, limit: int, route: str, info: EngineInfo) -> int | None:
+        """The operator's limit on completion tokens, where the request names none and SGLang's own may be above it."""
+        return None
+
+    def marked(self, marks: Marks) -> dict[str, Any]:
+        """The fields to add."""
+        return {}
+
+
+class SampledBody(ForwardedBody):
+    """Of chats and completions."""
+
+    n: Count = 1
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    stop: Stop = ()
+    prompt: Any = None
+    seed: Any = None
+    temperature: Any = None
+    stream_options: Any = None
+    return_spec_tokens_details: Any = None
+    custom_params: CustomParams = Field(default_factory=dict)
+
+    @property
+    def num_samples(self) -> int:
+        """Token ids are one prompt; whatever else is in a list is a prompt each. Judging them is SGLang's."""
+        is_list = isinstance(self.prompt, list) and self.prompt and type(self.prompt[0]) is not int
+        return (len(self.prompt) if is_list else 1) * self.n
+
+    @property
+    def has_usage(self) -> bool:
+        options = self.stream_options
+        return not self.stream or (isinstance(options, dict) and options.get("include_usage") is True)
+
+    @property
+    def keeps_details(self) -> bool:
+        return self.return_spec_tokens_details is True
+
+    @property
+    def completion_tokens(self) -> int | None:
+        return max(self.max_tokens or 0, self.max_completion_tokens or 0) or None
+
+    def warning(self, *, heeds_seed: bool) -> str | None:
+        """At temperature 0 nothing is drawn."""
+        if self.seed is None or self.temperature == 0:
+            return None
+        if not heeds_seed:
+            return "seed has no effect: SGLang heeds it only where it was started with --enable-deterministic-inference"
+        if self.n > 1:
+            return "n has no effect beside seed: SGLang gives all samples of a seed the same text; send a seed for each"
+        return None
+
+    def limit_to_add(self, limit: int, route: str, info: EngineInfo) -> int | None:
+        if route == CHAT:
+            is_named, default = self.completion_tokens is not None, info.context_length
+        else:
+            # SGLang knows no other name for it there.
+            is_named, default = self.max_tokens is not None, _DEFAULT_OF_COMPLETIONS
+        return limit if limit < default and not is_named else None
+
+    def marked(self, marks: Marks) -> dict[str, Any]:
+        params = {**self.custom_params, POLICY_KEY: marks.policy}
+        added: dict[str, Any] = {"custom_params": params, "rid": marks.rid, "cache_salt": marks.cache_salt}
+        if self.has_usage:
+            # And what became of the proposals, which it says in the same place.
+            added[ASK] = True
+        elif isinstance(self.stream_options, dict | None):
+            added["stream_options"] = {**(self.stream_options or {}), "include_usage": True}
+        return added
+
+
+def _kept_nowhere(value: object) -> None:
+    raise invalid("unsupported_parameter", "no answers are kept here: send the whole conversation as 'input'")
+
+
+def _not_stored(value: object) -> None:
+    # SGLang would give what it keeps to whoever names its id, of whichever tenant.
+    if value is not False:
+        raise invalid("unsupported_parameter", "no answers are kept here: send 'store': false, or leave it out")
+
+
+Absent = Annotated[None, PlainValidator(_kept_nowhere, json_schema_input_type=None)]
+
+
+class ResponsesBody(ForwardedBody):
+    limit_field = "max_output_tokens"
+
+    max_output_tokens: Count | None = None
+    store: Annotated[None, PlainValidator(_not_stored, json_schema_input_type=bool)] = None
+    previous_response_id: Absent = None
+    conversation: Absent = None
+
+    @property
+    def completion_tokens(self) -> int | None:
+        return self.max_output_tokens
+
+    def limit_to_add(self, limit: int, route: str, info: EngineInfo) -> int | None:
+        return limit if limit < info.context_length and self.max_output_tokens is None else None
+
+    def marked(self, marks: Marks) -> dict[str, Any]:
+        return {"request_id": f"resp_{marks.rid}", "cache_salt": marks.cache_salt, "store": False}
+
+
+class MessagesBody(ForwardedBody):
+    """Of Anthropic's endpoint, which wants a limit; the header alone carries what the gateway adds."""
+
+    max_tokens: Count | None = None
+
+    @property
+    def completion_tokens(self) -> int | None:
+        return self.max_tokens
+
+
+class TextBody(ForwardedBody):
+    """Of what makes tokens of text, or text of tokens."""
+
+    model: str | None = None  # type: ignore[assignment]
+
+
+def marks_of(body: ForwardedBody, *, request_id: str, policy: CapturePolicy, meant: Mapping[str, str | int]) -> Marks:
+    """`meant` says which target must answer."""
+    # No tenant's name has a slash: whatever a client writes behind it stays within the tenant.
+    salt = f"{policy.tenant}/{body.cache_salt}" if body.cache_salt else policy.tenant
+    return Marks(rid=request_id, cache_salt=salt, policy={**asdict(policy), **meant, **outgoing_headers()})
+
+
+def rewrite(raw: bytes, body: ForwardedBody, marks: Marks, *, max_tokens: int | None) -> bytes:
+    """The body to send on, with `max_tokens` where there is one; values that are not the gateway's keep their bytes.
+
+    Raises RequestError for invalid JSON and for a field that no client may use.
+    """
+    try:
+        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    except msgspec.MsgspecError as error:
+        # The two parsers differ only on what is not JSON: NaN, for one.
+        raise RequestError(f"Invalid JSON: {error}", code="invalid_json") from None
+    # A null asks for nothing, and SGLang refuses some of them.
+    fields = {name: value for name, value in fields.items() if value != _NULL}
+    if refused := sorted(_NOT_FOR_CLIENTS & fields.keys()):
+        message = f"{refused[0]}: no client may use this here; leave it out"
+        raise RequestError(message, param=refused[0], code="unsupported_parameter")
+    fields.pop("slipstream", None)
+    added = body.marked(marks)
+    if max_tokens is not None:
+        added[body.limit_field] = max_tokens
+    return msgspec.json.encode({**fields, **added})
