@@ -4,7 +4,7 @@ Stopping: refuse new connections → let running answers finish for `grace_s` �
 shutting down → close.
 
 A connection is a file descriptor, and processes are often given 1,024 until they ask for more. One without a request is
-kept for longer than load balancers keep theirs (AWS 60 s, nginx 75 s, Google 600 s): one that is closed just as they
+kept for longer than load balancers keep theirs (AWS and nginx 60 s, Google 600 s): one that is closed just as they
 send a request on it is an error of theirs. Where connections run short, those without a request are closed.
 """
 
