@@ -134,7 +134,7 @@ def test_the_cpu_variant_serves_with_the_local_engine() -> None:
 
 
 def test_a_model_must_be_chosen_and_nothing_is_captured_unasked() -> None:
-    with pytest.raises(ValueError, match=r"SLIPSTREAM_MODEL is not set: copy \.env\.example"):
+    with pytest.raises(ValueError, match=r"SLIPSTREAM_MODEL is not set: make secrets"):
         load(GPU, {})
     for service in load(GPU, ENV)["services"].values():
         assert service.get("environment", {}).get("SLIPSTREAM_CAPTURE", "0") == "0"
