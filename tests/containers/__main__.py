@@ -7,6 +7,7 @@ root and the disk of a few images. It works on a copy of the checkout, and remov
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import tempfile
@@ -208,6 +209,8 @@ def _learns(deployment: Deployment, say: Callable[[str], None]) -> None:
     wait_until(in_service, timeout_s=240)
     version = deployment.gateway().total("slipstream_draft_version")
     say(f"the trainer published version {version:.0f}, and the gateway serves with it, after {next(numbers)} answers")
+    denied = [line for line in deployment.compose("logs").splitlines() if re.search("(?i)no permissions|noperm", line)]
+    assert not denied, denied[0]
 
 
 def _refusals(deployment: Deployment) -> list[str]:
