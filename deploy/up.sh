@@ -82,7 +82,7 @@ PORTS
 # The CPU variant asks for no card.
 if docker compose config 2>/dev/null | grep -q 'driver: nvidia$'; then
   instead="without one, set COMPOSE_FILE=docker-compose.yml:deploy/compose.cpu.yml in .env"
-  cards=$(nvidia-smi --query-gpu=index,uuid,driver_version --format=csv,noheader 2>/dev/null) || cards=
+  cards=$(nvidia-smi --query-gpu=index,driver_version --format=csv,noheader 2>/dev/null) || cards=
   if [ -z "$cards" ]; then
     wrong "no NVIDIA card answers nvidia-smi: install NVIDIA's driver, 580 or newer; $instead"
   else
@@ -90,7 +90,8 @@ if docker compose config 2>/dev/null | grep -q 'driver: nvidia$'; then
     [ "${driver%%.*}" -ge 580 ] || wrong "NVIDIA's driver is $driver: install 580 or newer"
     for variable in SLIPSTREAM_SGLANG_GPU SLIPSTREAM_TRAINER_GPU; do
       card=$(value "$variable")
-      tr -s ', ' '\n' <<<"$cards" | grep -qxF -e "${card:-0}" || wrong "$variable=${card:-0} is no card of nvidia-smi -L: set another in .env"
+      # Docker also takes ids, of parts of a card, too.
+      [[ ${card:-0} == *[!0-9]* ]] || grep -q "^${card:-0}, " <<<"$cards" || wrong "$variable=${card:-0} is no card of nvidia-smi -L: set another in .env"
     done
   fi
   command -v nvidia-container-runtime-hook nvidia-ctk >/dev/null || docker info --format '{{json .Runtimes}}' 2>/dev/null | grep -q nvidia ||

@@ -27,7 +27,7 @@ case "$*" in
 esac
 """
 CARDS = """#!/bin/sh
-printf '%b' "${CARDS-0, GPU-aa-bb, 580.65.06\\n1, GPU-cc-dd, 580.65.06\\n}"
+printf '%b' "${CARDS-0, 580.65.06\\n1, 580.65.06\\n}"
 """
 
 
@@ -155,10 +155,9 @@ def test_one_command_makes_env_and_secrets_and_keeps_what_is_there(checkout: Che
         ({"SLIPSTREAM_MODEL": "/srv/models/mine"}, "write a folder as /models/NAME"),
         ({"SLIPSTREAM_MODEL": "./mine"}, "write a folder as /models/NAME"),
         ({"CARDS": ""}, "no NVIDIA card answers nvidia-smi"),
-        ({"CARDS": "0, GPU-aa-bb, 575.57.08\\n"}, "driver is 575.57.08: install 580"),
+        ({"CARDS": "0, 575.57.08\\n"}, "driver is 575.57.08: install 580"),
         ({"SLIPSTREAM_TRAINER_GPU": "2"}, "SLIPSTREAM_TRAINER_GPU=2 is no card"),
-        ({"SLIPSTREAM_SGLANG_GPU": "GPU-aa"}, "SLIPSTREAM_SGLANG_GPU=GPU-aa is no card"),
-        ({"SLIPSTREAM_SGLANG_GPU": "GPU-cc-dd", "SLIPSTREAM_TRAINER_GPU": "1"}, None),
+        ({"SLIPSTREAM_SGLANG_GPU": "MIG-aa-bb", "SLIPSTREAM_TRAINER_GPU": "1"}, None),
         ({"CARDS": "", "RUNTIME": "crun", "DRIVER": "other"}, None),
     ],
 )
