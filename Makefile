@@ -46,14 +46,15 @@ llama-cpp: .venv/.installed ## llama.cpp into .venv, for benchmarks.serving to c
 soak: .venv/.installed ## the loop under steady load: what grows? MINUTES=10
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PYTHON) -m benchmarks.soak --minutes $(MINUTES) $(ARGS)
 
-secrets: ## write the passwords of docker-compose.yml into deploy/secrets, where there are none yet
+secrets: ## write .env and, into deploy/secrets, the passwords of docker-compose.yml, where there are none yet
+	@[ -e .env ] || { cp .env.example .env && echo "wrote .env: choose the model in it"; }
 	@deploy/secrets.sh
 
-up: ## check what docker-compose.yml needs, build, and start it in the background; docs/compose.md
+up: ## check what docker-compose.yml needs, build, start it in the background, wait until it serves; docs/compose.md
 	@deploy/up.sh $(ARGS)
 
-containers: .venv/.installed ## build the images and try the CPU variant, in a Docker of its own without a registry (root, 25 GB)
-	OMP_NUM_THREADS=1 $(PYTHON) -m tests.containers
+containers: .venv/.installed $(if $(findstring --sglang,$(ARGS)),.venv-sglang/.installed) ## build the images and try the CPU variant, in a Docker of its own without a registry (root, 25 GB); ARGS=--sglang: then SGLang on the CPU, too
+	OMP_NUM_THREADS=1 $(PYTHON) -m tests.containers $(ARGS)
 
 lint: .venv/.installed ## formatting, rules, types, import contracts
 	$(PYTHON) -m ruff format --check .

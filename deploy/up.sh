@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Starts docker-compose.yml with what .env says, after a look at what would otherwise fail later, or in silence: Docker,
-# .env, secrets, the models' folder, ports. Each thing that is wrong is one line, and then nothing is started.
-# Usage: deploy/up.sh [ARGUMENTS of docker compose up]
+# .env, secrets, the models' folder, ports, NVIDIA's cards. Each thing that is wrong is one line, and then nothing is started.
+# Once all are healthy it says how to ask. Usage: deploy/up.sh [ARGUMENTS of docker compose up]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 user=10001
@@ -29,7 +29,7 @@ fi
 model=$(value SLIPSTREAM_MODEL) models=$(value SLIPSTREAM_MODELS)
 folder=${models/#\~/$HOME}
 if [ ! -e .env ]; then
-  wrong "there is no .env: cp .env.example .env, and choose the model in it"
+  wrong "there is no .env: make secrets writes one, to choose the model in"
 elif [ -z "$model" ]; then
   wrong "no model is chosen: set SLIPSTREAM_MODEL in .env"
 elif [[ $folder == [./]* && ! -d $folder ]]; then
@@ -79,5 +79,31 @@ prometheus SLIPSTREAM_PROMETHEUS_PORT 9090
 grafana SLIPSTREAM_GRAFANA_PORT 3000
 PORTS
 
+# The CPU variant asks for no card.
+if docker compose config 2>/dev/null | grep -q 'driver: nvidia$'; then
+  instead="without one, set COMPOSE_FILE=docker-compose.yml:deploy/compose.cpu.yml in .env"
+  cards=$(nvidia-smi --query-gpu=index,driver_version --format=csv,noheader 2>/dev/null) || cards=
+  if [ -z "$cards" ]; then
+    wrong "no NVIDIA card answers nvidia-smi: install NVIDIA's driver, 580 or newer; $instead"
+  else
+    driver=${cards##*, }
+    [ "${driver%%.*}" -ge 580 ] || wrong "NVIDIA's driver is $driver: install 580 or newer"
+    for variable in SLIPSTREAM_SGLANG_GPU SLIPSTREAM_TRAINER_GPU; do
+      card=$(value "$variable")
+      # Docker also takes ids, of parts of a card, too.
+      [[ ${card:-0} == *[!0-9]* ]] || grep -q "^${card:-0}, " <<<"$cards" || wrong "$variable=${card:-0} is no card of nvidia-smi -L: set another in .env"
+    done
+  fi
+  command -v nvidia-container-runtime-hook nvidia-ctk >/dev/null || docker info --format '{{json .Runtimes}}' 2>/dev/null | grep -q nvidia ||
+    wrong "Docker cannot reach a card: install the NVIDIA Container Toolkit; $instead"
+fi
+
 [ -z "$is_wrong" ] || exit 2
-exec docker compose up --detach --build "$@"
+docker compose up --detach --wait --build "$@"
+name=$(value SLIPSTREAM_MODEL_NAME) port=$(value SLIPSTREAM_PORT)
+cat <<SAID
+An answer, now that all are healthy:
+curl http://127.0.0.1:${port:-8000}/v1/chat/completions \\
+  -H "authorization: Bearer \$(cat deploy/secrets/gateway_client)" -H 'content-type: application/json' \\
+  -d '{"model": "${name:-$model}", "messages": [{"role": "user", "content": "What is a draft?"}]}'
+SAID

@@ -15,11 +15,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from tests.containers.sglang import pack
+
 _SERVICES = "docker.io,docker-cli,docker-compose,docker-buildx,redis-server,prometheus"
 _PYTHON = "ca-certificates,python3,python3-venv"
 _NEEDED = ("apt-get", "debootstrap", "runc", "iptables-save", "iptables-restore", "tar")
 _NEEDED_GB = 25
 _CERTIFICATES = "etc/ssl/certs/ca-certificates.crt"
+_PATH = "ENV PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _FORWARDING = Path("/proc/sys/net/ipv4/ip_forward")
 
 
@@ -97,10 +100,18 @@ class Engine:
         self._chroot("python", "python3", "-m", "venv", "/usr/local")
         self._chroot("services", "install", "-d", "-o", "redis", "-g", "redis", "/data")
         self._chroot("services", "install", "-d", "-o", "nobody", "-g", "nogroup", "/prometheus")
-        path = "ENV PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-        self._import("python", python, path, f"ENV PIP_CERT=/{_CERTIFICATES}", "ENV PIP_DEFAULT_TIMEOUT=180")
-        self._import("services", redis, path)
-        self._import("services", prometheus, path, 'ENTRYPOINT ["prometheus"]')
+        self._import("python", python, _PATH, f"ENV PIP_CERT=/{_CERTIFICATES}", "ENV PIP_DEFAULT_TIMEOUT=180")
+        self._import("services", redis, _PATH)
+        self._import("services", prometheus, _PATH, 'ENTRYPOINT ["prometheus"]')
+
+    def make_sglang_image(self, sglang: str) -> None:
+        """Under the name that deploy/sglang.Dockerfile gives it; `make_images` has been called."""
+        words = ["docker", "import", "--change", _PATH, "--change", f"ENV PIP_CERT=/{_CERTIFICATES}", "-", sglang]
+        with subprocess.Popen(words, env=self.environment, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as taking:
+            assert taking.stdin is not None
+            pack(self._folder / "python", taking.stdin)
+        if taking.returncode:
+            raise RuntimeError(f"docker import {sglang} ended with {taking.returncode}")
 
     def close(self) -> None:
         """Ends the daemon, whatever runs in it, and lets go of the folder."""

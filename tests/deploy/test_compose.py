@@ -119,8 +119,10 @@ def test_gpus_are_reserved_with_sglang_and_only_there() -> None:
     assert apart["trainer"]["depends_on"]["sglang"] == {"condition": "service_healthy"}
     told = apart["sglang"]["environment"]
     assert (told["SLIPSTREAM_SGLANG_GPU"], told["SLIPSTREAM_TRAINER_GPU"]) == ("0", "1")
-    replicas = [load(GPU, ENV)["services"]["trainer"]["deploy"]["replicas"], apart["trainer"]["deploy"]["replicas"]]
-    assert replicas == ["0", "1"], "who has no traces learns nothing, and holds no card"
+    for files in (GPU, CPU):
+        for capture in ("0", "1"):
+            trainer = load(files, {**ENV, "SLIPSTREAM_CAPTURE": capture})["services"]["trainer"]
+            assert trainer["deploy"]["replicas"] == capture, "who has no traces learns nothing, and holds no card"
     assert not any(devices(service) for service in load(CPU, ENV)["services"].values())
 
 
@@ -134,7 +136,7 @@ def test_the_cpu_variant_serves_with_the_local_engine() -> None:
 
 
 def test_a_model_must_be_chosen_and_nothing_is_captured_unasked() -> None:
-    with pytest.raises(ValueError, match=r"SLIPSTREAM_MODEL is not set: copy \.env\.example"):
+    with pytest.raises(ValueError, match=r"SLIPSTREAM_MODEL is not set: make secrets"):
         load(GPU, {})
     for service in load(GPU, ENV)["services"].values():
         assert service.get("environment", {}).get("SLIPSTREAM_CAPTURE", "0") == "0"

@@ -20,7 +20,7 @@ from slipstream.traces import StreamCopy
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.errors import StreamError
 from speculator.redis.client import PASSWORD_FILE_VARIABLE, RedisKeys, connect
-from speculator.redis.control_plane import CanaryHolder, CanarySlot, DraftPointer
+from speculator.redis.control_plane import CanaryHolder, CanarySlot, DraftPointer, EndedGroups
 from speculator.redis.trace_deletion import Erasures, Remover, TrainerReport
 from speculator.redis.trace_stream import START, GroupRewards, RewardStream, TraceStream
 from speculator.versions.lineage import ensure_lineage
@@ -126,7 +126,7 @@ def test_a_restart_keeps_what_was_written(redis_server: Path | None, tmp_path: P
         machine.close()
 
 
-def test_the_trainers_user_erases_a_tenant_and_engines_hear_of_it(login: As) -> None:
+def test_the_trainers_user_erases_a_tenant_and_engines_and_gateways_hear_of_it(login: As) -> None:
     engine, trainer = login("engine"), login("trainer")
     stream = TraceStream(trainer, MODEL, max_bytes=CAP, ttl_s=3600)
     TraceStream(engine, MODEL, max_bytes=CAP, ttl_s=3600).append(ENTRY, trace_id="a")
@@ -137,7 +137,8 @@ def test_the_trainers_user_erases_a_tenant_and_engines_hear_of_it(login: As) -> 
     assert Remover(trainer, MODEL).compact()
     orders = Erasures(trainer, MODEL)
     at_ms = orders.order("anna")
-    assert Erasures(engine, MODEL).orders() == {"anna": at_ms}
+    for client in (engine, login("gateway")):
+        assert Erasures(client, MODEL).orders() == {"anna": at_ms}
     orders.report("trainer-0", TrainerReport(at_ms=at_ms, erased_ms=at_ms))
     assert set(orders.trainers()) <= {"trainer-0"}
     orders.leave("trainer-0")
@@ -174,6 +175,13 @@ def test_the_engine_reports_and_hears_what_the_gateway_says(login: As) -> None:
         assert DraftPointer(login(user), MODEL).engines() == {"sglang": {"version": "4"}}
     gateway.set_depth("sglang", 2)
     assert engine.depth_limit("sglang") == 2
+
+
+def test_the_engine_hears_from_the_gateway_which_groups_have_ended(login: As) -> None:
+    engine = EndedGroups(login("engine"), MODEL)
+    assert engine.read() == []
+    EndedGroups(login("gateway"), MODEL).add("anna", "g")
+    assert engine.read() == [("anna", "g")]
 
 
 def test_engines_agree_on_a_canary(login: As) -> None:

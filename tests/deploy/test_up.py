@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -18,10 +19,15 @@ DOCKER = """#!/bin/sh
 case "$*" in
   info) exit "${NO_DAEMON:-0}" ;;
   "compose version --short") echo "${COMPOSE_VERSION-2.26.1}" ;;
+  "info --format {{json .Runtimes}}") echo "{\\"runc\\": {}, \\"${RUNTIME-nvidia}\\": {}}" ;;
+  "compose config") echo "          - driver: ${DRIVER:-nvidia}" ;;
   "compose config --services") printf 'redis\\ninit\\ngateway\\ntrainer\\nprometheus\\n' ;;
   "compose ps --services --status running") printf '%s\\n' $RUNNING ;;
   *) echo "$*" >>orders ;;
 esac
+"""
+CARDS = """#!/bin/sh
+printf '%b' "${CARDS-0, 580.65.06\\n1, 580.65.06\\n}"
 """
 
 
@@ -35,8 +41,10 @@ class Checkout:
             shutil.copy(ROOT / name, folder / name)
         shutil.copytree(ROOT / "deploy" / "redis", folder / "deploy" / "redis")
         (folder / "bin").mkdir()
-        (folder / "bin" / "docker").write_text(DOCKER)
-        (folder / "bin" / "docker").chmod(0o755)
+        for name, script in (("docker", DOCKER), ("nvidia-smi", CARDS)):
+            (folder / "bin" / name).write_text(script)
+            (folder / "bin" / name).chmod(0o755)
+        self.said = ""
         self._ports = {name: str(free_port()) for name in variables(ROOT / ".env.example") if name.endswith("_PORT")}
 
     def with_secrets(self) -> None:
@@ -58,7 +66,7 @@ class Checkout:
         return own
 
     def up(self, *arguments: str, **environment: str) -> tuple[int, list[str]]:
-        """The exit code, and the lines that it says."""
+        """The exit code, and the lines of what is wrong; whoever started it reads how to ask, and nobody else."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLIPSTREAM_", "COMPOSE_"))}
         done = subprocess.run(
             [self.folder / "deploy" / "up.sh", *arguments],
@@ -67,7 +75,8 @@ class Checkout:
             text=True,
             check=False,
         )
-        assert not done.stdout
+        assert bool(done.stdout) == (done.returncode == 0)
+        self.said = done.stdout
         return done.returncode, done.stderr.splitlines()
 
     @property
@@ -97,18 +106,38 @@ def taken() -> Iterator[int]:
         yield listening.getsockname()[1]
 
 
-def test_where_nothing_is_missing_compose_is_told(ready: Checkout) -> None:
-    assert ready.up("--wait") == (0, [])
-    assert ready.orders == "compose up --detach --build --wait\n"
+def test_where_nothing_is_missing_compose_is_told_and_the_user_how_to_ask(ready: Checkout) -> None:
+    ready.choose(SLIPSTREAM_PORT="1")
+    assert ready.up("--pull", "always", SLIPSTREAM_MODEL_NAME="mine") == (0, [])
+    assert ready.orders == "compose up --detach --wait --build --pull always\n"
+    (ready.folder / "bin" / "curl").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (ready.folder / "bin" / "curl").chmod(0o755)
+    _, command = ready.said.split("\n", 1)
+    path = f"{ready.folder / 'bin'}:{os.environ['PATH']}"
+    words = subprocess.check_output(["sh", "-c", command], cwd=ready.folder, env={"PATH": path}, text=True).splitlines()
+    assert words[0] == "http://127.0.0.1:1/v1/chat/completions"
+    assert words[2] == f"authorization: Bearer {(ready.folder / 'deploy/secrets/gateway_client').read_text()}"
+    assert json.loads(words[-1])["model"] == "mine"
 
 
 def test_in_a_fresh_clone_every_step_is_named(checkout: Checkout) -> None:
     code, lines = checkout.up(SLIPSTREAM_PORT="1", SLIPSTREAM_PROMETHEUS_PORT="1", SLIPSTREAM_GRAFANA_PORT="1")
     assert code == 2
     assert len(lines) == 2
-    assert "cp .env.example .env" in lines[0]
+    assert "there is no .env: make secrets" in lines[0]
     assert "make secrets" in lines[1]
     assert not checkout.orders
+
+
+def test_one_command_makes_env_and_secrets_and_keeps_what_is_there(checkout: Checkout) -> None:
+    shutil.copy(ROOT / "Makefile", checkout.folder)
+    ports = {name: str(free_port()) for name in variables(ROOT / ".env.example") if name.endswith("_PORT")}
+    subprocess.run(["make", "secrets"], cwd=checkout.folder, check=True, capture_output=True)
+    assert (checkout.folder / ".env").read_text() == (ROOT / ".env.example").read_text()
+    assert checkout.up(**ports) == (0, [])
+    checkout.choose(SLIPSTREAM_MODEL="chosen")
+    again = subprocess.run(["make", "secrets"], cwd=checkout.folder, check=True, capture_output=True, text=True)
+    assert (again.stdout, "MODEL=chosen" in (checkout.folder / ".env").read_text()) == ("", True)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +154,11 @@ def test_in_a_fresh_clone_every_step_is_named(checkout: Checkout) -> None:
         ({"SLIPSTREAM_MODEL": "/models/mine"}, "set SLIPSTREAM_MODELS"),
         ({"SLIPSTREAM_MODEL": "/srv/models/mine"}, "write a folder as /models/NAME"),
         ({"SLIPSTREAM_MODEL": "./mine"}, "write a folder as /models/NAME"),
+        ({"CARDS": ""}, "no NVIDIA card answers nvidia-smi"),
+        ({"CARDS": "0, 575.57.08\\n"}, "driver is 575.57.08: install 580"),
+        ({"SLIPSTREAM_TRAINER_GPU": "2"}, "SLIPSTREAM_TRAINER_GPU=2 is no card"),
+        ({"SLIPSTREAM_SGLANG_GPU": "MIG-aa-bb", "SLIPSTREAM_TRAINER_GPU": "1"}, None),
+        ({"CARDS": "", "RUNTIME": "crun", "DRIVER": "other"}, None),
     ],
 )
 def test_what_is_wrong_is_a_line(ready: Checkout, environment: dict[str, str], said: str | None) -> None:
@@ -136,6 +170,12 @@ def test_what_is_wrong_is_a_line(ready: Checkout, environment: dict[str, str], s
     [line] = lines
     assert said in line
     assert not ready.orders
+
+
+@pytest.mark.skipif(shutil.which("nvidia-ctk") is not None, reason="it is installed here")
+def test_without_nvidia_s_toolkit(ready: Checkout) -> None:
+    code, [line] = ready.up(RUNTIME="crun")
+    assert (code, "install the NVIDIA Container Toolkit" in line) == (2, True)
 
 
 def test_without_docker(ready: Checkout) -> None:
