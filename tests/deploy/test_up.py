@@ -136,7 +136,10 @@ def test_one_command_makes_env_and_secrets_and_keeps_what_is_there(checkout: Che
     assert (checkout.folder / ".env").read_text() == (ROOT / ".env.example").read_text()
     assert checkout.up(**ports) == (0, [])
     checkout.choose(SLIPSTREAM_MODEL="chosen")
-    again = subprocess.run(["make", "secrets"], cwd=checkout.folder, check=True, capture_output=True, text=True)
+    # The tests may themselves run below make, which then says where it is.
+    again = subprocess.run(
+        ["make", "--no-print-directory", "secrets"], cwd=checkout.folder, check=True, capture_output=True, text=True
+    )
     assert (again.stdout, "MODEL=chosen" in (checkout.folder / ".env").read_text()) == ("", True)
 
 
