@@ -2,8 +2,8 @@
 
     python -m benchmarks.structured [--quick] [--json FILE]
 
-Fifty schemas as clients send them (twelve with --quick), greedy, on the local engine in float32, whose sums do not
-depend on what else is in a pass. Half of the prompts describe the schema in words of its own JSON.
+Fifty schemas as clients send them (thirteen with --quick), greedy, on the local engine in float32, whose sums do not
+depend on what else is in a pass. Half of the prompts quote the schema.
 """
 
 from __future__ import annotations

@@ -38,8 +38,11 @@ def test_processes_that_start_together_are_told_different_ports() -> None:
 
 
 def test_a_server_can_listen_at_it() -> None:
-    with socket.create_server(("127.0.0.1", free_port())) as server, socket.create_connection(server.getsockname()):
-        pass
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)) as server, socket.create_connection(("127.0.0.1", port)) as client:
+        accepted, peer = server.accept()
+        with accepted:
+            assert peer == client.getsockname()
 
 
 @pytest.mark.parametrize("content", [b"secret", b"secret\n", b"secret\r\n", b"\xef\xbb\xbfsecret\n"])
