@@ -153,6 +153,10 @@ class DraftFollower:
             try:
                 self.follow()
                 pause_s = self._poll_s
+            except EngineBusyError as error:
+                # Ranks meet only while all of them offer the version: what has waited is offered again at once.
+                pause_s = self._poll_s
+                log.info("draft pointer not followed yet: %s", error)
             except Exception as error:
                 # Of any kind: no memory to stage a version now may be there at the next look.
                 reason = error if isinstance(error, SlipstreamError) else type_and_place(error)

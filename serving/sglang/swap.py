@@ -29,7 +29,8 @@ LoadDraft = Callable[[int], dict[str, Tensor]]
 """Reads and verifies a stored version; raises DraftError or StoreError."""
 _EMBEDDING = "embed_tokens"
 _IDLE_AFTER_S = 0.25
-_MEETING_WITHIN_S = 10.0
+_MEETING_WITHIN_S = 20.0
+"""Some dozens of slow steps; the engine's report, which waits as long, would be missed after 30 s."""
 
 
 class Exchange(NamedTuple):

@@ -132,6 +132,20 @@ def test_whatever_fails_in_one_attempt_it_counts_and_follows_on(failure: Excepti
     follower.stop()
 
 
+def test_an_engine_whose_ranks_have_not_met_is_asked_again_at_once() -> None:
+    """They meet only while all of them offer the version; pauses that grow would keep them apart."""
+    engine, pointer = SwappingEngine(), FakePointer()
+    follower = DraftFollower(engine, pointer, engine_id="e", poll_s=0.01)
+    pointer.version, engine.refusal = 2, EngineBusyError("its ranks cannot agree on a step")
+    follower.start()
+    # Doubled each time, the pauses would add up to over 40 s.
+    wait_until(lambda: len(engine.asked) > 12)
+    engine.refusal = None
+    wait_until(lambda: engine.draft_version == 2)
+    follower.stop()
+    assert follower.log.num_failed == 0
+
+
 @pytest.mark.parametrize("part", ["desired", "report_engine", "status"])
 def test_whatever_fails_beside_an_attempt_it_follows_on(part: str) -> None:
     engine, pointer = SwappingEngine(), FakePointer()
