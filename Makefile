@@ -50,7 +50,7 @@ secrets: ## write .env and, into deploy/secrets, the passwords of docker-compose
 	@[ -e .env ] || { cp .env.example .env && echo "wrote .env: choose the model in it"; }
 	@deploy/secrets.sh
 
-up: ## check what docker-compose.yml needs, build, start it in the background, wait until it serves; docs/compose.md
+up: ## check what docker-compose.yml needs, build, start it in the background, wait until it serves; docs/how-to/compose.md
 	@deploy/up.sh $(ARGS)
 
 containers: .venv/.installed $(if $(findstring --sglang,$(ARGS)),.venv-sglang/.installed) ## build the images and try the CPU variant, in a Docker of its own without a registry (root, 25 GB); ARGS=--sglang: then SGLang on the CPU, too

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/configuration.md and docs/metrics.md: `python -m docs.tables`."""
+"""Writes the tables of docs/reference/configuration.md and docs/reference/metrics.md: `python -m docs.tables`."""
 
 from __future__ import annotations
 
@@ -200,5 +200,5 @@ def _described(exposer: str, registry: CollectorRegistry) -> Iterator[Described]
 
 if __name__ == "__main__":
     for name, tables in {"configuration.md": configuration(), "metrics.md": metrics()}.items():
-        path = Path(__file__).with_name(name)
+        path = Path(__file__).parent / "reference" / name
         path.write_text(page(path, tables))

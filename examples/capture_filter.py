@@ -20,6 +20,6 @@ def keep(text: str, tenant: str) -> bool:
     """`text` is the prompt, as far as the trace has it, and the answer. Be quick: it is called for every answer.
 
     A trace for which this fails is dropped as well. Patterns find what looks like them and no more: for names and
-    addresses take a library such as Presidio (docs/operations.md).
+    addresses take a library such as Presidio (docs/how-to/privacy.md).
     """
     return tenant not in _TENANTS and not _SECRETS.search(text) and not _EMAIL.search(text)

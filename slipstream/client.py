@@ -37,7 +37,7 @@ _LATER = (429, 503)
 
 
 class Group(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One prompt and how often it is answered; see docs/rollouts.md. What is left out is the server's default."""
+    """One prompt and how often it is answered; see docs/how-to/rollouts.md. What is left out is the server's default."""
 
     id: str | None = None
     prompt: str | Sequence[int] | None = None
@@ -67,7 +67,7 @@ class SampleKey(NamedTuple):
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer that has ended; docs/rollouts.md says what each field is."""
+    """An answer that has ended; docs/how-to/rollouts.md says what each field is."""
 
     object: Literal["rollout.sample"] = "rollout.sample"
     number: int

@@ -1,6 +1,6 @@
 """Every environment variable that Slipstream reads, taken from the classes and options that read it.
 
-The page docs/configuration.md and `slipstream doctor` are made from this, so neither can know fewer or others.
+The page docs/reference/configuration.md and `slipstream doctor` are made from this, so neither can know fewer or others.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def other_variables() -> dict[str, tuple[str, str, str]]:
         "SLIPSTREAM_REDIS_URL": ("text", "–", "Stands for `--redis-url`; read by the plugin, too."),
         PASSWORD_FILE_VARIABLE: ("path", "–", "The password for the user that the URL names, in a file."),
         "SLIPSTREAM_STORE": ("path", "–", "Stands for `--store`; read by the plugin, too."),
-        SPANS_VARIABLE: ("1 or 0", "0", "Sends OpenTelemetry spans: see operations.md."),
+        SPANS_VARIABLE: ("1 or 0", "0", "Sends OpenTelemetry spans: see docs/how-to/monitor.md."),
         "SLIPSTREAM_ENABLED": ("1 or 0", "0", "Turns the plugin on."),
     }
 

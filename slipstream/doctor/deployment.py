@@ -59,7 +59,7 @@ def check_settings(known: Set[str]) -> Iterator[Finding]:
         yield skipped("settings", f"{name} is docker compose's: nothing here reads it")
     unknown = unknown_variables(os.environ, known | COMPOSE_VARIABLES)
     for name, nearest in unknown.items():
-        fix = f"is {nearest} meant?" if nearest else "unset it, docs/configuration.md has all that are read"
+        fix = f"is {nearest} meant?" if nearest else "unset it, docs/reference/configuration.md has all that are read"
         yield warning("settings", f"nothing reads {name}: {fix}")
     if not num_faults and not unknown:
         yield ok("settings", f"{sum(name in known for name in os.environ)} {PREFIX}* variables set, all of them usable")

@@ -74,7 +74,7 @@ services:
 
 
 class Deployment:
-    """The CPU variant in a copy of the checkout, as somebody would have it who follows docs/compose.md."""
+    """The CPU variant in a copy of the checkout, as somebody would have it who follows docs/how-to/compose.md."""
 
     def __init__(self, folder: Path, engine: Engine) -> None:
         self.folder, self._engine = folder / "checkout", engine

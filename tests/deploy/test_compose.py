@@ -1,4 +1,4 @@
-"""The compose files against the official schema, and against what docs/compose.md promises of every service."""
+"""The compose files against the official schema, and against what docs/how-to/compose.md promises of every service."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_the_example_and_the_page_name_every_variable() -> None:
     read = set(re.findall(r"\$\{(\w+)", texts))
     # Which files there are is for compose itself.
     assert variables(ROOT / ".env.example").keys() == read | {"COMPOSE_FILE"}
-    page = (ROOT / "docs" / "compose.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "compose.md").read_text()
     assert read <= set(re.findall(r"`(\w+)`", page))
 
 

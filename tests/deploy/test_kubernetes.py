@@ -1,4 +1,4 @@
-"""The manifests of deploy/kubernetes, against the schemas of Kubernetes and what docs/kubernetes.md promises."""
+"""The manifests of deploy/kubernetes, against the schemas of Kubernetes and what docs/how-to/kubernetes.md promises."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.deploy.manifests import (
 )
 
 OLDEST, NEWEST = "1.30", "1.37"
-"""Of the clusters that docs/kubernetes.md names."""
+"""Of the clusters that docs/how-to/kubernetes.md names."""
 OPERATOR = "monitoring.coreos.com/v1"
 OURS = [each for part in ("base", "monitoring", "autoscaling") for each in manifests(FOLDER / part)]
 PODS = pods(OURS)

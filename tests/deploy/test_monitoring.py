@@ -29,7 +29,7 @@ from trainer.metrics import TrainerMetrics
 PROMETHEUS = RULES.parent
 ALERT_TESTS = PROMETHEUS / "tests" / "alerts_test.yml"
 GRAFANA = BOARDS.parent
-PAGE, RUNBOOK = ROOT / "docs" / "metrics.md", ROOT / "docs" / "runbook.md"
+PAGE, RUNBOOK = ROOT / "docs" / "reference" / "metrics.md", ROOT / "docs" / "how-to" / "runbook.md"
 SGLANG = ROOT / ".venv-sglang"
 RUNBOOKS = "{{ $externalLabels.runbooks }}"
 DATA_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
@@ -112,7 +112,7 @@ def test_an_alert_says_what_happened_and_what_to_do(alert: dict[str, Any]) -> No
     summary, description = alert["annotations"]["summary"], alert["annotations"]["description"]
     assert len(summary) < 100
     assert len(description) > 100
-    assert alert["annotations"]["runbook_url"] == f"{RUNBOOKS}docs/runbook.md#{alert['alert'].lower()}"
+    assert alert["annotations"]["runbook_url"] == f"{RUNBOOKS}docs/how-to/runbook.md#{alert['alert'].lower()}"
     for command in re.findall(r"`slipstream ([^`]+)`", description):
         check_slipstream(command.split(), whole=False)
 

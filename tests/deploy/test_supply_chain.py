@@ -28,7 +28,7 @@ AT_LEAST = {
     "starlette": (0, 49, 1),  # CVE-2025-62727: quadratic time in Range headers
     "h11": (0, 16, 0),  # CVE-2025-43859: chunked bodies
     "torch": (2, 6, 0),  # CVE-2025-32434: torch.load with weights_only
-    "sglang": (0, 5, 23),  # the one that is tested; its pickle routes are not reached (docs/security.md)
+    "sglang": (0, 5, 23),  # the one that is tested; its pickle routes are not reached (docs/explanation/security.md)
 }
 
 LICENCES = re.compile(

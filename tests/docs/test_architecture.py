@@ -1,4 +1,4 @@
-"""docs/architecture.md leads to every folder and to names that exist; other pages name files that exist."""
+"""docs/explanation/architecture.md leads to every folder and to names that exist; other pages name files that exist."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.docs.commands import PAGES, ROOT
 
 PACKAGES = ("speculator", "serving", "trainer", "slipstream")
-_TEXT = (ROOT / "docs" / "architecture.md").read_text()
+_TEXT = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
 _FOLDERS = re.findall(r"^\| `([\w/]+/)` \| .+ \| `([\w.]+)` \|$", _TEXT, re.MULTILINE)
 _CHANGES = re.findall(r"^\| .+ \| `([\w/]+\.py)` \| `([\w.]+)` \|$", _TEXT, re.MULTILINE)
 _PATH = re.compile(r"`((?:speculator|serving|trainer|slipstream|tests|benchmarks|deploy)/[\w/.]+\.\w+)")

@@ -1,4 +1,4 @@
-"""docs/compatibility.md names what the plugin refuses and what it was tried in."""
+"""docs/reference/compatibility.md names what the plugin refuses and what it was tried in."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from serving.sglang.plugin import checks
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "compatibility.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "compatibility.md").read_text()
 
 
 def test_every_option_of_a_refusal_is_on_the_page() -> None:

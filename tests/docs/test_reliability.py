@@ -1,4 +1,4 @@
-"""docs/reliability.md promises nothing without a test, and names no test that is not there."""
+"""docs/explanation/reliability.md promises nothing without a test, and names no test that is not there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.docs.commands import ROOT
 
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = ROOT / "docs" / "explanation" / "reliability.md"
 _TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 _PROMISES = "## Promises"
 

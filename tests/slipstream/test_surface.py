@@ -35,7 +35,7 @@ from tests.fixtures.traces import make_trace
 
 SURFACE = Path(__file__).parent / "surface.txt"
 ROOT = Path(__file__).parents[2]
-PROJECT, METRICS_PAGE = ROOT / "pyproject.toml", ROOT / "docs/metrics.md"
+PROJECT, METRICS_PAGE = ROOT / "pyproject.toml", ROOT / "docs/reference/metrics.md"
 
 
 def test_what_users_hold_is_what_surface_txt_says() -> None:

@@ -160,11 +160,11 @@ def test_a_model_of_the_hub_is_called_by_its_id(
     assert model_key(hub, "f" * 64) == model_key(Path("some/Toy-8B"), "f" * 64) == "toy-8b-ffffffffffff"
 
 
-# -- docs/configuration.md -------------------------------------------------------------------------------------------
+# -- docs/reference/configuration.md -------------------------------------------------------------------------------
 
 
 def test_the_page_of_settings_is_fresh() -> None:
-    path = ROOT / "docs" / "configuration.md"
+    path = ROOT / "docs" / "reference" / "configuration.md"
     assert path.read_text() == tables.page(path, tables.configuration()), "run `make docs`"
 
 

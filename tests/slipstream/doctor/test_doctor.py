@@ -168,7 +168,7 @@ def test_a_variable_that_nothing_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "is SLIPSTREAM_TRAINER_LEARNING_RATE meant?" in the_fault(settings(), Level.WARNING)
     monkeypatch.delenv("SLIPSTREAM_TRAINER_LERNING_RATE")
     monkeypatch.setenv("SLIPSTREAM_QQQ", "1")
-    assert "docs/configuration.md" in the_fault(settings(), Level.WARNING)
+    assert "docs/reference/configuration.md" in the_fault(settings(), Level.WARNING)
     monkeypatch.delenv("SLIPSTREAM_QQQ")
     for known in ("SLIPSTREAM_STORE", "SLIPSTREAM_CACHE"):
         monkeypatch.setenv(known, "/tmp")

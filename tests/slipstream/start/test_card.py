@@ -120,7 +120,7 @@ def test_the_documents_table_of_cards_says_what_fits(tmp_path: Path) -> None:
         one, work = needs[name], max(0.15 * free_gib, 3)
         return (one.target + one.draft + one.least_cache + has_trainer * one.trainer) / GIB + work
 
-    page = (Path(__file__).parents[3] / "docs" / "compose.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "compose.md").read_text()
     row = r"\| (\d+) GB \| ([\d.]+) \| (Qwen3-\w+), ([\d.]+) \| (Qwen3-\w+), ([\d.]+) \|"
     rows = re.findall(row, page)
     assert [found[0] for found in rows] == ["24", "48", "80"]

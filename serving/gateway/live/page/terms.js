@@ -2,7 +2,7 @@
 
 import { byId, element } from "./common.js";
 
-/** Text, or terms of their own with a sentence each. The glossary of docs/architecture.md has the same words. */
+/** Text, or terms of their own with a sentence each. The glossary of docs/reference/glossary.md has the same words. */
 const TERMS = {
   speedup: "Time a token in plain decode rounds over time a token in rounds with drafts, at the same batch size, in the same two minutes. A small share of rounds drafts nothing, so that there is a baseline. 95 of 100 such intervals hold the true value.",
   "end-to-end": "Time a token as clients see it, prompts included: in stretches of rounds in which all requests are served plainly, over that in the other rounds.",
