@@ -1,0 +1,45 @@
+"""What README and documents say was measured has a results page, and each results page says how."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.commands import PAGES, ROOT
+
+RESULTS = ROOT / "benchmarks" / "results"
+MEASURED = [page for page in sorted(RESULTS.glob("*.md")) if page.name != "README.md"]
+_FIGURE = re.compile(
+    r"\d[\d.,]* ?× |\d[\d.,]*(?: to \d[\d.,]*)? tokens a second|\d[\d.,]* (?:ms|µs|milliseconds)\b(?! a)|\d times as "
+)
+_MACHINE = re.compile(r"EPYC|Xeon|AVX2|H100|CPU|any machine")
+
+
+def without_results(text: str) -> list[str]:
+    """First lines of a page's sections that have a measured figure and no link to a results page."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    sections = re.split(r"(?m)^(?=#{1,4} )", text)
+    return [each.partition("\n")[0] for each in sections if _FIGURE.search(each) and "benchmarks/results/" not in each]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_claim_leads_to_its_measurement(page: Path) -> None:
+    head = page.read_text().partition("<!-- What follows is written by `make docs`")[0]
+    assert without_results(head) == []
+
+
+@pytest.mark.parametrize("claim", ["It is 1.9 × as fast.", "A swap takes 1.8 ms.", "It decodes 158 tokens a second."])
+def test_a_claim_without_a_page_is_found(claim: str) -> None:
+    assert without_results(f"# Speed\n\n{claim}\n") == ["# Speed"]
+    assert without_results(f"# Speed\n\n{claim} [How](../../benchmarks/results/demo.md)\n") == []
+
+
+@pytest.mark.parametrize("page", MEASURED, ids=lambda page: page.name)
+def test_a_results_page_says_how_and_is_listed(page: Path) -> None:
+    text = page.read_text()
+    assert re.search(r"\d{4}-\d{2}-\d{2}", text), "when?"
+    assert re.search(r"`[^`]*(benchmarks\.|examples\.|make |slipstream|tests/)|[Bb]y hand", text), "by which command?"
+    assert _MACHINE.search(text), "on which machine?"
+    assert f"]({page.name})" in (RESULTS / "README.md").read_text()
