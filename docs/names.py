@@ -16,6 +16,8 @@ from slipstream.settings import commands, known_variables
 
 ROOT = Path(__file__).resolve().parents[1]
 _CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
+_OLD_COMMAND = re.compile(r"^Command: (?:(?!\n\n).)*?\(at commit\s`\w+`\)", re.DOTALL | re.MULTILINE)
+"""On a results page: the command has what it names at its commit."""
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
 _VARIABLE = re.compile(r"\bSLIPSTREAM_[A-Z_]*[A-Z]\b(?![_*])")
 _METRIC = re.compile(r"(?<![\w/.-])slipstream[_:][a-z0-9_:]*[a-z0-9](?![\w*:-])")
@@ -33,6 +35,7 @@ def unknown_names(text: str) -> list[str]:
 
 def _unknown(text: str) -> Iterator[str]:
     known = known_names()
+    text = _OLD_COMMAND.sub("", text)
     for code in _CODE.findall(text):
         yield from (flag for flag in _FLAG.findall(code) if flag not in known)
     for pattern in (_VARIABLE, _METRIC):

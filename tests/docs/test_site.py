@@ -50,3 +50,9 @@ def test_what_leads_nowhere_ends_the_build_and_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["`--depth 4` and `--tp-size 2`", "SLIPSTREAM_STORE", "slipstream_swaps_total"])
 def test_what_there_is_may_be_named(text: str) -> None:
     assert unknown_names(text) == []
+
+
+def test_a_command_of_an_older_commit_may_name_what_is_gone() -> None:
+    command = "Command: `python -m benchmarks.gone --no-such-flag` (at commit `d3da466`). Machine: any machine."
+    assert unknown_names(command) == []
+    assert unknown_names(f"{command}\n\nAsk with `--no-such-flag`.") == ["--no-such-flag"]
