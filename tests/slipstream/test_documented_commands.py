@@ -54,7 +54,11 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
     with contextlib.ExitStack() as running:
         redis = running.enter_context(EmbeddedRedis(tmp_path_factory.mktemp("redis")))
         served = next(
-            each for each in fenced() if each.words[:2] == ("slipstream", "serve") and "--store" in each.words
+            each
+            for each in fenced()
+            if each.words[:2] == ("slipstream", "serve")
+            and {"--store", "--capture"} <= set(each.words)
+            and "--engine" not in each.words
         )
         made = Workshop(folder, model, redis.url, served)
         log = folder / "gateway.log"
