@@ -2,7 +2,7 @@
 # `.venv-sglang` for itself, because it pins the versions of much that we leave open.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-sglang chaos soak gpu gpu-wheels llama-cpp lint check format lock audit release test-wheel clean containers docs secrets system-packages up
+.PHONY: help install demo test test-sglang chaos soak gpu gpu-wheels llama-cpp lint check format lock audit release test-wheel clean containers docs secrets site system-packages up
 
 PYTHON := .venv/bin/python
 UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
@@ -71,6 +71,9 @@ format: .venv/.installed ## rewrite the code in the project's format
 docs: .venv/.installed ## write the generated pages again
 	$(PYTHON) -m docs.tables
 	$(PYTHON) -m deploy.kubernetes.rules
+
+site: .venv/.installed ## dist/site: the documents as a site; a link to nowhere or a name that nothing has fails
+	$(PYTHON) -m sphinx -q -E -W --keep-going -c docs . dist/site
 
 lock: $(UV) ## compile the lock files again from pyproject.toml (names, versions and hashes only)
 	$(UV) pip compile -q --universal --generate-hashes --python-version 3.11 --extra otel pyproject.toml -o requirements.lock

@@ -4,7 +4,7 @@
 
 Nothing decodes here. serving/rollout/ decides what runs where, as it does in service; a round, reading a prompt and
 what a verification commits take what was measured on the local engine (rollout_costs.json; how is in
-benchmarks/results/rollout_costs.md). Every engine of the simulation is such an engine on a machine of its own. Moving a
+benchmarks/results/rollout_sim.md). Every engine of the simulation is such an engine on a machine of its own. Moving a
 sample costs reading its context again: there is no shared pool of keys and values.
 
 The workload has the shape of Seer's (arXiv 2511.14617): 400 prompts of 8 samples for 32 GPUs, so 100 samples for each

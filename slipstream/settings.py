@@ -1,6 +1,6 @@
 """Every environment variable that Slipstream reads, taken from the classes and options that read it.
 
-The page docs/reference/configuration.md and `slipstream doctor` are made from this, so neither can know fewer or others.
+The page docs/reference/configuration.md and `slipstream doctor` are made from this: neither can know fewer or others.
 """
 
 from __future__ import annotations

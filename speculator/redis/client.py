@@ -3,7 +3,7 @@
     redis://[user:password@]host:port/db                    rediss:// with TLS, unix:///path?db=0
     redis+sentinel://[user:password@]host:port,…/service/db   rediss+sentinel://; the hosts are Sentinels
 
-A Redis Cluster is refused: one server carries what 100 engines capture (docs/how-to/size.md). A query sets the options of
+A Redis Cluster is refused: one Redis carries what 100 engines capture (docs/how-to/size.md). A query sets options of
 `_OPTIONS` and no others. What else redis-py takes there would change what our client needs, such as replies in bytes
 (`decode_responses`) and waits that end (`socket_timeout`).
 

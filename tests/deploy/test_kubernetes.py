@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import yaml
 from kubernetes_validate import utils as schemas
 
 from deploy.kubernetes.rules import FILE, rendered
+from speculator.versions.lifecycle import Lifecycle, VersionState
 from tests.deploy.compose import GPU, ROOT, load
 from tests.deploy.manifests import (
     BASE,
@@ -98,14 +100,27 @@ def test_every_pod_is_confined(name: str) -> None:
     assert pod["enableServiceLinks"] is False
     assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
     assert not any("hostPath" in volume for volume in pod["volumes"])
-    only = container(PODS[name])
-    assert only["securityContext"] == {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
-    assert only["resources"]["limits"]["memory"]
-    assert {"cpu", "memory"} <= only["resources"]["requests"].keys()
+    for each in (container(PODS[name]), *pod.get("initContainers", [])):
+        assert each["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert each["resources"]["limits"]["memory"]
+        assert {"cpu", "memory"} <= each["resources"]["requests"].keys()
+
+
+@pytest.mark.parametrize("name", ["sglang", "trainer"])
+def test_what_needs_a_draft_waits_until_init_has_written_one(name: str, tmp_path: Path) -> None:
+    [wait] = PODS[name]["spec"]["initContainers"]
+    assert wait["image"] == container(PODS["init"])["image"]
+    assert {mount["name"] for mount in wait["volumeMounts"]} == {"store"}
+    shell, flag, script = wait["command"]
+    once = script.replace("/store/", f"{tmp_path}/").replace("do sleep 5;", "do exit 3;")
+    command, model = [shell, flag, once], {**os.environ, "MODEL": "some/model"}
+    assert subprocess.run(command, env=model, check=False).returncode == 3
+    Lifecycle(tmp_path / "some" / "model").move(1, VersionState.WRITTEN, actor="test")
+    assert subprocess.run(command, env=model, check=False).returncode == 0
 
 
 @EACH_POD

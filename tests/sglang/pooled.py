@@ -37,7 +37,7 @@ def find_router() -> list[str] | None:
 
 
 def router_command(router: Sequence[str], *, port: int, metrics_port: int, workers: Sequence[str]) -> list[str]:
-    """As docs/how-to/sglang.md says, on loopback and with closer looks at the engines' health."""
+    """As docs/how-to/many-engines.md says, on loopback and with closer looks at the engines' health."""
     return [
         *(*router, "launch", "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *workers),
         *("--policy", "round_robin", "--disable-circuit-breaker", "--worker-startup-check-interval", "1"),

@@ -187,7 +187,7 @@ def test_a_killed_engine_takes_its_own_requests_along_and_no_others(pool: Pooled
 def test_the_router_knows_the_words_of_the_page() -> None:
     router = find_router()
     assert router is not None
-    page = (Path(__file__).parents[2] / "docs" / "how-to" / "sglang.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "many-engines.md").read_text()
     [command] = re.findall(r"^sglang-router launch (?:.*\\\n)*.*$", page, re.MULTILINE)
     flags = re.findall(r"--[\w-]+", command)
     assert len(flags) > 5

@@ -1,4 +1,4 @@
-"""What docs/how-to/kubernetes.md promises of a deployment that has lost its Redis, its store or the trainer's own volume."""
+"""What docs/how-to/kubernetes.md promises of a deployment that has lost its Redis, its store or the trainer's disk."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_the_acceptance_rate_is_the_overlap_of_served_probabilities(sampling: Sa
 
 
 def test_the_gradient_of_acceptance_is_the_policy_gradient_over_all_proposals() -> None:
-    """With the reward that the draft proposes a token too rarely, and its exact baseline (docs/explanation/learning.md)."""
+    """With the reward that the draft proposes a token too rarely, and an exact baseline (docs: learning.md)."""
     labels, logits_RD = labels_of(20, sampling=SAMPLED), random_logits(20).requires_grad_()
     acceptance_rate(logits_RD, labels.draft_ids, labels.probs, labels.tail).sum().backward()
     assert logits_RD.grad is not None

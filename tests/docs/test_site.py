@@ -1,0 +1,52 @@
+"""The site is built as `make site` does; a link to nowhere, and a name that nothing has, end the build."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from docs.names import unknown_names
+from tests.docs.commands import ROOT
+
+WRONG = {
+    "[a page](how-to/nothing.md)": "how-to/nothing.md",
+    "[a heading](other.md#nothing)": "nothing",
+    "[code](../serving/nothing.py)": "../serving/nothing.py",
+    "Ask with `--no-such-flag`.": "--no-such-flag",
+    "Set SLIPSTREAM_NO_SUCH.": "SLIPSTREAM_NO_SUCH",
+    "Watch slipstream_no_such_total.": "slipstream_no_such_total",
+}
+
+
+def build(source: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sphinx", "-q", "-E", "-W", "--keep-going", "-c", ROOT / "docs", source, out]
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, cwd=ROOT, timeout=300)
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    built = build(ROOT, tmp_path)
+    assert (built.returncode, built.stderr) == (0, "")
+    start = (tmp_path / "index.html").read_text()
+    assert "docs/index.html" in start
+    pages = {path.relative_to(tmp_path).with_suffix("").as_posix() for path in tmp_path.rglob("*.html")}
+    assert {path.relative_to(ROOT).with_suffix("").as_posix() for path in (ROOT / "docs").rglob("*.md")} <= pages
+
+
+def test_what_leads_nowhere_ends_the_build_and_is_named(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    for folder in ("tutorials", "how-to", "reference", "explanation"):
+        (tmp_path / "docs" / folder).mkdir()
+        (tmp_path / "docs" / folder / "page.md").write_text("# A page\n")
+    (tmp_path / "docs" / "index.md").write_text("# Start\n\n" + "\n\n".join(WRONG))
+    (tmp_path / "docs" / "other.md").write_text("# Another\n")
+    built = build(tmp_path, tmp_path / "out")
+    assert built.returncode != 0
+    assert [name for name in WRONG.values() if name not in built.stderr] == []
+
+
+@pytest.mark.parametrize("text", ["`--depth 4` and `--tp-size 2`", "SLIPSTREAM_STORE", "slipstream_swaps_total"])
+def test_what_there_is_may_be_named(text: str) -> None:
+    assert unknown_names(text) == []
