@@ -167,6 +167,8 @@ class Workshop:
         for shown, meant in (("redis://127.0.0.1:6379/0", self.redis_url), ("http://127.0.0.1:8000", self.gateway_url)):
             word = word.replace(shown, meant)
         word = word.replace('"NAME"', f'"{self.model.name}"')
+        # The workshop has a rollout of that name, which the page's other commands ask about.
+        word = word.replace('"id": "step-1"', '"id": "step-2"')
         return word.replace("$SLIPSTREAM_GATEWAY_ADMIN_KEY", ADMIN_KEY)
 
     def _run_to_its_end(self, words: list[str], copy: Path, environment: dict[str, str]) -> None:
