@@ -61,7 +61,7 @@ BRANCH_ROWS = (
 )
 SUFFIX_TOKENS = "slipstream_suffix_tokens", "Tokens of earlier text kept for proposals"
 DRAFT_VERSION = "slipstream_draft_version", "Draft version in service"
-DEPTH = "slipstream_depth", "Most proposals per round"
+DEPTH = "slipstream_depth", "Maximum proposals per round"
 SWAPS = "slipstream_swaps", "Draft swaps: installed, failed"
 
 GROUP_TEXT_OUTCOMES = ("published", "fetched", "buffer_full", "ended", "expired", "failed", "closed")

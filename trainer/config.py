@@ -74,7 +74,7 @@ class TrainerConfig(BaseSettings):
     replay_max_bytes: int = Field(default=384 * _MIB, ge=_MIB)
     """Memory for traces; a completion token of a 576-wide target takes about 4 KiB."""
     max_waiting_traces: int = Field(default=16, ge=1)
-    """Most traces in memory that were not learned from; further ones wait in Redis."""
+    """Maximum traces in memory that were not learned from; further ones wait in Redis."""
     max_known_traces: int = Field(default=20_000, ge=1)
     """Trace ids remembered to recognise repeats, 250 bytes each; set more than the stream holds."""
     replay_recent_share: float = Field(default=0.5, ge=0, le=1)
@@ -83,7 +83,7 @@ class TrainerConfig(BaseSettings):
     """Domains with their own replay share, drift alarm and metrics, half of them for one tenant at most; later ones
     share one."""
     max_tenant_share: float = Field(default=0.6, gt=0, le=1)
-    """Most of memory and training batches for one tenant of several; 1: no cap."""
+    """Maximum share of memory and training batches for one of several tenants; 1: no cap."""
     max_priority: float = Field(default=2.0, ge=1)
     """How much more often badly accepted traces are drawn, and how much less well accepted ones; 1: all alike."""
     max_reward_weight: float = Field(default=2.0, ge=1)
@@ -101,9 +101,9 @@ class TrainerConfig(BaseSettings):
     batch_tokens: int = Field(default=192, ge=1)
     """Completion tokens per step."""
     max_bases: int = Field(default=512, ge=1)
-    """Most completion tokens of one trace per step; longer answers are learned in random windows."""
+    """Maximum completion tokens of one trace per step; longer answers are learned in random windows."""
     max_context: int = Field(default=512, ge=0)
-    """Positions before such a window that it attends to."""
+    """Earlier positions that these completion tokens attend to."""
     ttt_steps: int = Field(default=4, ge=1)
     """Proposals in a row that training unrolls (training-time test)."""
     loss: str = DEFAULT_LOSS
@@ -125,30 +125,30 @@ class TrainerConfig(BaseSettings):
     """Share of texts held out to judge candidates before they are learned from. Held-out and golden traces may each
     take this share of `replay_max_bytes` more."""
     holdout_traces: int = Field(default=24, ge=MIN_TRACES)
-    """Most held-out traces; beyond that the oldest is learned from."""
+    """Maximum held-out traces; beyond that the oldest is learned from."""
     golden_traces: int = Field(default=16, ge=0)
     """Traces of the first traffic that are set aside to judge candidates."""
     golden: Path | None = None
-    """Recording whose first `golden_traces` traces replace these."""
+    """Recording whose first `golden_traces` traces are used instead."""
     gate_depth: int = Field(default=4, ge=1)
     """Proposals per round at which drafts are compared."""
     gate_epsilon: float = Field(default=0.02, gt=0)
     """Relative loss of acceptance length on held-out traces that the gate must rule out."""
     moved_epsilon: float = Field(default=0.05, gt=0)
-    """The same if the target has changed since the incumbent was published."""
+    """`gate_epsilon` if the target has changed since the incumbent was published."""
     golden_epsilon: float = Field(default=0.05, gt=0)
     """Relative loss of acceptance length on golden traces from which the gate refuses."""
     golden_patience_s: float = Field(default=24 * 3600.0, ge=0)
     """Seconds that golden traces alone may stop all versions until they are replaced; a recording never is."""
     review_traces: int = Field(default=100, ge=0)
-    """Most traces on which a version in service is compared again; answers to one prompt count once. 0: none."""
+    """Maximum traces on which a version in service is compared again; answers to one prompt count once. 0: none."""
 
     checkpoint_interval_s: float = Field(default=30.0, ge=0)
-    """Least seconds between checkpoints; a checkpoint acknowledges its traces in Redis."""
+    """Minimum seconds between checkpoints; a checkpoint acknowledges its traces in Redis."""
     publish_interval_s: float = Field(default=30.0, ge=0)
-    """Least seconds between candidates."""
+    """Minimum seconds between candidates."""
     publish_min_tokens: int = Field(default=2000, ge=1)
-    """Least completion tokens to learn from between versions."""
+    """Minimum completion tokens to learn from between versions."""
     publish_pause_s: float = Field(default=300.0, ge=0)
     """Seconds without publishing after engines rolled back two versions in a row; each further one doubles it."""
     keep_versions: int = Field(default=20, ge=2)
@@ -158,7 +158,7 @@ class TrainerConfig(BaseSettings):
     """Port for Prometheus metrics; default: none. Rank N of a machine listens on this port + N and reports its own
     traces and replay."""
     metrics_host: str = "127.0.0.1"
-    """Address of that port; in a container 0.0.0.0."""
+    """Address of the metrics port; in a container 0.0.0.0."""
     device: DeviceSetting = "auto"
     """`auto` is a GPU if there is one; under `torchrun` each process has its own."""
     num_threads: int = Field(default=1, ge=1)
@@ -169,7 +169,7 @@ class TrainerConfig(BaseSettings):
     busy_share: float = Field(default=1.0, gt=0, le=1)
     """Share of its time that the trainer computes beside a fully busy engine; the less busy it is, the larger."""
     card_share: float = Field(default=0.01, gt=0, le=1)
-    """The same on a GPU that an engine also uses, while requests run there."""
+    """`busy_share` on a GPU that an engine also uses, while requests run there."""
 
     @field_validator("loss")
     @classmethod

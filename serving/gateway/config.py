@@ -33,11 +33,11 @@ class GatewaySettings(BaseSettings):
     default_max_tokens: int = Field(default=512, ge=1)
     """Completion tokens of a request that names no limit; fewer if the context has less room."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    """Most completion tokens that a request may ask for; default: what the context holds."""
+    """Maximum completion tokens that a request may ask for; default: what the context holds."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens of a prompt, with `--engine local`; default: what the context holds."""
+    """Maximum tokens of a prompt, with `--engine local`; default: what the context holds."""
     max_samples: int = Field(default=64, ge=1)
-    """Most samples of a request: its prompts times `n`."""
+    """Maximum samples of a request: its prompts times `n`."""
     strict_fields: bool = False
     """Refuse request fields that have no effect, with `--engine local`; 0 logs each field once."""
     max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
@@ -53,7 +53,7 @@ class GatewaySettings(BaseSettings):
     max_in_flight: int = Field(default=400, ge=1)
     """Requests at once, waiting ones included; more are refused with status 429."""
     max_key_share: float = Field(default=0.5, gt=0, le=1)
-    """Share of these requests for one API key that has no limit of its own."""
+    """Share of `max_in_flight` for one API key that has no limit of its own."""
     rollout_slots_share: float = Field(default=0.75, gt=0, le=1)
     """Share of the engine's slots for rollouts, at least one slot; other requests go first."""
     rollout_chunk_tokens: int = Field(default=128, ge=1)
@@ -77,7 +77,7 @@ class GatewaySettings(BaseSettings):
     admin_key: SecretStr | None = Field(default=None, min_length=16)
     """Key for /admin and POST /v1/target-version; without it, nobody may call them."""
     admin_key_file: Path | None = None
-    """File that holds this key."""
+    """File that holds the admin key."""
 
     @property
     def max_connections(self) -> int:

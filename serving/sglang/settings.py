@@ -58,9 +58,9 @@ class PluginSettings(BaseSettings):
     """Share of rejected proposals kept in traces, with features and target distribution; at most a quarter as many as
     committed tokens. Trees (`--speculative-eagle-topk` above 1) keep none."""
     capture_bytes_per_s: int = Field(default=0, ge=0)
-    """Most bytes of traces per second; requests above it are not captured. 0: no limit."""
+    """Maximum bytes of traces per second; requests above it are not captured. 0: no limit."""
     capture_floor: float = Field(default=DEFAULT_FLOOR, gt=0, le=1)
-    """Least share of traces kept if Redis or the trainer cannot take all; 1 keeps all."""
+    """Minimum share of traces kept if Redis or the trainer cannot take all; 1 keeps all."""
     buffer_bytes: int = Field(default=0, ge=0)
     """Host memory for features of running requests, and as much again for traces that wait for Redis; more are dropped.
     0: a twentieth of the memory, at least 256 MiB."""
@@ -72,7 +72,7 @@ class PluginSettings(BaseSettings):
     capture_filter: str = ""
     """MODULE:FUNCTION of text and tenant; False drops a trace before it leaves the process."""
     suffix_depth: int = Field(default=0, ge=0, le=64)
-    """Most proposals per round from earlier text of the request, its prompt group or its tenant; 0: none. Only these
+    """Maximum proposals per round from earlier text of the request, its prompt group or its tenant; 0: none. Only these
     use depths of `--speculative-adaptive-config` above `--speculative-num-steps`."""
     share_groups: bool = False
     """Share answers of a prompt group with other engines through Redis, while they are generated; needs

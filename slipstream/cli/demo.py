@@ -46,7 +46,7 @@ def demo(
     max_tokens: Annotated[int, typer.Option(min=1, help="Completion tokens per answer.")] = 160,
     depth: Depth = 4,
     suffix_depth: SuffixDepth = 16,
-    context_length: Annotated[int, typer.Option(min=16, help="Most prompt and completion tokens together.")] = 4096,
+    context_length: Annotated[int, typer.Option(min=16, help="Maximum prompt and completion tokens together.")] = 4096,
     draft_vocab_size: Annotated[
         int, typer.Option(min=2, help="Tokens that the draft can propose: those of the prompts, and frequent ones.")
     ] = 4096,

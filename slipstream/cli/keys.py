@@ -38,7 +38,9 @@ def add(
     read_only: Annotated[
         bool, typer.Option("--read-only", help="Allow models, metrics and the live page's figures; no generation.")
     ] = False,
-    requests_per_minute: Annotated[int | None, typer.Option(min=1, help="Most per minute; default: no limit.")] = None,
+    requests_per_minute: Annotated[
+        int | None, typer.Option(min=1, help="Requests a minute; default: no limit.")
+    ] = None,
     max_concurrent: Annotated[
         int | None, typer.Option(min=1, help="Requests at once; default: the gateway's share per key.")
     ] = None,

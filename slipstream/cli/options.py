@@ -35,9 +35,9 @@ Store = Annotated[
 ]
 Dtype = Annotated[Literal["bfloat16", "float32", "float64"], typer.Option(help="Number type of the target.")]
 DraftVocab = Annotated[int | None, typer.Option(min=2, help="Tokens that a fresh draft can propose; default: 8192.")]
-Depth = Annotated[int, typer.Option(min=0, max=5, help="Most proposals of the draft head per round; 0: no drafts.")]
+Depth = Annotated[int, typer.Option(min=0, max=5, help="Maximum proposals of the draft head per round; 0: no drafts.")]
 SuffixDepth = Annotated[
-    int, typer.Option(min=0, max=64, help="Most proposals from earlier text per round; needs --depth; 0: none.")
+    int, typer.Option(min=0, max=64, help="Maximum proposals from earlier text per round; needs --depth; 0: none.")
 ]
 VocabFrom = Annotated[
     Path | None,
@@ -165,7 +165,7 @@ StreamMaxBytes = Annotated[
 Seed = Annotated[int | None, typer.Option(help="Seed of a fresh draft; default: 0.")]
 
 Slots = Annotated[int, typer.Option(min=1, max=256, help="Local engine: requests decoded together.")]
-ContextLength = Annotated[int, typer.Option(min=16, help="Local engine: most prompt and completion tokens together.")]
+ContextLength = Annotated[int, typer.Option(min=16, help="Local engine: prompt and completion tokens together.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Local engine: CPU threads; default: all cores but one.")]
 ShareGroups = Annotated[
     bool,
@@ -177,7 +177,7 @@ ShareGroups = Annotated[
 ]
 
 SglangPython = Annotated[Path | None, typer.Option(help="Python that has SGLang; default: this one or .venv-sglang's.")]
-CaptureBytes = Annotated[int, typer.Option(min=0, help="SGLang: most bytes of traces per second; 0: no limit.")]
+CaptureBytes = Annotated[int, typer.Option(min=0, help="SGLang: maximum bytes of traces per second; 0: no limit.")]
 CaptureFloor = Annotated[
     float,
     typer.Option(
@@ -185,7 +185,7 @@ CaptureFloor = Annotated[
         max=1,
         callback=finite,
         envvar="SLIPSTREAM_CAPTURE_FLOOR",
-        help="Least share of traces kept if Redis or the trainer cannot take all; 1 keeps all.",
+        help="Minimum share of traces kept if Redis or the trainer cannot take all; 1 keeps all.",
     ),
 ]
 TraceTtl = Annotated[
@@ -205,7 +205,7 @@ CaptureFilter = Annotated[
         help="Function of text and tenant; False drops a trace before it leaves the process.",
     ),
 ]
-StartTimeout = Annotated[float, typer.Option(min=1, callback=finite, help="SGLang: most seconds until it is ready.")]
+StartTimeout = Annotated[float, typer.Option(min=1, callback=finite, help="SGLang: maximum seconds until it is ready.")]
 
 
 def check_sharing(context: typer.Context) -> None:

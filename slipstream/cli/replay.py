@@ -30,7 +30,7 @@ def replay(
     data_dir: InDataDir = None,
     store: Annotated[Path | None, typer.Option(help="Store with whose newest draft to begin.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the fresh draft, the split and the order.")] = 0,
-    depth: Annotated[int, typer.Option(min=1, max=16, help="Most proposals per round.")] = 4,
+    depth: Annotated[int, typer.Option(min=1, max=16, help="Maximum proposals per round.")] = 4,
     model: Model = BUNDLED_MODEL,
     draft_vocab_size: DraftVocab = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,

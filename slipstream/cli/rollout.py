@@ -50,7 +50,7 @@ def rollout(
     ] = 1,
     n: Annotated[int, typer.Option("--n", min=1, help="Samples of a group whose line has neither n nor seeds.")] = 1,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of a sample whose line has no limit; default: the server's.")
+        int | None, typer.Option(min=1, help="Maximum tokens where a line has no limit; default: the server's.")
     ] = None,
     logprobs: Annotated[bool, typer.Option(help="Have samples carry the logprobs of their tokens.")] = True,
     out: Annotated[Path | None, typer.Option(help="File for the samples; default: standard output.")] = None,
@@ -62,7 +62,7 @@ def rollout(
         typer.Option(metavar="MODULE:CLASS", help="Program that answers turns; see slipstream.rollout.Environment."),
     ] = None,
     step_timeout_s: Annotated[
-        float, typer.Option(min=0, callback=finite, help="Most seconds that the environment may take per turn.")
+        float, typer.Option(min=0, callback=finite, help="Maximum seconds that the environment may take per turn.")
     ] = 60,
     retries: Annotated[int, typer.Option(min=0, help="Further attempts at a turn that the environment failed.")] = 0,
 ) -> None:

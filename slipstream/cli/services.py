@@ -173,7 +173,7 @@ EngineId = Annotated[
         envvar="SLIPSTREAM_ENGINE_ID", help="Name of this SGLang in Redis; `sglang` and `gateway` need the same."
     ),
 ]
-SglangDepth = Annotated[int, typer.Option(min=1, max=5, help="Most proposals of the draft head per round.")]
+SglangDepth = Annotated[int, typer.Option(min=1, max=5, help="Maximum proposals of the draft head per round.")]
 
 
 def sglang(

@@ -61,7 +61,7 @@ def prune(
     older_than_hours: Annotated[
         float,
         typer.Option(
-            min=0, callback=finite, envvar="SLIPSTREAM_TRACE_TTL_HOURS", help="Least age of the traces to delete."
+            min=0, callback=finite, envvar="SLIPSTREAM_TRACE_TTL_HOURS", help="Minimum age of the traces to delete."
         ),
     ] = 0,
     model: Annotated[str | None, typer.Option(help="Target whose stream is pruned, too.")] = None,
