@@ -4,14 +4,14 @@
 
 A draft is trained on a quarter of the recorded answers; the others are served again and again with it by an engine that
 decodes them anew (benchmarks/replayed.py: real drafts, real acceptance, a clock that the rounds wind). Follower, watch,
-store, lifecycle and Redis are the real ones, and so is the trainer's second look (trainer/release/live_review.py),
+store, lifecycle and Redis are the real ones, and so is the trainer's review (trainer/release/live_review.py),
 which takes a turn at each poll, or none with `--alone`. Versions are published past the gate, each with nothing waiting
 behind it, so that nothing shortens its trial. A version is done with when it is rolled back, or when both have ended
 well:
 
 * `--repeats` copies of the good draft, which must never be rolled back;
 * `--worse` drafts with noise that takes a tenth of the accept length: rolled back within 2,000 rounds, which takes the
-  second look;
+  review;
 * `--random` drafts of random weights: rolled back within 50 rounds or 5 s, whichever is later.
 
 And a draft that accepts 35% more than the incumbent comes while the traffic changes, `--repeats` times each way: 80% of
@@ -74,7 +74,7 @@ verification. The spread is that of rounds of one batch size, 0.11 to 0.16."""
 LONGEST_TRIAL_S = 3600.0
 """Virtual."""
 REVIEWED_ROUNDS = 3000
-"""Until then a version that the watch has kept may still be rolled back by the second look."""
+"""Until then a version that the watch has kept may still be rolled back by the review."""
 LATEST_SHIFT_S = 20.0
 """After the swap; virtual, too."""
 SHIFTS = {"more remembered": (0.0, 0.8), "less remembered": (0.8, 0.0)}
@@ -218,7 +218,7 @@ class Trials:
         raise TimeoutError(f"{told} is {last.state.value} after {LONGEST_TRIAL_S:.0f} virtual seconds")
 
     def _is_reviewed(self, version: int) -> bool:
-        """Whether the second look at this version has ended, or had its time; there is none with `--alone`."""
+        """Whether the review at this version has ended, or had its time; there is none with `--alone`."""
         events = self.store.lifecycle.events.tail(20)
         told = (event.fields.get("version") for event in events if event.kind == "review")
         return self.is_alone or version in told or self.engine.rounds_of[version] >= REVIEWED_ROUNDS
@@ -286,7 +286,7 @@ def main() -> None:
 
 
 def _config(model_dir: Path, *, alone: bool) -> TrainerConfig:
-    """The trainer's as its environment says, of which only the second look is asked for."""
+    """The trainer's as its environment says, of which only the review is asked for."""
     values: dict[str, Any] = {"redis_url": "", "model_key": "", "store_dir": Path(), "state_dir": Path()}
     return load_config(model_dir=model_dir, **values, **({"review_traces": 0} if alone else {}))
 
@@ -349,7 +349,7 @@ def _arguments() -> argparse.Namespace:
         "--repeats", type=int, help="copies of the good draft, and shifts each way; default 20, quick 2"
     )
     options.add_argument("--worse", type=int, help="drafts that are 10%% worse; default 5, quick 1")
-    options.add_argument("--alone", action="store_true", help="without the trainer's second look")
+    options.add_argument("--alone", action="store_true", help="without the trainer's review")
     options.add_argument("--random", type=int, help="drafts of random weights; default 10, quick 2")
     arguments = options.parse_args()
     defaults = {

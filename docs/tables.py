@@ -1,17 +1,27 @@
-"""Writes the tables of docs/reference/configuration.md and docs/reference/metrics.md: `python -m docs.tables`."""
+"""Writes the generated tables of docs/reference: `python -m docs.tables`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import ast
+import inspect
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+from unittest.mock import MagicMock
 
+from msgspec import Struct
 from prometheus_client import CollectorRegistry
+from pydantic import SecretStr
 from pydantic_settings import BaseSettings
+from starlette.routing import Route
 
 from serving.capture.recorder import RecorderStats
-from serving.engine import EngineHealth
+from serving.engine import EngineHealth, EngineInfo
+from serving.gateway.access import ACCESS
+from serving.gateway.app import Rollouts, create_app, create_passthrough_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.metrics import GatewayMetrics, HealthCollector, RolloutCollector
 from serving.gateway.rollouts.book import RolloutBook
@@ -22,6 +32,9 @@ from serving.sglang.report import EngineReport
 from serving.speedup import SpeedupMeter
 from slipstream.cli.main import app
 from slipstream.settings import commands, other_variables, settings_classes, variables, variables_of
+from speculator.trace import Trace, TraceHeader, VerifyRounds
+from speculator.versions.lifecycle import Transition
+from speculator.versions.store import Manifest
 from trainer.metrics import TrainerMetrics
 
 _MIB = 1024 * 1024
@@ -47,11 +60,11 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def configuration() -> str:
-    """All environment variables and all options of all commands."""
-    parts = ["## Environment variables\n"]
-    for title, rows in variable_rows().items():
-        parts += [f"### {title}\n", table(("variable", "type", "default", "meaning"), rows)]
-    return "\n".join([*parts, "## Commands\n", *_commands()])
+    """All environment variables."""
+    sections = variable_rows().items()
+    return "\n".join(
+        f"## {title}\n\n{table(('variable', 'type', 'default', 'meaning'), rows)}" for title, rows in sections
+    )
 
 
 def variable_rows() -> dict[str, list[tuple[str, ...]]]:
@@ -88,35 +101,62 @@ def _value(name: str, value: Any) -> str:
     return f"{int(value)}" if isinstance(value, bool) else f"{value}"
 
 
-def _commands() -> Iterator[str]:
-    for name, command in commands(app):
-        if command.hidden:
-            continue  # an old name
-        arguments = [option for option in command.params if option.param_type_name == "argument"]
-        yield f"### `{name}`\n"
-        yield f"{' '.join((command.help or '').split())}\n"
-        if arguments:
-            yield f"Arguments: `{' '.join(option.metavar or option.name.upper() for option in arguments)}`\n"
-        rows = [_option(option) for option in command.params if option.param_type_name == "option"]
-        if rows:
-            yield table(("option", "variable", "default", "meaning"), rows)
+_SHARED_BY = 3
+"""An option with one meaning in so many commands is explained once."""
+
+
+def command_line() -> str:
+    """All commands and their options."""
+    found = {name: command for name, command in commands(app) if not command.hidden}
+    options = {
+        name: [_option(each) for each in command.params if each.param_type_name == "option"]
+        for name, command in found.items()
+    }
+    defaults = defaultdict[tuple[str, str, str], Counter[str]](Counter)
+    for names, variable, default, meaning in chain.from_iterable(options.values()):
+        defaults[names, variable, meaning][default] += 1
+    usual: dict[str, tuple[str, ...]] = {}
+    for (names, variable, meaning), each in sorted(defaults.items(), key=lambda one: one[1].total()):
+        if each.total() >= _SHARED_BY:
+            # Of two options with one name the one that more commands have.
+            usual[names] = (names, variable, each.most_common(1)[0][0], meaning)
+    head = ("option", "variable", "default", "meaning")
+    parts = ["## Shared options\n", table(head, (usual[names] for names in sorted(usual)))]
+    for name, command in found.items():
+        parts.append(f"## `{name}`\n\n{' '.join((command.help or '').split())}\n")
+        if arguments := [each for each in command.params if each.param_type_name == "argument"]:
+            parts += [*(f"* `{each.metavar or each.name.upper()}`: {each.help}" for each in arguments), ""]
+        shared = [row for row in options[name] if row[1::2] == usual.get(row[0], ())[1::2]]
+        own = [row for row in options[name] if row not in shared]
+        said = [row[0] if row in usual.values() else f"{row[0]} ({row[2]})" for row in shared]
+        parts += [f"[Shared](#shared-options): {', '.join(said)}\n"] * bool(said) + [table(head, own)] * bool(own)
+    return "\n".join(parts)
 
 
 def _option(option: Any) -> tuple[str, ...]:
-    names = ", ".join(f"`{name}`" for name in option.opts)
+    choices = [each for each in get_args(option.type_descriptor.annotation) if isinstance(each, str)]
+    value = f" {'|'.join(choices)}" if choices else ""
+    names = ", ".join(f"`{name}{value}`" for name in (*option.opts, *option.secondary_opts))
     environment = ", ".join(f"`{name}`" for name in variables(option))
     if option.required:
         default = "required"
     elif option.is_flag:
         default = "on" if option.default else "off"
     else:
-        default = "–" if option.default is None else f"{option.default}"
+        default = "–" if option.default in (None, "") else f"{option.default}"
     return names, environment, default, option.help or ""
 
 
 _PREFIX = "slipstream_"
 _GATEWAY, _LOCAL, _SGLANG, _TRAINER = "gateway", "local engine", "SGLang", "trainer"
-_SECTIONS = {"Gateway": {_GATEWAY}, "Engine": {_LOCAL, _SGLANG}, "Trainer": {_TRAINER}}
+_SECTIONS = {
+    "Gateway": (_GATEWAY,),
+    "Both engines": (_LOCAL, _SGLANG),
+    "Local engine only": (_LOCAL,),
+    "SGLang only": (_SGLANG,),
+    "Trainer": (_TRAINER,),
+}
+"""Titles, and who has exactly these."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,17 +187,16 @@ def describe() -> list[Described]:
 
 
 def metrics() -> str:
-    """All metrics, in a table for each service."""
+    """All metrics, in a table for those that one service or both engines have."""
     described, parts = describe(), []
     for title, exposers in _SECTIONS.items():
-        rows = [_row(metric) for metric in described if exposers & set(metric.exposed_by)]
-        parts += [f"## {title}\n", table(("name", "type", "labels", "what it says", "exposed by"), rows)]
+        rows = [_row(metric) for metric in described if metric.exposed_by == exposers]
+        parts.append(f"## {title}\n\n{table(('name', 'type', 'labels', 'what it says'), rows)}")
     return "\n".join(parts)
 
 
 def _row(metric: Described) -> tuple[str, ...]:
-    labels = ", ".join(f"`{label}`" for label in metric.labels)
-    return f"`{metric.name}`", metric.kind, labels, metric.help_text, ", ".join(metric.exposed_by)
+    return f"`{metric.name}`", metric.kind, ", ".join(f"`{label}`" for label in metric.labels), metric.help_text
 
 
 def _registries() -> dict[str, CollectorRegistry]:
@@ -198,7 +237,88 @@ def _described(exposer: str, registry: CollectorRegistry) -> Iterator[Described]
                 )
 
 
+_PURPOSES = {
+    "/v1/rollouts/{rollout_id}/observations": "answer turns of samples",
+    "/v1/target-version": "bring new target weights into service",
+    "/health": "200 while the engine lives, else 503",
+    "/ready": "200 while the engine takes requests, else 503",
+    "/metrics": "Prometheus metrics",
+    "/slipstream/live": "figures of the live page",
+    "/slipstream/drafts": "versions and events of the live page",
+    "/v1/messages/count_tokens": "count tokens of messages",
+    **dict.fromkeys(("/tokenize", "/v1/tokenize"), "tokens of a text"),
+    **dict.fromkeys(("/detokenize", "/v1/detokenize"), "text of tokens"),
+    "/openapi.json": "schema of all routes",
+    "/": "live page",
+    "/page/{name:path}": "files of the live page",
+}
+"""Where the name of a route's function does not say it."""
+
+
+def http_api() -> str:
+    """All routes of the gateway, with everything that may be switched on: who may call each, before which engine."""
+    host, settings = MagicMock(), GatewaySettings(admin_key=SecretStr("a-key-for-a-table"))
+    host.info = EngineInfo(model="model", context_length=1, max_depth=1)
+    common: dict[str, Any] = {"settings": settings, "drafts": MagicMock(), "targets": MagicMock()}
+    local = create_app(host, registry=CollectorRegistry(), **common)
+    common["rollouts"] = Rollouts(pool=MagicMock(), tokenizer=MagicMock())
+    in_front = create_passthrough_app(host, MagicMock(), registry=CollectorRegistry(), **common)
+    found = defaultdict[tuple[str, ...], list[str]](list)
+    for engine, gateway in ((_LOCAL, local), (_SGLANG, in_front)):
+        for route in gateway.routes:
+            assert isinstance(route, Route)
+            purpose = _PURPOSES.get(route.path) or route.name.replace("_", " ")
+            for method in sorted((route.methods or set()) - {"HEAD"}):
+                shown = f"`{method} {route.path.replace(':path', '')}`"
+                found[shown, purpose, f"{ACCESS[route.path]}"].append(engine)
+    rows = ((*row, "both" if len(engines) > 1 else engines[0]) for row, engines in found.items())
+    return "## Routes\n\n" + table(("route", "purpose", "access", "engine"), rows)
+
+
+_FORMATS_OF: dict[str, tuple[type, ...]] = {
+    "Trace: header": (TraceHeader,),
+    "Trace: tensors": (Trace, VerifyRounds),
+    "Draft version: `manifest.json`": (Manifest,),
+    "State: a transition": (Transition,),
+}
+_JSON_TYPES = {
+    **dict.fromkeys(("SamplingParams", "dict[str, Any]", "dict[str, Number]"), "object"),
+    **dict.fromkeys(("Verification", "VersionState"), "str"),
+}
+
+
+def formats() -> str:
+    """The fields of what is stored, as their classes describe them."""
+    head, parts = ("field", "type", "meaning"), []
+    for title, owners in _FORMATS_OF.items():
+        rows = [row for owner in owners for row in _described_fields(owner)]
+        parts.append(f"## {title}\n\n{table(head, rows)}")
+    return "\n".join(parts)
+
+
+def _described_fields(owner: type) -> Iterator[tuple[str, ...]]:
+    """The docstrings below fields. Where they begin with shape and type, all else is no tensor."""
+    [found] = ast.parse(inspect.getsource(owner)).body
+    assert isinstance(found, ast.ClassDef)
+    for field, after in pairwise([*found.body, ast.Pass()]):
+        if isinstance(field, ast.AnnAssign):
+            kind, text = ast.unparse(field.annotation), ""
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                text = " ".join(str(after.value.value).split())
+            if text.startswith("["):
+                kind, _, text = text.partition(": ")
+            if kind.startswith("[") or issubclass(owner, Struct):
+                yield f"`{ast.unparse(field.target)}`", _JSON_TYPES.get(kind, kind), text
+
+
+PAGES = (configuration, command_line, metrics, http_api, formats)
+"""Each is the page of its name."""
+
+
+def path_of(tables: Callable[[], str]) -> Path:
+    return Path(__file__).parent / "reference" / f"{tables.__name__.replace('_', '-')}.md"
+
+
 if __name__ == "__main__":
-    for name, tables in {"configuration.md": configuration(), "metrics.md": metrics()}.items():
-        path = Path(__file__).parent / "reference" / name
-        path.write_text(page(path, tables))
+    for tables in PAGES:
+        path_of(tables).write_text(page(path_of(tables), tables()))

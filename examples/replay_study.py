@@ -1,6 +1,6 @@
 """Which loss learns most from your traffic? Each learns from the same traces, in the same steps.
 
-python -m examples.replay_study traffic.rec --model DIR_OR_ID --seeds 3
+python -m examples.replay_study traffic.rec --model DIR_OR_ID --seeds 3 --loss my_loss:focal
 """
 
 import argparse
@@ -20,17 +20,19 @@ def main(words: list[str] | None = None) -> dict[str, list[float]]:
     parser.add_argument("--model", default=BUNDLED_MODEL)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="default: every trace about four times")
+    parser.add_argument("--loss", action="append", help="compare this loss with the default; may be repeated")
     given = parser.parse_args(words)
     same = {"recordings": [given.recording], "model_dir": resolve_model(given.model), "num_steps": given.steps}
-    lengths: dict[str, list[float]] = {loss: [] for loss in LOSSES}
+    losses = (LOSSES[0], *given.loss) if given.loss else LOSSES
+    lengths: dict[str, list[float]] = {loss: [] for loss in losses}
     # A seed chooses the fresh draft, what is held out, and the order: compare losses within a seed.
     for seed in range(given.seeds):
-        for loss in LOSSES:
+        for loss in losses:
             lengths[loss].append(
                 replay(ReplayOptions(**same, depths=[1, 2, 3, 4], loss=loss, seed=seed))["accept_length"]
             )
     for loss, found in lengths.items():
-        gains = [one / first - 1 for one, first in zip(found, lengths[LOSSES[0]], strict=True)]
+        gains = [one / first - 1 for one, first in zip(found, lengths[losses[0]], strict=True)]
         spread = f" ± {stdev(gains):.1%}" if len(gains) > 1 else ""
         print(f"{mean(found):.3f} tokens a verification  {mean(gains):+.1%}{spread}  {loss}")
     return lengths

@@ -30,40 +30,39 @@ from serving.speedup import (
 # Names and help texts of what both engines have, each counting for itself.
 ROUNDS = (
     "slipstream_rounds",
-    "Decode rounds by batch size and mode: speculative, control (depth 0), with_prompt (a piece read in the same pass)",
+    "Decode rounds by batch size and mode: speculative, control (no drafts), with_prompt (reads a prompt chunk, too)",
 )
-ROUND_SECONDS = "slipstream_round_seconds", "Time spent in decode rounds"
+ROUND_SECONDS = "slipstream_round_seconds", "Time in decode rounds"
 ROUND_TOKENS = "slipstream_round_tokens", "Tokens committed by decode rounds"
-PROPOSALS = "slipstream_proposals", "Verified proposals by source and position; of those of a tree at one position one"
-ACCEPTED = "slipstream_accepted", "Accepted ones by source and position"
+PROPOSALS = "slipstream_proposals", "Verified proposals by source and position; a tree counts once per position"
+ACCEPTED = "slipstream_accepted", "Accepted proposals by source and position"
 TEXTS = ("own", "group", "tenant")
 """Whose: the request's own, of its prompt group, of its tenant."""
 ACCEPTED_TEXT = (
     "slipstream_accepted_text",
-    "Accepted proposals of earlier text by whose text it was: own (of the request), group, tenant",
+    "Accepted proposals from earlier text of the request (own), its prompt group or its tenant",
 )
 VERIFICATIONS = (
     "slipstream_verifications",
-    "Verifications: one per request and drafting round, also where no proposal was worth it",
+    "Verifications: one per request and drafting round, even without a proposal",
 )
 VERIFIED_TOKENS = (
     "slipstream_verified_tokens",
-    "Tokens that verifications earned, bonus included; over verifications = acceptance length",
+    "Tokens committed by verifications; divided by verifications, this is the acceptance length",
 )
 VERIFICATIONS_BY_LENGTH = (
     "slipstream_verifications_by_length",
-    "Verifications by source of their proposals, and by how long the text (context) or the answer before them was",
+    "Verifications by source and by length of the context or answer before them",
 )
-VERIFIED_TOKENS_BY_LENGTH = "slipstream_verified_tokens_by_length", "Tokens that they earned, bonus included"
+VERIFIED_TOKENS_BY_LENGTH = "slipstream_verified_tokens_by_length", "Tokens committed by these verifications"
 BRANCH_ROWS = (
     "slipstream_capture_branch_rows",
-    "Rows of rejected proposals that were drawn for a trace, by outcome: kept in it, over their budget, or cut with "
-    "the end of their answer",
+    "Rejected proposals drawn for traces: kept, dropped for the budget, or cut with their answer's end",
 )
-SUFFIX_TOKENS = "slipstream_suffix_tokens", "Tokens of earlier text that are kept to propose from"
+SUFFIX_TOKENS = "slipstream_suffix_tokens", "Tokens of earlier text kept for proposals"
 DRAFT_VERSION = "slipstream_draft_version", "Draft version in service"
-DEPTH = "slipstream_depth", "Most proposals a round"
-SWAPS = "slipstream_swaps", "Draft swaps by outcome: installed, failed"
+DEPTH = "slipstream_depth", "Maximum proposals per round"
+SWAPS = "slipstream_swaps", "Draft swaps: installed, failed"
 
 GROUP_TEXT_OUTCOMES = ("published", "fetched", "buffer_full", "ended", "expired", "failed", "closed")
 
@@ -83,12 +82,15 @@ class EngineMetrics:
         self.round_tokens = Counter(*ROUND_TOKENS, ["mode", "batch"], registry=registry)
         self.expected_seconds = Counter(
             "slipstream_round_expected_seconds",
-            "Time that planned rounds were expected to take; their tokens over this is the throughput that is expected",
+            "Time that planned rounds were expected to take",
             ["batch"],
             registry=registry,
         )
         self.expected_tokens = Counter(
-            "slipstream_round_expected_tokens", "Tokens that they were expected to commit", ["batch"], registry=registry
+            "slipstream_round_expected_tokens",
+            "Tokens that planned rounds were expected to commit",
+            ["batch"],
+            registry=registry,
         )
         self.verifications = Counter(*VERIFICATIONS, registry=registry)
         self.verified_tokens = Counter(*VERIFIED_TOKENS, registry=registry)
@@ -99,13 +101,13 @@ class EngineMetrics:
             self.accepted_text.labels(text)
         self.proposed_tokens = Counter(
             "slipstream_proposed_tokens",
-            "Verified proposals by source, of a tree those beside each other, too",
+            "Verified proposals by source, all those of a tree",
             ["source"],
             registry=registry,
         )
         self.looks = Counter(
             "slipstream_draft_looks",
-            "Looks at a head that does not pay, by whether the target emitted the token that it would have proposed",
+            "Probes of an unused draft head, by whether its proposal was accepted or rejected",
             ["outcome"],
             registry=registry,
         )
@@ -113,22 +115,30 @@ class EngineMetrics:
             self.looks.labels(outcome)
         self.head_ab_rounds = Counter(
             "slipstream_head_ab_rounds",
-            "Drafting rounds of the A/B of the draft head, but for those that read a prompt, by arm: both, or "
-            "suffix_only where the planner may not ask the head",
+            "Drafting rounds of the draft head's A/B that read no prompt, with the head (both) and without it "
+            "(suffix_only)",
             ["arm", "batch"],
             registry=registry,
         )
         self.head_ab_seconds = Counter(
-            "slipstream_head_ab_round_seconds", "Time spent in them", ["arm", "batch"], registry=registry
+            "slipstream_head_ab_round_seconds",
+            "Time in rounds of the draft head's A/B",
+            ["arm", "batch"],
+            registry=registry,
         )
         self.head_ab_tokens = Counter(
-            "slipstream_head_ab_round_tokens", "Tokens that they committed", ["arm", "batch"], registry=registry
+            "slipstream_head_ab_round_tokens",
+            "Tokens committed by rounds of the draft head's A/B",
+            ["arm", "batch"],
+            registry=registry,
         )
         self.head_ab_asked = Counter(
-            "slipstream_head_ab_asked_rounds", "Those of the arm both in which the head was asked", registry=registry
+            "slipstream_head_ab_asked_rounds", "Rounds of arm both in which the draft head proposed", registry=registry
         )
         self.draft_version = Gauge(*DRAFT_VERSION, registry=registry)
-        self.last_swap = Gauge("slipstream_last_swap_timestamp_seconds", "Time of the last swap", registry=registry)
+        self.last_swap = Gauge(
+            "slipstream_last_swap_timestamp_seconds", "Unix time of the last swap", registry=registry
+        )
         self.depth = Gauge(*DEPTH, registry=registry)
         self.swaps = Counter(*SWAPS, ["outcome"], registry=registry)
         for outcome in ("installed", "failed"):
@@ -138,14 +148,13 @@ class EngineMetrics:
         )
         self.capture_seconds = Counter(
             "slipstream_capture_seconds",
-            "Time of the decode loop that went into handing finished traces over; what rounds keep for them is in the "
-            "rounds' own time, and the rest on another thread",
+            "Time that the decode loop spent handing over finished traces",
             registry=registry,
         )
         self.unlabelled = Counter(
             "slipstream_capture_unlabelled_positions",
-            "Positions of prompts that were captured without the target's distribution: too many waited for theirs, "
-            "the target had moved, or the engine stopped or forgot a tenant meanwhile",
+            "Captured prompt positions without target distribution: too many waited, the target changed, the engine "
+            "stopped or erased the tenant",
             registry=registry,
         )
         self.branch_rows = Counter(*BRANCH_ROWS, ["outcome"], registry=registry)
@@ -214,19 +223,16 @@ class TargetMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.version = Gauge(
-            "slipstream_target_version", "Version of the target in service; 0 is that of the start", registry=registry
+            "slipstream_target_version", "Target version in service; 0: that of the start", registry=registry
         )
         self.moves = Counter(
-            "slipstream_target_moves",
-            "Announced targets by outcome: installed, refused",
-            ["outcome"],
-            registry=registry,
+            "slipstream_target_moves", "Announced targets: installed, refused", ["outcome"], registry=registry
         )
         for outcome in ("installed", "refused"):
             self.moves.labels(outcome)
         self.stall = Histogram(
             "slipstream_target_stall_seconds",
-            "Decode time lost to a new target; 0 where the engine moves it by itself",
+            "Decode time lost to a new target; 0 if the engine updates itself",
             registry=registry,
             buckets=_TARGET_STALL_BUCKETS_S,
         )
@@ -288,8 +294,8 @@ class ServingCollector(Collector):
         yield from speedup_metrics(self._meter.measure(), self._end_to_end(), self._estimate())
         yield from _with_interval(
             "slipstream_speedup_head_ratio",
-            "Time a token in rounds with earlier text alone over that with the draft head beside it, same batch sizes, "
-            "recent window; measured where an A/B of the head is on",
+            "Gain of the draft head: time per token with earlier text alone over that with both, same batch sizes, "
+            "recent window; needs its A/B",
             SUFFIX_ONLY,
             self._head(),
         )
@@ -327,18 +333,18 @@ def trace_metrics(
     branch_rows: Mapping[str, int] | None = None,
 ) -> Iterator[Metric]:
     """A recorder's accounts; None is left out. Every reason of its own stands there from the start."""
-    yield CounterMetricFamily("slipstream_traces_captured", "Finished traces that capture was to record", captured)
-    yield CounterMetricFamily("slipstream_traces_appended", "Traces that were written to the stream", appended)
+    yield CounterMetricFamily("slipstream_traces_captured", "Finished traces of captured requests", captured)
+    yield CounterMetricFamily("slipstream_traces_appended", "Traces written to the stream", appended)
     dropped = CounterMetricFamily("slipstream_traces_dropped", "Traces dropped, by reason", labels=["reason"])
     for reason, count in {**dict.fromkeys(DROP_REASONS, 0), **dropped_by_reason}.items():
         dropped.add_metric([reason], count)
     yield dropped
     yield GaugeMetricFamily("slipstream_traces_pending", "Traces waiting for the stream", pending)
-    yield CounterMetricFamily("slipstream_trace_bytes", "Bytes of appended traces", num_bytes)
-    yield CounterMetricFamily("slipstream_trace_tokens", "Tokens of appended traces", num_tokens)
+    yield CounterMetricFamily("slipstream_trace_bytes", "Bytes of traces written to the stream", num_bytes)
+    yield CounterMetricFamily("slipstream_trace_tokens", "Tokens of traces written to the stream", num_tokens)
     yield GaugeMetricFamily(
         "slipstream_capture_share_ratio",
-        "Share of finished traces that capture keeps: below 1 where Redis or the trainer cannot take all",
+        "Share of finished traces that capture keeps; below 1 if Redis or the trainer cannot take all",
         share,
     )
     if branch_rows is not None:
@@ -367,9 +373,8 @@ def group_text_metrics(
     """`tokens` by outcome; of `lags`, `lag_s` together, how many lasted no longer than each. None is left out."""
     outcomes = CounterMetricFamily(
         "slipstream_group_text_tokens",
-        "Tokens of prompt groups by what became of them: published for other engines; fetched, which others have "
-        "published; not published: buffer_full while Redis was away, ended or erased before, expired in the "
-        "buffer, failed (a bug), closed",
+        "Tokens of prompt groups: published, fetched from others; or not published: buffer_full (Redis away), ended "
+        "(or erased), expired, failed (a bug), closed",
         labels=["outcome"],
     )
     for outcome, count in tokens.items():
@@ -377,16 +382,16 @@ def group_text_metrics(
     yield outcomes
     lag = HistogramMetricFamily(
         "slipstream_group_text_lag_seconds",
-        "From a token's commit on another engine to where this one may propose it",
+        "Time from a token's commit on another engine until this one may propose it",
     )
     if lags:
         lag.add_metric([], list(lags.items()), lag_s)
     yield lag
     yield CounterMetricFamily(
-        "slipstream_group_texts_evicted", "Texts of groups that this engine removed for a bound", evicted
+        "slipstream_group_texts_evicted", "Texts of prompt groups evicted to stay within bounds", evicted
     )
     yield CounterMetricFamily(
-        "slipstream_group_texts_unreadable", "Texts of groups in which something was none of ours", unreadable
+        "slipstream_group_texts_unreadable", "Texts of prompt groups with foreign content", unreadable
     )
 
 
@@ -398,26 +403,26 @@ def speedup_metrics(measured: Speedup, end_to_end: Speedup, estimated: float | N
     """
     yield from _with_interval(
         "slipstream_speedup_measured_ratio",
-        "Time a token at depth 0 over time a token with drafting, same batch sizes, recent window",
+        "Measured speedup: time per token without drafts over that with drafts, same batch sizes, recent window",
         BASELINE,
         measured,
     )
     yield from _with_interval(
         "slipstream_speedup_end_to_end_ratio",
-        "Requests' time a token, prompts included, in stretches of rounds in which all are served plainly, over that "
-        "elsewhere; recent window",
+        "End-to-end speedup: time per token, prompts included, in plainly served stretches over that elsewhere; "
+        "recent window",
         SERVED_PLAINLY,
         end_to_end,
     )
     milliseconds = measured.baseline_ms_per_token
     yield GaugeMetricFamily(
         "slipstream_baseline_seconds_per_token",
-        "Time a token at depth 0, at the batch sizes of drafting rounds",
+        "Time per token without drafts, at the batch sizes of drafting rounds",
         None if milliseconds is None else milliseconds / 1000,
     )
     yield _gauge(
         "slipstream_speedup_estimated_ratio",
-        "Speedup as a cost model sees it: of rounds as they were planned",
+        "Speedup of planned rounds that a cost model expects",
         "model",
         {PLAN_MODEL: estimated},
     )
@@ -426,7 +431,7 @@ def speedup_metrics(measured: Speedup, end_to_end: Speedup, estimated: float | N
 def _with_interval(name: str, about: str, baseline: str, found: Speedup) -> Iterator[Metric]:
     yield _gauge(name, about, "baseline", {baseline: found.ratio})
     for end, value in (("lower", found.lower), ("upper", found.upper)):
-        yield _gauge(f"{name}_{end}", f"The {end} end of its 95% interval", "baseline", {baseline: value})
+        yield _gauge(f"{name}_{end}", f"{end.capitalize()} end of the 95% interval", "baseline", {baseline: value})
 
 
 def _gauge(name: str, about: str, label: str, values: Mapping[str, float | None]) -> GaugeMetricFamily:
@@ -443,8 +448,8 @@ def _group_speedups(measured: Mapping[Group, Speedup]) -> Iterator[Metric]:
     name = "slipstream_speedup_measured_group_ratio"
     for bound, suffix, about in (
         ("ratio", "", "Measured speedup of one tenant's requests of one domain"),
-        ("lower", "_lower", "The lower end of its 95% interval"),
-        ("upper", "_upper", "The upper end of its 95% interval"),
+        ("lower", "_lower", "Lower end of the 95% interval"),
+        ("upper", "_upper", "Upper end of the 95% interval"),
     ):
         gauge = GaugeMetricFamily(name + suffix, about, labels=["baseline", "tenant", "domain"])
         for group, speedup in measured.items():
@@ -459,24 +464,22 @@ def verdict_metrics(
     """How trials of draft versions ended, which version is on trial now, and this engine's part in it."""
     counts = CounterMetricFamily(
         "slipstream_draft_verdicts",
-        "Draft versions by how their trial ended: promoted, rolled_back, withdrawn",
+        "Trials of draft versions by result: promoted, rolled_back, withdrawn",
         labels=["outcome"],
     )
     for outcome, count in verdicts.items():
         counts.add_metric([outcome], count)
     yield counts
-    yield GaugeMetricFamily(
-        "slipstream_watched_draft_version", "Draft version on trial; 0 where none is", value=watched
-    )
+    yield GaugeMetricFamily("slipstream_watched_draft_version", "Draft version on trial; 0: none", value=watched)
     yield _gauge(
         "slipstream_engine_role",
-        "1 for this engine's part in the trial of a draft version: canary, waiting for the canary's verdict, settled",
+        "1 for this engine's role in a trial: canary, waiting for the canary's verdict, settled",
         "role",
         {role: 1.0} if role else {},
     )
     yield GaugeMetricFamily(
         "slipstream_draft_accept_length",
-        "Tokens a verification of the draft version in service on this engine, over the last 1,000 at most",
+        "Acceptance length of the draft version in service, over the last 1,000 verifications at most",
         value=accept_length,
     )
 

@@ -37,7 +37,7 @@ _LATER = (429, 503)
 
 
 class Group(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One prompt and how often it is answered; docs/how-to/rollouts.md. What is left out is the server's default."""
+    """One prompt and how often to answer it (docs/how-to/rollouts.md). The server fills in what is left out."""
 
     id: str | None = None
     prompt: str | Sequence[int] | None = None

@@ -41,7 +41,7 @@ class LogSettings(BaseSettings):
     format: Literal["auto", "json", "console"] = "auto"
     """`auto` is readable on a terminal and JSON elsewhere."""
     level: Literal["debug", "info", "warning", "error"] = Field(default="info")
-    """Lines of less weight are left out; `debug` adds those of probes."""
+    """Lowest level that is logged; `debug` adds health probes."""
 
 
 def load_settings() -> LogSettings:

@@ -1,6 +1,6 @@
 """Every environment variable that Slipstream reads, taken from the classes and options that read it.
 
-The page docs/reference/configuration.md and `slipstream doctor` are made from this: neither can know fewer or others.
+docs/reference/configuration.md and `slipstream doctor` are made from this, so neither can know fewer or others.
 """
 
 from __future__ import annotations
@@ -52,12 +52,16 @@ def other_variables() -> dict[str, tuple[str, str, str]]:
     from speculator.tracing import VARIABLE as SPANS_VARIABLE
 
     return {
-        CACHE_VARIABLE: ("path", "~/.cache/slipstream", "Converted models, compiled kernels, benchmark data."),
-        "SLIPSTREAM_REDIS_URL": ("text", "–", "Stands for `--redis-url`; read by the plugin, too."),
-        PASSWORD_FILE_VARIABLE: ("path", "–", "The password for the user that the URL names, in a file."),
-        "SLIPSTREAM_STORE": ("path", "–", "Stands for `--store`; read by the plugin, too."),
-        SPANS_VARIABLE: ("1 or 0", "0", "Sends OpenTelemetry spans: see docs/how-to/monitor.md."),
-        "SLIPSTREAM_ENABLED": ("1 or 0", "0", "Turns the plugin on."),
+        CACHE_VARIABLE: (
+            "path",
+            "~/.cache/slipstream",
+            "Folder of converted models, compiled kernels, benchmark data.",
+        ),
+        "SLIPSTREAM_REDIS_URL": ("text", "–", "Same as `--redis-url`."),
+        PASSWORD_FILE_VARIABLE: ("path", "–", "File with the password of the user in the Redis URL."),
+        "SLIPSTREAM_STORE": ("path", "–", "Same as `--store`."),
+        SPANS_VARIABLE: ("1 or 0", "0", "1 sends OpenTelemetry spans (docs/how-to/monitor.md)."),
+        "SLIPSTREAM_ENABLED": ("1 or 0", "0", "1 turns the plugin on."),
     }
 
 

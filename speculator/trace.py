@@ -56,39 +56,39 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
     engine_id: str
     target_fingerprint: str
     num_prompt_tokens: int
-    """Of the whole request, also where the span keeps only the prompt's tail."""
+    """Of the whole prompt; the span may keep less."""
     first_position: int
     """Absolute position of the span's first token."""
     created_ms: int
-    """When the request came, not when its answer ended."""
+    """When the request came."""
     sampling: SamplingParams
+    """`temperature`, `top_p`, `top_k`."""
     verification: Verification = "coupled"
-    """Traces that do not say so are taken to be of such an engine. Of a greedy request it makes no difference."""
+    """`coupled`, `target_only`, `rejection` or `block`."""
     tenant: str = "default"
     group_id: str = ""
     domain: str = ""
     target_version: int = 0
-    """Everything in the trace is of this one: an answer that goes on under another is cut where that came."""
+    """Of the whole trace; a new one ends the span."""
     schema_version: int = SCHEMA_VERSION
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyRounds:
-    """The R verifications that fell into the span, in order.
-
-    `draft_tokens` [R, P] int32 with −1 where a round proposed fewer than P; `draft_logprobs` [R, P] float16 under the
-    draft that proposed, at the temperature at which it draws; `draft_parents` [R, P] int8 index of the parent proposal,
-    −1 for the root (a chain is −1, 0, 1, …); `num_accepted` [R] int8 without the bonus token;
-    `draft_version` [R] int32, or `NO_DRAFT`; `position` [R] int32 absolute position of the last committed token when
-    the round was drafted.
-    """
+    """The R verifications that fell into the span, in order."""
 
     position: np.ndarray
+    """[R] int32: absolute position of the last token committed before the round."""
     draft_tokens: np.ndarray
+    """[R, P] int32: proposals; −1 where a round has fewer than P."""
     draft_logprobs: np.ndarray
+    """[R, P] float16: at the draft's temperature."""
     draft_parents: np.ndarray
+    """[R, P] int8: parent proposal, −1 for the root; a chain is −1, 0, 1, …"""
     num_accepted: np.ndarray
+    """[R] int8: accepted proposals, without the bonus token."""
     draft_version: np.ndarray
+    """[R] int32: 0 where earlier text proposed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,21 +143,23 @@ class BranchRows:
 class Trace:
     """One span. `target_topk_*` row t is the target's distribution *after* reading token t, at temperature 1.
 
-    `token_ids` [T] int32; `aux_hidden` [T, 3d] bfloat16 features entering the three aux layers, or float8_e4m3 that
-    mean their product with `aux_scale` [T] float16 (until they are encoded: decoded ones are bfloat16);
-    `target_topk_ids` [T, K] int32 and `target_topk_logprobs` [T, K] float16, sorted from the likeliest, −1 and −inf on
-    rows whose distribution was not computed (leading prompt positions); `constrained` [T] bool: not the model's own
-    distribution here, do not distil.
+    A float8 feature means its product with `aux_scale`. Decoded features are bfloat16, without a scale.
     """
 
     header: TraceHeader
     token_ids: np.ndarray = field(repr=False)
+    """[T] int32: end of the prompt, then the completion."""
     aux_hidden: Tensor = field(repr=False)
+    """[T, 3d] float8_e4m3 or bfloat16: inputs of the three aux layers."""
     target_topk_ids: np.ndarray = field(repr=False)
+    """[T, K] int32: likeliest first; −1 without a distribution (leading prompt positions)."""
     target_topk_logprobs: np.ndarray = field(repr=False)
+    """[T, K] float16: their logprobs; −inf without a distribution."""
     constrained: np.ndarray = field(repr=False)
+    """[T] bool: not the model's own distribution; do not distil."""
     rounds: VerifyRounds = field(repr=False)
     aux_scale: Tensor | None = field(default=None, repr=False)
+    """[T] float16: with float8 features."""
     branches: BranchRows | None = field(default=None, repr=False)
 
     @property

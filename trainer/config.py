@@ -67,114 +67,109 @@ class TrainerConfig(BaseSettings):
     """Where the trainer keeps its own checkpoint; several processes share one."""
 
     stream_max_bytes: int = Field(default=0, ge=0)
-    """Byte cap of the stream in Redis; the engines keep to their own. 0 allows 160,000 tokens of the target's width,
-    and at least 512 MiB."""
+    """Byte cap of the stream; engines have their own. 0 allows 160,000 tokens of the target, at least 512 MiB."""
     trace_ttl_hours: float = Field(default=0, ge=0)
-    """Traces older than this are removed from the stream, the replay, the disk and the sets that judge drafts; 0 sets
-    no limit. SLIPSTREAM_TRACE_TTL_HOURS says it for every service."""
+    """Hours until traces are deleted from stream, replay, disk and evaluation sets; 0: never.
+    SLIPSTREAM_TRACE_TTL_HOURS sets it for every service."""
     replay_max_bytes: int = Field(default=384 * _MIB, ge=_MIB)
-    """Memory for traces; one completion token of a 576-wide target takes about 4 KiB."""
+    """Memory for traces; a completion token of a 576-wide target takes about 4 KiB."""
     max_waiting_traces: int = Field(default=16, ge=1)
-    """Traces that were read and not yet learnt from; more wait in Redis."""
+    """Maximum traces in memory that were not learned from; further ones wait in Redis."""
     max_known_traces: int = Field(default=20_000, ge=1)
-    """Trace ids that are remembered, some 250 bytes each, to know one that comes again: more than the stream holds."""
+    """Trace ids remembered to recognise repeats, 250 bytes each; set more than the stream holds."""
     replay_recent_share: float = Field(default=0.5, ge=0, le=1)
-    """Of the replay's memory, for the newest traces; the rest holds an even sample of every domain's past."""
+    """Share of the replay's memory for the newest traces; the rest samples every domain's past evenly."""
     max_domains: int = Field(default=64, ge=1)
-    """Domain labels that get a reservoir, a drift alarm and metrics of their own, half of them one tenant's at most;
-    later ones share one."""
+    """Domains with their own replay share, drift alarm and metrics, half of them for one tenant at most; later ones
+    share one."""
     max_tenant_share: float = Field(default=0.6, gt=0, le=1)
-    """Of memory and of the training mix, for one tenant where there are others; 1 sets no cap."""
+    """Maximum share of memory and training batches for one of several tenants; 1: no cap."""
     max_priority: float = Field(default=2.0, ge=1)
-    """How much more often a badly accepted trace is drawn, and how much less a well accepted one; 1: all alike."""
+    """How much more often badly accepted traces are drawn, and how much less well accepted ones; 1: all alike."""
     max_reward_weight: float = Field(default=2.0, ge=1)
-    """The same of the samples of a rollout by their rewards, within their group; 1: rewards have no effect."""
+    """How much rewards change how often a rollout's samples are drawn within their group; 1: not at all."""
     max_draft_lag: int = Field(default=4, ge=0)
-    """Versions behind the published one up to which proposals count fully (α); nothing counts from twice that on."""
+    """Proposals of drafts up to this many versions old count fully, from twice that on not at all."""
     max_target_lag: int = Field(default=4, ge=0)
-    """Target versions behind the newest up to which a trace counts fully; then it is drawn less often, and it is
-    forgotten at twice that."""
+    """Traces of targets up to this many versions old count fully; at twice that they are forgotten."""
 
     draft_vocab_size: int | None = Field(default=None, ge=1)
-    """Of a new lineage, 8192 where unset; where an existing one has another, the trainer does not start."""
+    """Draft vocabulary of a new lineage; default: 8192. An existing lineage must have the same."""
     seed: int = 0
-    """Of the order of learning and of a fresh draft."""
+    """Seed of training order and of a fresh draft."""
 
     batch_tokens: int = Field(default=192, ge=1)
-    """Completion tokens a step. Small batches learn faster here: the optimiser is cheap beside the matrices."""
+    """Completion tokens per step."""
     max_bases: int = Field(default=512, ge=1)
-    """Completion tokens of one trace in one step; longer answers are learnt in random windows."""
+    """Maximum completion tokens of one trace per step; longer answers are learned in random windows."""
     max_context: int = Field(default=512, ge=0)
-    """Positions before them that serve as keys."""
+    """Earlier positions that these completion tokens attend to."""
     ttt_steps: int = Field(default=4, ge=1)
-    """Proposals deep that a chain is unrolled in training (training-time test)."""
+    """Proposals in a row that training unrolls (training-time test)."""
     loss: str = DEFAULT_LOSS
-    """What a step minimises, as `trainer.learning.losses.mix.LossMix` reads it:
-    `forward_kl=1,discard=0.5,correction=topr`; MODULE:FUNCTION is a loss of your own (examples/own_loss.py)."""
+    """Losses with weights, such as `forward_kl=1,discard=0.5,correction=topr`, or your own as MODULE:FUNCTION
+    (examples/own_loss.py)."""
     learning_rate: float = Field(default=1e-3, gt=0)
-    """Of AdamW; constant after the warm-up."""
+    """AdamW's learning rate; constant after the warm-up."""
     warmup_steps: int = Field(default=20, ge=1)
-    """Steps over which it rises to that."""
+    """Steps until the learning rate is reached."""
     max_gradient_norm: float = Field(default=1.0, gt=0)
-    """Longer gradients are shortened to it."""
+    """Longer gradients are scaled down to this norm."""
     autocast: bool = True
-    """Multiply matrices in bfloat16, on a CPU where oneDNN has it; weights and optimiser stay in float32."""
+    """Multiply matrices in bfloat16, on a CPU if oneDNN can; weights and optimiser stay in float32."""
     max_passes: float = Field(default=10.0, gt=0)
-    """How often the replay is learnt from, on average, without a new trace; then the trainer sleeps. Less often where
-    training changes nothing any more (trainer/drift.py)."""
+    """Average passes over the replay without a new trace until the trainer sleeps; fewer if training changes nothing.
+    """
 
     holdout_share: float = Field(default=0.125, gt=0, le=0.5)
-    """Of all texts, held out for a while before they are learnt from: what the gate judges candidates by. The held-out
-    traces, and the golden ones, may each take this share of `replay_max_bytes` more."""
+    """Share of texts held out to judge candidates before they are learned from. Held-out and golden traces may each
+    take this share of `replay_max_bytes` more."""
     holdout_traces: int = Field(default=24, ge=MIN_TRACES)
-    """Held out at the same time; then the oldest is learnt from."""
+    """Maximum held-out traces; beyond that the oldest is learned from."""
     golden_traces: int = Field(default=16, ge=0)
-    """Of the first traffic, set aside for good against drafts that serve it badly."""
+    """Traces of the first traffic that are set aside to judge candidates."""
     golden: Path | None = None
-    """A recording (`slipstream traces record`) whose first `golden_traces` traces take their place."""
+    """Recording whose first `golden_traces` traces are used instead."""
     gate_depth: int = Field(default=4, ge=1)
-    """Proposals a round at which drafts are compared."""
+    """Proposals per round at which drafts are compared."""
     gate_epsilon: float = Field(default=0.02, gt=0)
-    """Relative loss of acceptance length on held-out traces that the gate must exclude."""
+    """Relative loss of acceptance length on held-out traces that the gate must rule out."""
     moved_epsilon: float = Field(default=0.05, gt=0)
-    """The same where the target has moved since the incumbent was published."""
+    """`gate_epsilon` if the target has changed since the incumbent was published."""
     golden_epsilon: float = Field(default=0.05, gt=0)
-    """Relative loss on golden traces, above which the gate refuses."""
+    """Relative loss of acceptance length on golden traces from which the gate refuses."""
     golden_patience_s: float = Field(default=24 * 3600.0, ge=0)
-    """Without a version because of the golden set alone, after which it is filled anew; a recording is not."""
+    """Seconds that golden traces alone may stop all versions until they are replaced; a recording never is."""
     review_traces: int = Field(default=100, ge=0)
-    """Most traces, answers to one prompt being one, on which a version in service is compared once more; 0: none."""
+    """Maximum traces on which a version in service is compared again; answers to one prompt count once. 0: none."""
 
     checkpoint_interval_s: float = Field(default=30.0, ge=0)
-    """Least time between two checkpoints of its own; traces are settled in Redis by them."""
+    """Minimum seconds between checkpoints; a checkpoint acknowledges its traces in Redis."""
     publish_interval_s: float = Field(default=30.0, ge=0)
-    """Least time between two candidates."""
+    """Minimum seconds between candidates."""
     publish_min_tokens: int = Field(default=2000, ge=1)
-    """Completion tokens to learn from between two versions."""
+    """Minimum completion tokens to learn from between versions."""
     publish_pause_s: float = Field(default=300.0, ge=0)
-    """Without a new version after engines rolled back two in a row; it doubles with each further one."""
+    """Seconds without publishing after engines rolled back two versions in a row; each further one doubles it."""
     keep_versions: int = Field(default=20, ge=2)
-    """Versions kept in the store; older ones are removed, last-good excepted."""
+    """Newest versions kept in the store, besides the last good and the pinned one."""
 
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    """Serves Prometheus metrics on this port; none where unset. A further process of this machine takes the port as
-    many above it as its number: what it says about traces and the replay is its own share."""
+    """Port for Prometheus metrics; default: none. Rank N of a machine listens on this port + N and reports its own
+    traces and replay."""
     metrics_host: str = "127.0.0.1"
-    """Address on which it does so; 0.0.0.0 inside a container, where only its network can reach it."""
+    """Address of the metrics port; in a container 0.0.0.0."""
     device: DeviceSetting = "auto"
-    """`auto` is a GPU where there is one; under `torchrun` each process has its own."""
+    """`auto` is a GPU if there is one; under `torchrun` each process has its own."""
     num_threads: int = Field(default=1, ge=1)
-    """CPU threads; more than one beside an engine on the same cores slows both."""
+    """CPU threads; more than one slows trainer and engine on the same cores."""
     nice: int = Field(default=LOWEST, ge=0, le=LOWEST)
-    """Added to the process's niceness: serving goes first. At 19 one process runs only where nobody else wants the core
-    (SCHED_IDLE)."""
+    """Niceness added, so that serving goes first; at 19 the trainer runs only on idle cores (SCHED_IDLE)."""
 
     busy_share: float = Field(default=1.0, gt=0, le=1)
-    """Share of its time in which the trainer computes while an engine of its machine is always busy; the less busy the
-    engine, the larger the share. At 1 the trainer never rests."""
+    """Share of its time that the trainer computes beside a fully busy engine; the less busy it is, the larger."""
     card_share: float = Field(default=0.01, gt=0, le=1)
-    """The same on a GPU that an engine has, too, whenever requests run there. At 0.01 fewer than one in a hundred of
-    their tokens wait for it."""
+    """`busy_share` on a GPU that an engine also uses, while requests run there."""
 
     @field_validator("loss")
     @classmethod

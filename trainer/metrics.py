@@ -41,28 +41,29 @@ class TrainerMetrics:
         # Traces that arrive.
         self.traces = counter(
             "slipstream_trainer_traces",
-            "Traces that were read: admitted, duplicate, dead_lettered; not kept: erased with their tenant, expired",
+            "Traces read: admitted, duplicate, dead_lettered, erased with their tenant, expired",
             ["outcome"],
         )
         self.forgotten = counter(
             "slipstream_trainer_forgotten_traces",
-            "Traces removed from replay, held-out and golden set and disk: erased with their tenant, expired",
+            "Traces deleted from replay, evaluation sets and disk: erased with their tenant, expired",
             ["reason"],
         )
         self.other_target = counter(
-            "slipstream_trainer_other_target_traces",
-            "Traces of another target than this trainer's, all of them dead-lettered",
+            "slipstream_trainer_other_target_traces", "Traces of another target, all of them dead-lettered"
         )
-        self.new_tokens = counter("slipstream_trainer_new_tokens", "Completion tokens that arrived to learn from")
+        self.new_tokens = counter("slipstream_trainer_new_tokens", "Completion tokens received")
         self.trace_age = histogram(
-            "slipstream_trainer_trace_age_seconds", "From a trace's birth to its arrival here", buckets=_AGE_BUCKETS_S
+            "slipstream_trainer_trace_age_seconds",
+            "Time from a request's start to its trace's arrival here",
+            buckets=_AGE_BUCKETS_S,
         )
-        self.stream_errors = counter("slipstream_trainer_stream_errors", "Redis calls that failed", ["operation"])
-        self.rewards = counter("slipstream_trainer_rewarded_samples", "Samples of rollouts whose rewards were read")
+        self.stream_errors = counter("slipstream_trainer_stream_errors", "Failed Redis calls", ["operation"])
+        self.rewards = counter("slipstream_trainer_rewarded_samples", "Rollout samples whose rewards were read")
 
         # Learning.
         self.steps = counter(
-            "slipstream_trainer_steps", "Optimiser steps; skipped = not finite, or no label", ["outcome"]
+            "slipstream_trainer_steps", "Optimiser steps: applied, skipped (not finite, or no label)", ["outcome"]
         )
         self.step_seconds = histogram("slipstream_trainer_step_seconds", "Time of one step", buckets=_STEP_BUCKETS_S)
         self.learnt_tokens = counter(
@@ -71,26 +72,21 @@ class TrainerMetrics:
         self.loss = gauge("slipstream_trainer_loss_nats", "Loss of the last step")
         self.accept_length = gauge(
             "slipstream_trainer_accept_length",
-            "Committed tokens a verification on the last step's traces, most of which were learnt from before",
+            "Acceptance length on the last step's traces, most of which were learned from before",
         )
 
         # The replay.
         self.replay_bytes = gauge("slipstream_trainer_replay_bytes", "Memory of the replay")
         self.replay_traces = gauge("slipstream_trainer_replay_traces", "Traces in the replay")
-        self.waiting_traces = gauge(
-            "slipstream_trainer_waiting_traces", "Traces that were read and not yet learnt from"
-        )
-        self.known_traces = gauge(
-            "slipstream_trainer_known_traces", "Trace ids that are remembered, to know one that comes again"
-        )
+        self.waiting_traces = gauge("slipstream_trainer_waiting_traces", "Traces read and not learned from")
+        self.known_traces = gauge("slipstream_trainer_known_traces", "Trace ids remembered to recognise repeats")
         self.admissions = counter(
             "slipstream_trainer_replay_admissions",
-            "Traces by what the replay did with them: new; held_out = counted again when they are released; golden; "
-            "repeated = their text is here already; refused; no_room; passed_over = kept without a first step, their "
-            "tenant had its share",
+            "Traces by what the replay did: new, held_out (counted again when released), golden, repeated (known "
+            "text), refused, no_room, old_target, passed_over (kept without a first step: tenant over its share)",
             ["outcome"],
         )
-        self.evictions = counter("slipstream_trainer_replay_evictions", "Learnt traces that gave way to others")
+        self.evictions = counter("slipstream_trainer_replay_evictions", "Learned traces evicted for others")
         self.domain_bytes = gauge(
             "slipstream_trainer_replay_domain_bytes", "Memory of the replay by domain", ["domain"]
         )
@@ -102,31 +98,29 @@ class TrainerMetrics:
         # Drift.
         self.acceptance = gauge(
             "slipstream_trainer_acceptance_ratio",
-            "Share of answer tokens that the draft in training proposes first, before it learns from the trace: short "
-            "average, and long average of the requests that have left it",
+            "Share of answer tokens that the draft in training proposes first, before learning from them: average "
+            "of recent requests (short) and of those before (long)",
             ["domain", "window"],
         )
         self.drift_margin = gauge(
             "slipstream_trainer_drift_margin_ratio",
-            "Fall of the short average that is an alarm; 1, which no fall exceeds, until it is learnt",
+            "Fall of the short average that raises an alarm; 1 until it is known",
             ["domain"],
         )
         self.drift_alarm = gauge(
-            "slipstream_trainer_drift_alarm", "1 while acceptance is below what it was", ["domain"]
+            "slipstream_trainer_drift_alarm", "1 during a drift alarm: acceptance has fallen", ["domain"]
         )
         self.drift_alarms = counter("slipstream_trainer_drift_alarms", "Drift alarms raised", ["domain"])
-        self.pressure = gauge(
-            "slipstream_trainer_pressure_ratio", "How much more training is worth its compute; 0 = idle"
-        )
+        self.pressure = gauge("slipstream_trainer_pressure_ratio", "How much further training is worth; 0: nothing")
 
         # The share of time.
         self.time_share = gauge(
             "slipstream_trainer_time_share_ratio",
-            "Share of its time in which training computes, by how busy the engines of its machine are",
+            "Share of its time that training may compute, by the load of engines on its machine",
         )
         self.resting = gauge(
             "slipstream_trainer_resting",
-            "1 while the trainer rests: no engine asks the draft head, and more training would hardly change that",
+            "1 while the trainer rests, because no engine uses the draft head and training would hardly change that",
         )
         self.yielded = counter(
             "slipstream_trainer_yielded_seconds", "Time that training waited for serving on its machine"
@@ -134,65 +128,63 @@ class TrainerMetrics:
 
         # Fit to be published?
         self.healthy = gauge(
-            "slipstream_trainer_healthy", "0 while steps are not finite, or were lately: nothing is published"
+            "slipstream_trainer_healthy", "0 while steps are not finite, or were recently: nothing is published"
         )
-        self.restored = counter("slipstream_trainer_restored", "Times the last good weights were taken back")
+        self.restored = counter("slipstream_trainer_restored", "Times the last good weights were restored")
 
         # The gate.
         self.held_out_traces = gauge(
             "slipstream_trainer_held_out_traces", "Traces that judge candidates: held_out, golden", ["set"]
         )
         self.gate_decisions = counter(
-            "slipstream_trainer_gate_decisions",
-            "Candidates by what the gate decided: promote, refuse, hold",
-            ["outcome"],
+            "slipstream_trainer_gate_decisions", "Candidates by the gate's decision: promote, refuse, hold", ["outcome"]
         )
-        self.gate_seconds = gauge("slipstream_trainer_gate_seconds", "Time of the last decision of the gate")
+        self.gate_seconds = gauge("slipstream_trainer_gate_seconds", "Duration of the gate's last decision")
         self.gate_change = gauge(
             "slipstream_trainer_gate_change_ratio",
-            "Relative change of acceptance length from incumbent to candidate at the last decision, and its bounds",
+            "Relative change of acceptance length from incumbent to candidate at the last decision, with bounds",
             ["set", "bound"],
         )
 
         # Versions in service.
         self.reviews = counter(
             "slipstream_trainer_review_decisions",
-            "Versions that came into service by what a second look on the same traces said: rolled_back, kept, "
-            "undecided, withdrawn",
+            "Versions in service by the review's decision: rolled_back, kept, undecided, withdrawn",
             ["outcome"],
         )
         self.review_change = gauge(
             "slipstream_trainer_review_change_ratio",
-            "Relative change of acceptance length from incumbent to version at the last second look, and its bounds",
+            "Relative change of acceptance length from the version before to the one in service at the last review, "
+            "with bounds",
             ["bound"],
         )
-        self.review_traces = counter("slipstream_trainer_review_traces", "Traces that both versions decoded for it")
-        self.review_seconds = counter("slipstream_trainer_review_seconds", "Time that this took from training")
+        self.review_traces = counter(
+            "slipstream_trainer_review_traces", "Traces that both versions decoded for reviews"
+        )
+        self.review_seconds = counter("slipstream_trainer_review_seconds", "Training time spent on reviews")
         self.publishing_paused = gauge(
             "slipstream_trainer_publishing_paused",
-            "1 while nothing is published because engines rolled back two versions in a row, or one is on trial since",
+            "1 while nothing is published: engines rolled back two versions in a row, or one is on trial since",
         )
         self.started_over = counter(
-            "slipstream_trainer_started_over", "Times the weights in training were given up for the last good version"
+            "slipstream_trainer_started_over", "Times training started over from the last good version"
         )
 
         # Stream and checkpoint.
         self.stream_lag = gauge(
             "slipstream_trainer_stream_entries",
-            "Stream entries at the start or the last checkpoint: undelivered and pending wait; acked, lost, "
-            "dead_lettered, erased (before an ack) and expired (acked or lost) count since the stream began; done by "
-            "other clients: skipped (unacked, not to be delivered), redelivered (acked again), foreign (theirs)",
+            "Stream entries at the last checkpoint: undelivered and pending wait; acked, lost, dead_lettered, "
+            "erased (before an ack) and expired (acked or lost) count since the stream began. By other clients: "
+            "skipped (unacked, not to be delivered), redelivered (acked again), foreign (theirs)",
             ["state"],
         )
         self.stream_bytes = gauge(
-            "slipstream_trainer_stream_bytes", "Payload in the stream at that time, history included"
+            "slipstream_trainer_stream_bytes", "Payload bytes in the stream at the last checkpoint, history included"
         )
-        self.checkpoint_seconds = gauge("slipstream_trainer_checkpoint_seconds", "Time of the last checkpoint")
+        self.checkpoint_seconds = gauge("slipstream_trainer_checkpoint_seconds", "Duration of the last checkpoint")
 
         # Versions.
-        self.target_version = gauge(
-            "slipstream_trainer_target_version", "Newest version of the target of which a trace has come"
-        )
+        self.target_version = gauge("slipstream_trainer_target_version", "Newest target version of a received trace")
         self.published_version = gauge("slipstream_trainer_published_version", "Draft version last published")
         self.publish_errors = counter("slipstream_trainer_publish_errors", "Versions that could not be published")
 

@@ -31,53 +31,53 @@ class GatewaySettings(BaseSettings):
     )
 
     default_max_tokens: int = Field(default=512, ge=1)
-    """Completion tokens when the request names no limit, less where the context has less room."""
+    """Completion tokens of a request that names no limit; fewer if the context has less room."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    """Completion tokens that one request may ask for; default: what the context holds."""
+    """Maximum completion tokens that a request may ask for; default: what the context holds."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of one prompt, where the gateway counts them (--engine local); default: what the context holds."""
+    """Maximum tokens of a prompt, with `--engine local`; default: what the context holds."""
     max_samples: int = Field(default=64, ge=1)
-    """Prompts times `n` of one request."""
+    """Maximum samples of a request: its prompts times `n`."""
     strict_fields: bool = False
-    """Refuse fields of a request that are not acted on (--engine local); default: list them once in the log."""
+    """Refuse request fields that have no effect, with `--engine local`; 0 logs each field once."""
     max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
-    """Longer requests are refused with status 413."""
+    """Longer request bodies are refused with status 413."""
     max_request_s: float = Field(default=600.0, gt=0)
-    """An answer that takes longer ends with an error that says so."""
+    """Seconds until an unfinished answer ends with an error."""
     stream_comment_s: float = Field(default=15.0, gt=0)
-    """A stream that has nothing to send for so long sends a comment, so that no proxy takes its connection for dead."""
+    """Seconds of silence until a stream sends a comment, so that proxies keep its connection."""
     idle_connection_s: float = Field(default=620.0, gt=0)
-    """A connection without a request is closed after so long; a proxy in front must give it up earlier."""
+    """Seconds until an idle connection is closed; a proxy in front must close it earlier."""
     root_path: Annotated[str, BeforeValidator(_as_prefix)] = Field(default="", pattern=r"^(/[\w.~-]+)*$")
-    """The path below which a proxy in front shows this gateway, such as /slipstream; it may leave it out or in."""
+    """Path below which a proxy shows this gateway, such as /slipstream; the proxy may strip it."""
     max_in_flight: int = Field(default=400, ge=1)
-    """Requests to the model under way at once, those that wait included; more are refused with status 429."""
+    """Requests at once, waiting ones included; more are refused with status 429."""
     max_key_share: float = Field(default=0.5, gt=0, le=1)
-    """Share of these that one API key may have where it has no limit of its own."""
+    """Share of `max_in_flight` for one API key that has no limit of its own."""
     rollout_slots_share: float = Field(default=0.75, gt=0, le=1)
-    """Of the engine's slots, what rollouts may hold (at least one slot), as far as other requests leave it free."""
+    """Share of the engine's slots for rollouts, at least one slot; other requests go first."""
     rollout_chunk_tokens: int = Field(default=128, ge=1)
-    """After so many tokens it is decided anew which samples of rollouts run."""
+    """Tokens until the scheduler decides again which rollout samples run."""
     rollout_max_samples: int = Field(default=16_384, ge=1)
-    """Of all rollouts together, those that ended and are kept included; beyond it, status 429."""
+    """Samples of all rollouts, kept finished ones included; more get status 429."""
     rollout_max_tokens: int = Field(default=8_388_608, ge=1)
-    """The same of tokens, prompts and what may be generated: about 40 bytes of memory each."""
+    """Tokens of all rollouts, prompts and limits together, at about 40 bytes each; more get status 429."""
     rollout_grace_s: float = Field(default=60.0, ge=0)
-    """A rollout that no client has asked about for so long is cancelled."""
+    """Seconds without a request about a rollout until it is cancelled."""
     rollout_keep_s: float = Field(default=600.0, ge=0)
-    """For so long after its end a rollout can be read again, and rewarded; less where others need the room."""
+    """Seconds that a finished rollout can be read and rewarded; fewer if others need its room."""
     keys_file: Path | None = None
-    """The API keys, as `slipstream keys` writes them; without it whoever reaches the port is let in."""
+    """API keys, as `slipstream keys` writes them; without keys, everyone who reaches the port is let in."""
     api_key: SecretStr | None = Field(default=None, validation_alias="SLIPSTREAM_API_KEY", min_length=1)
-    """The one key, in place of a file with keys: whoever has it is let in, as the tenant `default`."""
+    """The one API key, instead of a file; its tenant is `default`."""
     auth_elsewhere: bool = False
-    """1 where something in front lets in the right clients alone; a port that others reach needs keys otherwise."""
+    """1 if something in front checks clients; otherwise a port that other machines reach needs keys."""
     targets_dir: Path | None = None
-    """Folder below which POST /v1/target-version may name new weights for the target; nowhere where it is not set."""
+    """Folder below which POST /v1/target-version may name new target weights; default: nowhere."""
     admin_key: SecretStr | None = Field(default=None, min_length=16)
-    """What opens /admin; nothing does where it is not set."""
+    """Key for /admin and POST /v1/target-version; without it, nobody may call them."""
     admin_key_file: Path | None = None
-    """A file with that key, for deployments that keep secrets in files."""
+    """File that holds the admin key."""
 
     @property
     def max_connections(self) -> int:

@@ -66,54 +66,52 @@ class GatewayMetrics:
         self._tenants: set[str] = set()
         self._requests = Counter(
             "slipstream_gateway_requests_total",
-            "Requests by outcome; an answer that failed after its first byte counts as the failure's status, "
-            "a client that left as 499",
+            "Requests by status; a failure after the first byte counts as its status, a client that left as 499",
             [_MODEL, "route", "status"],
             registry=registry,
         )
         self.refusals = Counter(
             "slipstream_gateway_refusals_total",
-            "Requests that were refused before anything was done for them: no key, a wrong one, or too much at once",
+            "Requests refused before any work: no key, a wrong key, or too many requests",
             ["code"],
             registry=registry,
         )
         self.in_flight = Gauge(
             "slipstream_gateway_generations_in_flight",
-            "Requests whose answer is being generated now",
+            "Requests whose answer is being generated",
             [_MODEL],
             registry=registry,
         ).labels(model_name)
         self._duration_s = Histogram(
             "slipstream_gateway_request_duration_seconds",
-            "From the request's headers to the last byte of the answer",
+            "Time from the request's headers to the answer's last byte",
             [_MODEL, "route"],
             buckets=_SECONDS,
             registry=registry,
         )
         self._first_token_s = Histogram(
             "slipstream_gateway_time_to_first_token_seconds",
-            "From the request's headers to the engine's first token",
+            "Time from the request's headers to the engine's first token",
             [_MODEL, "route"],
             buckets=_SECONDS,
             registry=registry,
         )
         self._inter_token_s = Histogram(
             "slipstream_gateway_inter_token_latency_seconds",
-            "Mean time between the tokens of an answer, from its first token to its last; once an answer. In front of "
-            "SGLang of streamed answers",
+            "Mean time between an answer's tokens, once per answer; with SGLang, of streamed answers",
             [_MODEL, "route"],
             buckets=_TOKEN_SECONDS,
             registry=registry,
         )
         self._prompt_tokens = Counter(
             "slipstream_gateway_prompt_tokens_total",
-            "Tokens of prompts, each counted once however many samples it has; in front of SGLang of finished answers",
+            "Prompt tokens, once per prompt however many samples it has; with SGLang, of finished answers",
             [_MODEL, "tenant"],
             registry=registry,
         )
         self._generation_tokens = Counter(
             "slipstream_gateway_generation_tokens_total",
-            "Tokens of answers; in front of SGLang of finished ones",
+            "Answer tokens; with SGLang, of finished answers",
             [_MODEL, "tenant"],
             registry=registry,
         )
@@ -154,8 +152,8 @@ class HealthCollector(Collector):
         up = health.alive and health.ready
         for name, about, value in (
             ("slipstream_engine_up", "1 while the engine takes requests", up),
-            ("slipstream_requests_running", "Requests that the engine decodes", health.num_running),
-            ("slipstream_requests_waiting", "Requests that wait for it", health.num_waiting),
+            ("slipstream_requests_running", "Requests being decoded", health.num_running),
+            ("slipstream_requests_waiting", "Requests waiting for the engine", health.num_waiting),
         ):
             gauge = GaugeMetricFamily(name, about, labels=[_MODEL])
             gauge.add_metric([self._model_name], value)
@@ -171,7 +169,8 @@ class RolloutCollector(Collector):
         driver = self._driver
         samples = GaugeMetricFamily(
             "slipstream_rollout_samples",
-            "Samples of rollouts under way: waiting without a token, paused with some, running, awaiting answers",
+            "Unfinished rollout samples: waiting (without a token), running, paused (with some), awaiting an "
+            "observation",
             labels=["state"],
         )
         counts = driver.counts
@@ -181,8 +180,8 @@ class RolloutCollector(Collector):
         yield samples
         ended = CounterMetricFamily(
             "slipstream_rollout_ended_samples",
-            "Samples of rollouts that ended: by themselves (stop, length, done), or as stale, deadline, cancelled, "
-            "refused, redundant, environment",
+            "Ended rollout samples: by themselves (stop, length, done), or as stale, deadline, cancelled, refused, "
+            "redundant, environment",
             labels=["reason"],
         )
         for reason in get_args(EndReason):
@@ -190,17 +189,17 @@ class RolloutCollector(Collector):
         yield ended
         leases = CounterMetricFamily(
             "slipstream_rollout_leases",
-            "Samples given to an engine: begun, or resumed after an earlier lease; lost: the engine died with them",
+            "Rollout samples given to an engine: begun, resumed after an earlier lease, or lost with a dead engine",
             labels=["outcome"],
         )
         for outcome, count in (("begun", driver.num_begun), ("resumed", driver.num_resumed), ("lost", driver.num_lost)):
             leases.add_metric([outcome], count)
         yield leases
         yield CounterMetricFamily(
-            "slipstream_rollout_tokens", "Tokens that samples of rollouts were given", driver.num_tokens
+            "slipstream_rollout_tokens", "Tokens generated for rollout samples", driver.num_tokens
         )
         yield CounterMetricFamily(
             "slipstream_rollout_read_again_tokens",
-            "Tokens of samples that went on where they had not been before, prompts included",
+            "Tokens, prompts included, of rollout samples that went on at another engine",
             driver.num_read_again,
         )

@@ -44,7 +44,7 @@ class SglangCollector(Collector):
         yield GaugeMetricFamily(*DRAFT_VERSION, self._draft_version())
         yield _gauge(
             "slipstream_engine_report_fresh",
-            "1 while the plugin reports; its series are absent at 0",
+            "1 while the plugin reports; at 0 its series are absent",
             report is not None,
         )
         if report is None:
@@ -84,7 +84,7 @@ class PoolCollector(Collector):
         )
         yield GaugeMetricFamily(
             "slipstream_pool_same_version_engines",
-            "Engines that run the draft version that most of them run",
+            "Engines on the draft version that most engines run",
             self._num_on_version(),
         )
 
@@ -101,7 +101,7 @@ def _draft_metrics(report: EngineReport) -> Iterator[Metric]:
     yield GaugeMetricFamily(*DEPTH, report.depth)
     failures = CounterMetricFamily(
         "slipstream_plugin_failures",
-        "Parts of the plugin that an error has turned off for as long as SGLang's process lives",
+        "Plugin parts that an error turned off until SGLang restarts",
         labels=["part", "reason"],
     )
     for failure, count in report.failures.items():
@@ -127,7 +127,7 @@ def _round_metrics(report: EngineReport) -> Iterator[Metric]:
         yield family
     yield _gauge(*SUFFIX_TOKENS, report.text_tokens)
     yield CounterMetricFamily(
-        "slipstream_suffix_evicted", "Windows of earlier text that made room for others", report.text_evicted
+        "slipstream_suffix_evicted", "Windows of earlier text evicted for others", report.text_evicted
     )
 
 

@@ -34,60 +34,58 @@ class PluginSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     redis_url: str = "redis://127.0.0.1:6379/0"
-    """Redis with the trace stream and the draft pointer; it may be away, also at the start."""
+    """Redis with the trace stream and the draft pointer; SGLang also starts and serves without it."""
     store: Path = Path("drafts")
-    """The draft store; the server's `--speculative-draft-model-path` must be one of its versions."""
+    """Draft store; `--speculative-draft-model-path` must be one of its versions."""
     engine_id: str = ""
-    """Names this server in traces and reports; default: host and port."""
+    """Name of this server in traces and reports; default: host and port."""
     model_key: str = ""
-    """Names the stream; default: from the model's name and fingerprint, as the trainer does."""
+    """Name of the stream; default: from the model's name and fingerprint."""
     target_fingerprint: str = ""
-    """SHA-256 of the target as `speculator.draft.checkpoint.target_fingerprint` computes it; default: computed at
-    start."""
+    """SHA-256 of the target (`speculator.draft.checkpoint.target_fingerprint`); default: computed at start."""
     capture: bool = False
     """Record traces: prompts and answers go to Redis."""
     capture_unmarked: bool = True
-    """Record requests that have no capture policy, too. `slipstream serve` and `slipstream sglang` set 0: all requests
-    come through the gateway then, and one without a policy has lost it on the way, with its opt-out."""
+    """Also record requests without a capture policy. `slipstream serve` and `slipstream sglang` set 0, because such a
+    request may have lost its opt-out."""
     capture_topk: int = Field(default=64, ge=1)
-    """Kept tokens of the target's distribution."""
+    """Tokens of the target's distribution kept per position."""
     capture_features: Features = "float8"
-    """How traces carry features: float8 with a scale, or bfloat16 at twice the size."""
+    """Number type of features in traces; bfloat16 takes twice the size."""
     context_window: int = Field(default=512, ge=1)
     """Prompt positions kept in a trace."""
     branch_share: float = Field(default=DEFAULT_BRANCH_SHARE, ge=0, le=MAX_BRANCH_SHARE)
-    """Share of the rejected proposals whose features and target distribution are kept in traces, too, at most a quarter
-    as many as were committed. Of trees, `--speculative-eagle-topk` above 1, none are."""
+    """Share of rejected proposals kept in traces, with features and target distribution; at most a quarter as many as
+    committed tokens. Trees (`--speculative-eagle-topk` above 1) keep none."""
     capture_bytes_per_s: int = Field(default=0, ge=0)
-    """Budget of encoded traces; requests above it are not captured. 0 sets no limit."""
+    """Maximum bytes of traces per second; requests above it are not captured. 0: no limit."""
     capture_floor: float = Field(default=DEFAULT_FLOOR, gt=0, le=1)
-    """Least share of finished traces that is kept where Redis or the trainer cannot take all; 1 always keeps all."""
+    """Minimum share of traces kept if Redis or the trainer cannot take all; 1 keeps all."""
     buffer_bytes: int = Field(default=0, ge=0)
-    """In host memory: features of running requests, and as much again of traces that wait for Redis; beyond it traces
-    are dropped. 0 allows a twentieth of the memory, and at least 256 MiB."""
+    """Host memory for features of running requests, and as much again for traces that wait for Redis; more are dropped.
+    0: a twentieth of the memory, at least 256 MiB."""
     stream_max_bytes: int = Field(default=0, ge=0)
-    """Byte cap of the stream in Redis; beyond it the oldest traces go, and are counted where nobody has learnt them. 0
-    allows 160,000 tokens of the target's width, and at least 512 MiB."""
+    """Byte cap of the stream; beyond it the oldest traces go. 0 allows 160,000 tokens of the target, at least 512 MiB.
+    """
     trace_ttl_hours: float = Field(default=0.0, ge=0)
-    """Traces older than this are removed from the stream, and not written to it; 0 sets no limit."""
+    """Hours until traces are deleted from the stream; 0: never."""
     capture_filter: str = ""
-    """MODULE:FUNCTION of text and tenant: traces of which it says False are dropped before they leave the process."""
+    """MODULE:FUNCTION of text and tenant; False drops a trace before it leaves the process."""
     suffix_depth: int = Field(default=0, ge=0, le=64)
-    """Most proposals of a round from earlier text: the request's own, its prompt group's, its tenant's. Candidates of
-    `--speculative-adaptive-config` above `--speculative-num-steps` are for these alone. 0 proposes none."""
+    """Maximum proposals per round from earlier text of the request, its prompt group or its tenant; 0: none. Only these
+    use depths of `--speculative-adaptive-config` above `--speculative-num-steps`."""
     share_groups: bool = False
-    """Answers of a prompt group go to Redis as they come, for the text that other engines propose; needs
+    """Share answers of a prompt group with other engines through Redis, while they are generated; needs
     `SLIPSTREAM_SUFFIX_DEPTH`."""
     control_share: float = Field(default=0.02, ge=0, le=0.5)
-    """Share of decode steps at depth 0 that give the measured baseline; needs SGLang's `--speculative-adaptive`."""
+    """Share of decode steps without drafts, the baseline of the measured speedup; needs `--speculative-adaptive`."""
     plain_share: float = Field(default=0.03, ge=0, le=0.5)
-    """Share of decode steps, in stretches of 48, in which all requests are served plainly: the end-to-end speedup. 0
-    measures none; needs `--speculative-adaptive`."""
+    """Share of decode steps, in stretches of 48, that serve plainly, the baseline of the end-to-end speedup. 0: none;
+    needs `--speculative-adaptive`."""
     watch: bool = True
-    """Compare each new draft with the one before on live traffic and go back where it is worse; without it whatever is
-    published comes into service and stays."""
+    """Compare each new draft with the one before on live traffic and take a worse one back; 0 keeps all."""
     poll_s: float = Field(default=0.5, ge=0.01, le=5)
-    """How often the draft pointer is read."""
+    """Seconds between reads of the draft pointer."""
 
 
 def buffer_bytes(settings: PluginSettings) -> int:

@@ -99,7 +99,7 @@ Config = Annotated[
         metavar="FILE.yaml",
         is_eager=True,
         callback=take,
-        help="Values of these options, by their names; a flag or a variable goes before.",
+        help="YAML file with option values; a flag or a variable overrides it.",
     ),
 ]
 
@@ -108,11 +108,11 @@ Config = Annotated[
 def show(
     context: typer.Context,
     service: Annotated[
-        str, typer.Argument(metavar="SERVICE", help="serve, gateway, sglang or train, and its options.")
+        str, typer.Argument(metavar="SERVICE", help="Service (serve, gateway, sglang or train) and its options.")
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Print what a service would be started with, and where each value comes from; nothing starts."""
+    """Print the values that a service would start with, and where each comes from; nothing starts."""
     # It knows all commands, and they know this module.
     from slipstream.cli.main import app as slipstream
 

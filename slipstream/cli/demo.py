@@ -25,35 +25,35 @@ def demo(
     context: typer.Context,
     minutes: Annotated[
         float,
-        typer.Option(min=0.2, callback=finite, help="How long live traffic runs, without the plain server's minutes."),
+        typer.Option(min=0.2, callback=finite, help="Minutes of live traffic, without those of the plain server."),
     ] = 10,
     model: Model = BUNDLED_MODEL,
     json_file: JsonFile = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a PNG of speedup and acceptance length here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="File for a picture of speedup and acceptance length.")] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the gateway on 127.0.0.1.")] = 8765,
     redis_url: Annotated[str | None, typer.Option(help="Use this empty Redis instead of starting one.")] = None,
     prompts: Annotated[Path | None, typer.Option(help='JSON lines with "domain" and "prompt".')] = None,
     keep: Annotated[
         Path | None,
-        typer.Option(help="Keep drafts, the trainer's state and keys here, and begin with the last good draft of it."),
+        typer.Option(help="Folder for drafts, trainer state and keys; a further run begins with its last good draft."),
     ] = None,
     tenants: Annotated[
-        int, typer.Option(min=1, max=len(TENANTS), help="Who ask, each about topics of its own; text is not shared.")
+        int, typer.Option(min=1, max=len(TENANTS), help="Tenants, each with topics of its own; they share no text.")
     ] = len(TENANTS),
-    clients: Annotated[int, typer.Option(min=1, max=8, help="Requests in flight.")] = 2,
-    samples: Annotated[int, typer.Option(min=1, max=8, help="Answers to each prompt: one group of samples.")] = 1,
+    clients: Annotated[int, typer.Option(min=1, max=8, help="Requests at once.")] = 2,
+    samples: Annotated[int, typer.Option(min=1, max=8, help="Answers to each prompt, as one prompt group.")] = 1,
     temperature: Annotated[float, typer.Option(min=0, max=2, callback=finite, help="0 is greedy.")] = 0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Completion tokens an answer.")] = 160,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Completion tokens per answer.")] = 160,
     depth: Depth = 4,
     suffix_depth: SuffixDepth = 16,
-    context_length: Annotated[int, typer.Option(min=16, help="Prompt and completion tokens together.")] = 4096,
+    context_length: Annotated[int, typer.Option(min=16, help="Maximum prompt and completion tokens together.")] = 4096,
     draft_vocab_size: Annotated[
-        int, typer.Option(min=2, help="Tokens that the draft can propose: those of the prompts, and the frequent ones.")
+        int, typer.Option(min=2, help="Tokens that the draft can propose: those of the prompts, and frequent ones.")
     ] = 4096,
     dtype: Dtype = "bfloat16",
     seed: Annotated[int, typer.Option(help="Seed of the fresh draft and of the traffic's order.")] = 0,
 ) -> None:
-    """Serve a real model to several tenants, train its draft from their traffic, and measure what that brings."""
+    """Serve a real model to several tenants, train its draft from their traffic, and measure the gain."""
     if missing := [name for name in _EXTRA if find_spec(name) is None]:
         raise ConfigError(f"the demo needs {', '.join(missing)}: pip install 'slipstream-spec[demo]'")
     from slipstream.demo.demo import DemoOptions, run_demo

@@ -35,7 +35,7 @@ def doctor(
     sglang_python: SglangPython = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check what Slipstream needs on this machine; each finding says how to mend it. Exit code 1 on any failure."""
+    """Check what Slipstream needs on this machine, and say how to fix each fault. Exit code 1 on any failure."""
     from slipstream.cli.main import app
     from slipstream.doctor import deployment, machine
     from slipstream.doctor.finding import Finding, run_check, skipped

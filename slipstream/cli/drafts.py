@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.cli.effects import DRAFT_INIT, check_options
-from slipstream.cli.options import AsJson, DraftVocab, InDataDir, Model, VocabFrom
+from slipstream.cli.options import AsJson, DraftVocab, InDataDir, Model, RedisUrl, Store, VocabFrom
 from slipstream.models import check_target, checked_fingerprint, resolve_head, resolve_model
 from slipstream.settings import DEFAULT_REDIS_URL
 from slipstream.terminal import print_json, working
@@ -41,10 +41,8 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Draft versions: look at them, choose which one is served.")
 
 Version = Annotated[int, typer.Argument(min=1, help="Number of a draft version.")]
-StoreOption = Annotated[Path, typer.Option("--store", envvar="SLIPSTREAM_STORE", help="Directory of the versions.")]
-RedisOption = Annotated[str, typer.Option("--redis-url", envvar="SLIPSTREAM_REDIS_URL", help="Redis of the engines.")]
 ModelOption = Annotated[
-    str | None, typer.Option("--model", help="Target as `serve` got it: what engines run is kept under its name.")
+    str | None, typer.Option("--model", help="Target that the engines serve; Redis is asked only with it.")
 ]
 
 STORE = Path("drafts")
@@ -53,12 +51,12 @@ STORE = Path("drafts")
 @app.command("list")
 def list_versions(
     data_dir: InDataDir = None,
-    store: StoreOption = STORE,
-    redis_url: RedisOption = DEFAULT_REDIS_URL,
+    store: Store = STORE,
+    redis_url: RedisUrl = DEFAULT_REDIS_URL,
     model: ModelOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """All versions, oldest first; without --model or without Redis, what is on disk alone."""
+    """List all versions, oldest first; without --model or Redis, only what is on disk."""
     with _desk(store, redis_url, model) as desk:
         overview = desk.overview()
     _print(overview, as_json, lambda: _overview_tables(overview))
@@ -68,22 +66,20 @@ def list_versions(
 def show(
     version: Version,
     data_dir: InDataDir = None,
-    store: StoreOption = STORE,
-    redis_url: RedisOption = DEFAULT_REDIS_URL,
+    store: Store = STORE,
+    redis_url: RedisUrl = DEFAULT_REDIS_URL,
     model: ModelOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """One version: where it comes from, the gate's numbers, and every change of its state with its reason."""
+    """Show a version: its origin, the gate's numbers, and each change of state with its reason."""
     with _desk(store, redis_url, model) as desk:
         details = desk.show(version)
     _print(details, as_json, lambda: _details_tables(details))
 
 
 @app.command()
-def diff(
-    a: Version, b: Version, data_dir: InDataDir = None, store: StoreOption = STORE, as_json: AsJson = False
-) -> None:
-    """What changed from one version to another: tensors, config, manifest."""
+def diff(a: Version, b: Version, data_dir: InDataDir = None, store: Store = STORE, as_json: AsJson = False) -> None:
+    """Compare two versions: tensors, config, manifest."""
     with _desk(store, DEFAULT_REDIS_URL, None) as desk:
         difference = desk.diff(a, b)
     _print(difference, as_json, lambda: _difference_tables(difference))
@@ -93,27 +89,29 @@ def diff(
 def promote(
     version: Version,
     data_dir: InDataDir = None,
-    store: StoreOption = STORE,
-    redis_url: RedisOption = DEFAULT_REDIS_URL,
+    store: Store = STORE,
+    redis_url: RedisUrl = DEFAULT_REDIS_URL,
     model: ModelOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Have engines serve a version; one in quarantine is released. Engines go on watching it."""
+    """Have engines serve a version; one in quarantine is released. Engines still watch it."""
     with _desk(store, redis_url, model) as desk:
         _say("promoted", desk.promote(version, actor=operator()), as_json)
 
 
 @app.command()
 def rollback(
-    reason: Annotated[str, typer.Option(help="Kept in the version's history.")],
-    version: Annotated[int | None, typer.Option(min=1, help="Default: the one that engines should run.")] = None,
+    reason: Annotated[str, typer.Option(help="Reason, kept in the version's history.")],
+    version: Annotated[
+        int | None, typer.Option(min=1, help="Version to take out; default: the one that engines should run.")
+    ] = None,
     data_dir: InDataDir = None,
-    store: StoreOption = STORE,
-    redis_url: RedisOption = DEFAULT_REDIS_URL,
+    store: Store = STORE,
+    redis_url: RedisUrl = DEFAULT_REDIS_URL,
     model: ModelOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Take a version out of service, and have engines serve the last good one instead."""
+    """Take a version out of service; engines serve the last good one instead."""
     with _desk(store, redis_url, model) as desk:
         _say("rolled back", desk.rollback(actor=operator(), reason=reason, version=version), as_json)
 
@@ -122,8 +120,8 @@ def rollback(
 def pin(
     version: Version,
     data_dir: InDataDir = None,
-    store: StoreOption = STORE,
-    redis_url: RedisOption = DEFAULT_REDIS_URL,
+    store: Store = STORE,
+    redis_url: RedisUrl = DEFAULT_REDIS_URL,
     model: ModelOption = None,
     as_json: AsJson = False,
 ) -> None:
@@ -135,12 +133,12 @@ def pin(
 @app.command()
 def unpin(
     data_dir: InDataDir = None,
-    store: StoreOption = STORE,
-    redis_url: RedisOption = DEFAULT_REDIS_URL,
+    store: Store = STORE,
+    redis_url: RedisUrl = DEFAULT_REDIS_URL,
     model: ModelOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Have engines serve what the trainer publishes again."""
+    """Have engines follow the trainer's versions again."""
     with _desk(store, redis_url, model) as desk:
         _say("unpinned", desk.unpin(actor=operator()), as_json)
 
@@ -150,15 +148,15 @@ def export(
     version: Version,
     out: Annotated[Path, typer.Option(help="Folder to write.")],
     data_dir: InDataDir = None,
-    store: StoreOption = STORE,
+    store: Store = STORE,
     layout: Annotated[
         Literal["specforge", "speculators"],
-        typer.Option(help="As SGLang loads it, or as vLLM does; the latter needs --model."),
+        typer.Option(help="specforge is for SGLang; speculators is for vLLM and needs --model."),
     ] = "specforge",
-    model: Annotated[str | None, typer.Option(help="Target as `serve` got it.")] = None,
+    model: Annotated[str | None, typer.Option(help="Target that the engines serve.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a version as a folder of its own, after verifying it."""
+    """Verify a version and write it as a folder of its own."""
     from speculator.draft.checkpoint import model_name
     from speculator.draft.public_heads import as_speculators
 
@@ -175,16 +173,14 @@ def export(
 
 @app.command("import")
 def import_(
-    head: Annotated[str, typer.Argument(help="Folder of an EAGLE-3 head, or its id on the hub.")],
+    head: Annotated[str, typer.Argument(help="EAGLE-3 head: a folder, or an id on the hub.")],
     model: Model,
     data_dir: InDataDir = None,
-    store: StoreOption = STORE,
-    traces: Annotated[
-        list[Path] | None, typer.Option(help="Recording of `traces record`: score the head on it. May be repeated.")
-    ] = None,
+    store: Store = STORE,
+    traces: Annotated[list[Path] | None, typer.Option(help="Recording to score the head on; may be repeated.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Begin a store with a head that somebody else has trained: SpecForge's layout, or that of vLLM's speculators."""
+    """Begin a store with a public EAGLE-3 head, in the layout of SpecForge or of vLLM's speculators."""
     with working("starting"):
         from slipstream.replay import ReplayOptions, replay
         from speculator.draft.public_heads import read_public_head
@@ -271,29 +267,29 @@ def _say(what: str, outcome: DraftChange, as_json: bool) -> None:
 def init(
     model: Model,
     context: typer.Context,
-    out: Annotated[Path | None, typer.Option(help="Write a Hugging Face folder, as SGLang loads it, here.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for a draft as SGLang loads it.")] = None,
     data_dir: InDataDir = None,
-    store: Annotated[Path | None, typer.Option(help="Write the first version of this draft store.")] = None,
+    store: Annotated[Path | None, typer.Option(help="Draft store whose first version it becomes.")] = None,
     vocab_from: VocabFrom = None,
     draft_vocab_size: DraftVocab = None,
     intermediate_size: Annotated[
         int | None, typer.Option(min=16, help="Width of the draft's MLP; default: the target's.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the random layer; default: 0.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the random weights; default: 0.")] = None,
     fc_norm: Annotated[bool, typer.Option("--fc-norm", help="Norm each target feature before `fc`.")] = False,
     norm_before_fc: Annotated[
-        bool, typer.Option("--norm-before-fc", help="Norm the three of them as one vector.")
+        bool, typer.Option("--norm-before-fc", help="Norm the three target features as one vector.")
     ] = False,
-    norm_output: Annotated[bool, typer.Option("--norm-output", help="Feed back what the final norm made.")] = False,
+    norm_output: Annotated[bool, typer.Option("--norm-output", help="Feed back the final norm's output.")] = False,
     norm_before_residual: Annotated[
         bool, typer.Option("--norm-before-residual", help="Add the layer's output to the normed feature.")
     ] = False,
     if_missing: Annotated[
-        bool, typer.Option("--if-missing", help="With --store: leave a store that holds versions as it is.")
+        bool, typer.Option("--if-missing", help="With --store: leave a store that holds versions unchanged.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a fresh draft for a target. It has learnt nothing yet; serve it and train."""
+    """Write a fresh draft for a target; it has learned nothing."""
     with working("starting"):
         from slipstream.demo.topics import read_texts
         from speculator.draft.checkpoint import model_name

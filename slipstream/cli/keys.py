@@ -18,13 +18,11 @@ from speculator.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="API keys of the gateway: make, list and revoke them.")
 
-Name = Annotated[str, typer.Argument(help="Of the key: letters, digits, '.', '_' and '-'.")]
+Name = Annotated[str, typer.Argument(help="Name of the key: letters, digits, '.', '_' and '-'.")]
 File = Annotated[
     Path,
     typer.Option(
-        "--file",
-        envvar="SLIPSTREAM_GATEWAY_KEYS_FILE",
-        help="The file that the gateway reads; it has no secrets in it.",
+        "--file", envvar="SLIPSTREAM_GATEWAY_KEYS_FILE", help="File that the gateway reads; it holds no secrets."
     ),
 ]
 
@@ -35,17 +33,23 @@ _DAY_S = 86_400
 def add(
     name: Name,
     file: File,
-    tenant: Annotated[str | None, typer.Option(help="Whose traffic it is; default: the key's name.")] = None,
-    capture: Annotated[bool, typer.Option(help="Whether its requests may be recorded, where `serve` records.")] = True,
+    tenant: Annotated[str | None, typer.Option(help="Tenant of its traffic; default: the key's name.")] = None,
+    capture: Annotated[bool, typer.Option(help="Allow its requests to be recorded, if `serve` records.")] = True,
     read_only: Annotated[
-        bool, typer.Option("--read-only", help="For models, metrics and the page's figures alone; it cannot generate.")
+        bool, typer.Option("--read-only", help="Allow models, metrics and the live page's figures; no generation.")
     ] = False,
-    requests_per_minute: Annotated[int | None, typer.Option(min=1, help="In any minute; default: no limit.")] = None,
-    max_concurrent: Annotated[int | None, typer.Option(min=1, help="At once; default: the gateway's share.")] = None,
-    expires_days: Annotated[float | None, typer.Option(min=0, callback=finite, help="Default: never.")] = None,
+    requests_per_minute: Annotated[
+        int | None, typer.Option(min=1, help="Requests a minute; default: no limit.")
+    ] = None,
+    max_concurrent: Annotated[
+        int | None, typer.Option(min=1, help="Requests at once; default: the gateway's share per key.")
+    ] = None,
+    expires_days: Annotated[
+        float | None, typer.Option(min=0, callback=finite, help="Days until it expires; default: never.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a key and print its secret, which is kept nowhere: this is the one time to see it."""
+    """Make a key and print its secret, once: it is stored nowhere."""
     from serving.gateway.keys import ApiKey, change_keys, make_key, new_secret
 
     secret = new_secret()
@@ -74,7 +78,7 @@ def add(
 
 @app.command("list")
 def list_keys(file: File, as_json: AsJson = False) -> None:
-    """All keys and what they may do; nothing that opens anything."""
+    """List all keys and what they may do, without secrets."""
     from serving.gateway.keys import read_keys
 
     keys = [_shown(key) for key in read_keys(file)]
@@ -86,7 +90,7 @@ def list_keys(file: File, as_json: AsJson = False) -> None:
 
 @app.command()
 def revoke(name: Name, file: File, as_json: AsJson = False) -> None:
-    """Remove a key: from the next request on it opens nothing. Answers that are under way end as they would have."""
+    """Remove a key: the next request with it is refused. Running answers finish."""
     from serving.gateway.keys import ApiKey, change_keys
 
     def without_it(keys: tuple[ApiKey, ...]) -> list[ApiKey]:

@@ -23,42 +23,41 @@ def finite(parameter: typer.CallbackParam, value: float | None) -> float | None:
     return value
 
 
-Model = Annotated[str, typer.Option(help="Target: a Hugging Face model directory, an id, or the bundled model's name.")]
+Model = Annotated[str, typer.Option(help="Target: a Hugging Face directory or id, or the bundled model's name.")]
 RedisUrl = Annotated[
     str,
     typer.Option(
-        envvar="SLIPSTREAM_REDIS_URL",
-        help="redis://, rediss://, unix:// or redis+sentinel:// with the trace stream.",
+        envvar="SLIPSTREAM_REDIS_URL", help="Redis of the engines: redis://, rediss://, unix:// or redis+sentinel://."
     ),
 ]
 Store = Annotated[
-    Path, typer.Option(envvar="SLIPSTREAM_STORE", help="Directory of the draft versions, shared by serve and train.")
+    Path, typer.Option(envvar="SLIPSTREAM_STORE", help="Directory of the draft versions, shared by all services.")
 ]
 Dtype = Annotated[Literal["bfloat16", "float32", "float64"], typer.Option(help="Number type of the target.")]
 DraftVocab = Annotated[int | None, typer.Option(min=2, help="Tokens that a fresh draft can propose; default: 8192.")]
-Depth = Annotated[int, typer.Option(min=0, max=5, help="Most proposals of the draft head a round; 0 drafts nothing.")]
+Depth = Annotated[int, typer.Option(min=0, max=5, help="Maximum proposals of the draft head per round; 0: no drafts.")]
 SuffixDepth = Annotated[
-    int, typer.Option(min=0, max=64, help="Most proposals from earlier text a round; needs --depth; 0: none.")
+    int, typer.Option(min=0, max=64, help="Maximum proposals from earlier text per round; needs --depth; 0: none.")
 ]
 VocabFrom = Annotated[
     Path | None,
     typer.Option(
-        help='Recording of traces, or JSON lines with "domain" and "prompt": choose a fresh draft\'s vocabulary by it.'
+        help='Recording, or JSON lines with "domain" and "prompt", from which a fresh draft\'s vocabulary is chosen.'
     ),
 ]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures here.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="File for the figures, as JSON.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 
 
 Engine = Annotated[
     Literal["local", "sglang"],
-    typer.Option(help="What generates: the engine in here, or an SGLang started beside."),
+    typer.Option(help="What generates: the local engine, or an SGLang that is started beside."),
 ]
 SglangArguments = Annotated[
     list[str] | None, typer.Argument(metavar="-- SGLANG_ARGUMENTS", help="Passed to SGLang as they are.")
 ]
 Name = Annotated[
-    str | None, typer.Option("--name", "--served-model-name", help="Name that clients use; default: the directory's.")
+    str | None, typer.Option("--name", "--served-model-name", help="Model name for clients; default: the directory's.")
 ]
 ApiKey = Annotated[
     str | None,
@@ -69,12 +68,11 @@ ApiKey = Annotated[
 RootPath = Annotated[
     str | None,
     typer.Option(
-        envvar="SLIPSTREAM_GATEWAY_ROOT_PATH",
-        help="Path below which a proxy in front shows the gateway, such as /slipstream.",
+        envvar="SLIPSTREAM_GATEWAY_ROOT_PATH", help="Path below which a proxy shows the gateway, such as /slipstream."
     ),
 ]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")]
 Capture = Annotated[
     bool,
     typer.Option("--capture", envvar="SLIPSTREAM_CAPTURE", help="Record traces: prompts and answers go to Redis."),
@@ -82,15 +80,14 @@ Capture = Annotated[
 Learn = Annotated[
     bool,
     typer.Option(
-        "--learn",
-        help="Record traces, and start what learns from them: the trainer and, without --redis-url, a Redis.",
+        "--learn", help="Record traces and train from them: starts the trainer and, without --redis-url, a Redis."
     ),
 ]
 DataDir = Annotated[
     Path | None,
     typer.Option(
-        help="What --learn keeps: drafts, the trainer's state, recorded prompts and answers; "
-        "default: ~/.local/share/slipstream/NAME."
+        help="Folder of --learn: drafts, trainer state, recorded prompts and answers; default: "
+        "~/.local/share/slipstream/NAME."
     ),
 ]
 
@@ -114,12 +111,14 @@ InDataDir = Annotated[
         "--data-dir",
         is_eager=True,
         callback=take_data_dir,
-        help="Folder of `slipstream serve --learn`: Redis, drafts and the trainer's state are looked for there.",
+        help="Folder of `slipstream serve --learn`, with its Redis, drafts and trainer state.",
     ),
 ]
 ControlShare = Annotated[
     float,
-    typer.Option(min=0, max=0.5, callback=finite, help="Share of rounds at depth 0 that gives the measured baseline."),
+    typer.Option(
+        min=0, max=0.5, callback=finite, help="Share of rounds without drafts, the baseline of the measured speedup."
+    ),
 ]
 PlainShare = Annotated[
     float,
@@ -127,7 +126,7 @@ PlainShare = Annotated[
         min=0,
         max=0.5,
         callback=finite,
-        help="Share of rounds, in stretches, in which all requests are served plainly: the end-to-end speedup.",
+        help="Share of rounds, in stretches, that serve plainly: the baseline of the end-to-end speedup.",
     ),
 ]
 HeadOffShare = Annotated[
@@ -136,7 +135,7 @@ HeadOffShare = Annotated[
         min=0,
         max=0.5,
         callback=finite,
-        help="Local engine: share of drafting rounds that may not ask the draft head; measures what the head adds.",
+        help="Local engine: share of drafting rounds without the draft head, which measures what the head adds.",
     ),
 ]
 BranchShare = Annotated[
@@ -146,13 +145,13 @@ BranchShare = Annotated[
         max=MAX_BRANCH_SHARE,
         callback=finite,
         envvar="SLIPSTREAM_BRANCH_SHARE",
-        help="Share of the rejected proposals whose features and target distribution are kept in traces, too.",
+        help="Share of rejected proposals kept in traces, with features and target distribution.",
     ),
 ]
 ContextWindow = Annotated[int, typer.Option(min=1, help="Prompt positions kept in a trace.")]
 ServeDtype = Annotated[
     Literal["bfloat16", "float16", "float32", "float64"],
-    typer.Option(help="Number type of the target; float16 is SGLang's alone, float64 the local engine's."),
+    typer.Option(help="Number type of the target; float16 only with SGLang, float64 only with the local engine."),
 ]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; default: cpu, with SGLang cuda.")]
 StreamMaxBytes = Annotated[
@@ -165,24 +164,20 @@ StreamMaxBytes = Annotated[
 ]
 Seed = Annotated[int | None, typer.Option(help="Seed of a fresh draft; default: 0.")]
 
-Slots = Annotated[int, typer.Option(min=1, max=256, help="Local engine: requests that decode together.")]
+Slots = Annotated[int, typer.Option(min=1, max=256, help="Local engine: requests decoded together.")]
 ContextLength = Annotated[int, typer.Option(min=16, help="Local engine: prompt and completion tokens together.")]
-Threads = Annotated[
-    int | None, typer.Option(min=1, help="Local engine: CPU threads; default: one less than the cores.")
-]
+Threads = Annotated[int | None, typer.Option(min=1, help="Local engine: CPU threads; default: all cores but one.")]
 ShareGroups = Annotated[
     bool,
     typer.Option(
         "--share-groups",
         envvar="SLIPSTREAM_SHARE_GROUPS",
-        help="Answers of a prompt group go to Redis as they come, for the drafts of other engines.",
+        help="Share answers of a prompt group with other engines through Redis, while they are generated.",
     ),
 ]
 
-SglangPython = Annotated[
-    Path | None, typer.Option(help="SGLang: interpreter that has it; default: this one or .venv-sglang's.")
-]
-CaptureBytes = Annotated[int, typer.Option(min=0, help="SGLang: budget of recorded traces; 0 sets no limit.")]
+SglangPython = Annotated[Path | None, typer.Option(help="Python that has SGLang; default: this one or .venv-sglang's.")]
+CaptureBytes = Annotated[int, typer.Option(min=0, help="SGLang: maximum bytes of traces per second; 0: no limit.")]
 CaptureFloor = Annotated[
     float,
     typer.Option(
@@ -190,7 +185,7 @@ CaptureFloor = Annotated[
         max=1,
         callback=finite,
         envvar="SLIPSTREAM_CAPTURE_FLOOR",
-        help="Least share of the traces that is kept where Redis or the trainer cannot take all; 1 always keeps all.",
+        help="Minimum share of traces kept if Redis or the trainer cannot take all; 1 keeps all.",
     ),
 ]
 TraceTtl = Annotated[
@@ -199,7 +194,7 @@ TraceTtl = Annotated[
         min=0,
         callback=finite,
         envvar="SLIPSTREAM_TRACE_TTL_HOURS",
-        help="Hours after which traces are gone from the stream and text from the engine; 0 sets no limit.",
+        help="Hours until traces leave the stream and text leaves the engine; 0: never.",
     ),
 ]
 CaptureFilter = Annotated[
@@ -207,10 +202,10 @@ CaptureFilter = Annotated[
     typer.Option(
         metavar="MODULE:FUNCTION",
         envvar="SLIPSTREAM_CAPTURE_FILTER",
-        help="Function of text and tenant: traces of which it says False are dropped before they leave the process.",
+        help="Function of text and tenant; False drops a trace before it leaves the process.",
     ),
 ]
-StartTimeout = Annotated[float, typer.Option(min=1, callback=finite, help="SGLang: how long it may take to load.")]
+StartTimeout = Annotated[float, typer.Option(min=1, callback=finite, help="SGLang: maximum seconds until it is ready.")]
 
 
 def check_sharing(context: typer.Context) -> None:

@@ -16,26 +16,30 @@ from slipstream.terminal import counting, say, working
 
 def replay(
     context: typer.Context,
-    recordings: Annotated[list[Path], typer.Argument(help="Recordings, learnt from in this order.")],
+    recordings: Annotated[list[Path], typer.Argument(help="Recordings to learn from, in this order.")],
     loss: Annotated[
-        str | None, typer.Option(help='Names with weights: "forward_kl=1,discard=0.5"; default: the trainer\'s.')
+        str | None,
+        typer.Option(help='Losses with weights, such as "forward_kl=1,discard=0.5"; default: the trainer\'s.'),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=0, help="Default: every trace about four times; 0 evaluates the draft on all.")
+        int | None,
+        typer.Option(
+            min=0, help="Training steps; default: every trace about four times. 0 only evaluates, on all traces."
+        ),
     ] = None,
     data_dir: InDataDir = None,
-    store: Annotated[Path | None, typer.Option(help="Begin with the newest draft of this store.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the fresh draft, of the split and of the order.")] = 0,
-    depth: Annotated[int, typer.Option(min=1, max=16, help="Most proposals a round.")] = 4,
+    store: Annotated[Path | None, typer.Option(help="Store with whose newest draft to begin.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the fresh draft, the split and the order.")] = 0,
+    depth: Annotated[int, typer.Option(min=1, max=16, help="Maximum proposals per round.")] = 4,
     model: Model = BUNDLED_MODEL,
     draft_vocab_size: DraftVocab = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     json_file: JsonFile = None,
 ) -> None:
-    """Learn from recorded traces, no server needed, and predict the acceptance that the draft would have in service.
+    """Learn from recorded traces without a server, and predict the acceptance of the draft in service.
 
     A fifth of the traces of every domain is held out for the prediction. SLIPSTREAM_TRAINER_* variables set the rest.
-    `--store drafts --steps 0` predicts a served draft: beside it stands what was recorded.
+    `--store drafts --steps 0` predicts for a draft that was served, and prints what was recorded beside it.
     """
     check_options(context, REPLAY)
     with working("starting"):

@@ -33,41 +33,44 @@ def read_groups(path: Path, defaults: dict[str, Any]) -> dict[str, dict[str, Any
 
 
 def rollout(
-    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help='A group a line: {"prompt": "…", "n": 8}.')],
-    url: Annotated[str, typer.Option(help="The server: `slipstream serve`, or `slipstream gateway`.")] = (
+    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help='Groups, one per line: {"prompt": "…", "n": 8}.')],
+    url: Annotated[str, typer.Option(help="Server: `slipstream serve` or `slipstream gateway`.")] = (
         "http://127.0.0.1:8000"
     ),
     api_key: Annotated[
-        str | None, typer.Option(envvar="SLIPSTREAM_API_KEY", help="Where the server asks for one.")
+        str | None, typer.Option(envvar="SLIPSTREAM_API_KEY", help="API key, if the server needs one.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Default: the one that the server serves.")] = None,
-    job: Annotated[str | None, typer.Option(help="Jobs of a tenant share the engines; default: all are one.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model name; default: the one that the server serves.")] = None,
+    job: Annotated[
+        str | None, typer.Option(help="Name of the job; a tenant's jobs share the engines; default: one for all.")
+    ] = None,
     weight: Annotated[
-        float, typer.Option(min=0.01, max=100, callback=finite, help="Of the job: twice as much, twice the tokens.")
+        float,
+        typer.Option(min=0.01, max=100, callback=finite, help="Weight of the job: twice as much, twice the tokens."),
     ] = 1,
-    n: Annotated[int, typer.Option("--n", min=1, help="Samples of a group whose line says neither n nor seeds.")] = 1,
+    n: Annotated[int, typer.Option("--n", min=1, help="Samples of a group whose line has neither n nor seeds.")] = 1,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Of a sample whose line does not say; default: the server's.")
+        int | None, typer.Option(min=1, help="Maximum tokens where a line has no limit; default: the server's.")
     ] = None,
-    logprobs: Annotated[bool, typer.Option(help="Have samples say how likely their tokens were.")] = True,
-    out: Annotated[Path | None, typer.Option(help="Write the samples here; default: standard output.")] = None,
+    logprobs: Annotated[bool, typer.Option(help="Have samples carry the logprobs of their tokens.")] = True,
+    out: Annotated[Path | None, typer.Option(help="File for the samples; default: standard output.")] = None,
     retry_s: Annotated[
-        float, typer.Option(min=0, callback=finite, help="How long to try when the server does not answer any more.")
+        float, typer.Option(min=0, callback=finite, help="Seconds to keep trying while the server does not answer.")
     ] = 60,
     environment: Annotated[
         str | None,
-        typer.Option(metavar="MODULE:CLASS", help="Answers the turns of samples; see slipstream.rollout.Environment."),
+        typer.Option(metavar="MODULE:CLASS", help="Program that answers turns; see slipstream.rollout.Environment."),
     ] = None,
     step_timeout_s: Annotated[
-        float, typer.Option(min=0, callback=finite, help="Most seconds that the environment may take for a turn.")
+        float, typer.Option(min=0, callback=finite, help="Maximum seconds that the environment may take per turn.")
     ] = 60,
-    retries: Annotated[int, typer.Option(min=0, help="Further attempts at a turn that it failed.")] = 0,
+    retries: Annotated[int, typer.Option(min=0, help="Further attempts at a turn that the environment failed.")] = 0,
 ) -> None:
-    """Send a file of groups to a running server, and write finished samples as lines of JSON, as they end.
+    """Send groups from a file to a running server, and write samples as lines of JSON as they end.
 
-    A connection that breaks is made again, and nothing is generated or written twice. With an environment, samples are
-    written with their `reward`. Exit code 1 where samples were aborted that are not redundant, or the server is gone
-    for good, 2 where it refuses the file.
+    It reconnects where a connection breaks; nothing is generated or written twice. With an environment, samples have
+    their `reward`. Exit code 1 if samples were aborted that were not redundant, or the server stays away; 2 if it
+    refuses the file.
     """
     from slipstream.client import AsyncRollouts, Rollouts, Sample
     from slipstream.rollout import Conversations

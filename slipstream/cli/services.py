@@ -68,7 +68,7 @@ def serve(
     capture_bytes_per_s: options.CaptureBytes = 0,
     start_timeout_s: options.StartTimeout = 1200,
 ) -> None:
-    """Serve a model behind the OpenAI-compatible gateway, with the draft that the store holds or a fresh one."""
+    """Serve a model behind the OpenAI-compatible gateway, with the store's draft or a fresh one."""
     configure_spans("slipstream-gateway")
     from slipstream.demo.topics import read_texts
 
@@ -168,9 +168,12 @@ def _gateway_settings(rules: Iterable[effects.Rule], given: Mapping[str, Any]) -
 
 
 EngineId = Annotated[
-    str, typer.Option(envvar="SLIPSTREAM_ENGINE_ID", help="Names this SGLang in Redis; both services need the same.")
+    str,
+    typer.Option(
+        envvar="SLIPSTREAM_ENGINE_ID", help="Name of this SGLang in Redis; `sglang` and `gateway` need the same."
+    ),
 ]
-SglangDepth = Annotated[int, typer.Option(min=1, max=5, help="Most proposals a round.")]
+SglangDepth = Annotated[int, typer.Option(min=1, max=5, help="Maximum proposals of the draft head per round.")]
 
 
 def sglang(
@@ -184,7 +187,7 @@ def sglang(
     host: options.Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of SGLang.")] = 30000,
     private_network: Annotated[
-        bool, typer.Option("--private-network", help="Nobody but the gateway and Prometheus reaches --host.")
+        bool, typer.Option("--private-network", help="Declare that only the gateway and Prometheus reach --host.")
     ] = False,
     engine_id: EngineId = "sglang",
     capture: options.Capture = False,
@@ -205,16 +208,16 @@ def sglang(
     stream_max_bytes: options.StreamMaxBytes = 0,
     sglang_python: options.SglangPython = None,
     capture_bytes_per_s: options.CaptureBytes = 0,
-    gpu: Annotated[str, typer.Option(envvar="SLIPSTREAM_SGLANG_GPU", help="Names the GPU that this SGLang has.")] = "0",
+    gpu: Annotated[str, typer.Option(envvar="SLIPSTREAM_SGLANG_GPU", help="Name of this SGLang's GPU.")] = "0",
     trainer_gpu: Annotated[
         str | None,
         typer.Option(
             envvar="SLIPSTREAM_TRAINER_GPU",
-            help="Names the trainer's. Where it is the same and --capture is on, SGLang leaves room for the trainer.",
+            help="Name of the trainer's GPU; if it is the same, SGLang with --capture leaves room for training.",
         ),
     ] = None,
 ) -> None:
-    """Become SGLang with the plugin and the store's last good draft; `slipstream gateway` stands in front of it.
+    """Run SGLang with the plugin and the store's last good draft; `slipstream gateway` stands in front of it.
 
     The store needs a version: `slipstream drafts init --store` writes the first.
     """
@@ -240,8 +243,8 @@ def gateway(
     sglang: Annotated[
         list[str],
         typer.Option(
-            help="Address of an SGLang that `slipstream sglang` started, or of a router before several. With --pool "
-            "once for each router before the same engines: the first that can be reached is asked."
+            help="Address of an SGLang that `slipstream sglang` started. With --pool: of each router before the "
+            "same engines; the first that answers is used."
         ),
     ],
     config: Config = None,
@@ -253,12 +256,11 @@ def gateway(
     api_key: options.ApiKey = None,
     engine_id: EngineId = "sglang",
     pool: Annotated[
-        bool,
-        typer.Option("--pool", help="An sglang-router is at each --sglang; every engine that reports is behind it."),
+        bool, typer.Option("--pool", help="Each --sglang is an sglang-router; every engine that reports is behind it.")
     ] = False,
     start_timeout_s: options.StartTimeout = 1200,
 ) -> None:
-    """Serve the OpenAI-compatible gateway in front of an SGLang that runs as a service of its own, or of a pool."""
+    """Serve the OpenAI-compatible gateway in front of an SGLang that runs already, or of a pool."""
     configure_spans("slipstream-gateway")
     check_options(context, effects.GATEWAY)
     with working("starting"):
@@ -295,16 +297,12 @@ def train(
     redis_url: RedisUrl = DEFAULT_REDIS_URL,
     store: Store = Path("drafts"),
     state: Annotated[
-        Path,
-        typer.Option(envvar=f"{_PREFIX}STATE_DIR", help="Directory of the trainer's own checkpoint."),
+        Path, typer.Option(envvar=f"{_PREFIX}STATE_DIR", help="Directory of the trainer's checkpoint.")
     ] = Path("trainer-state"),
     metrics_port: Annotated[
         int | None,
         typer.Option(
-            min=0,
-            max=65535,
-            envvar=f"{_PREFIX}METRICS_PORT",
-            help="Serve Prometheus metrics on this port; 0 takes any free one.",
+            min=0, max=65535, envvar=f"{_PREFIX}METRICS_PORT", help="Port for Prometheus metrics; 0: any free one."
         ),
     ] = None,
     threads: Annotated[int, typer.Option(envvar=f"{_PREFIX}NUM_THREADS", min=1, help="CPU threads.")] = 1,
@@ -314,16 +312,16 @@ def train(
             min=0,
             callback=finite,
             envvar="SLIPSTREAM_TRACE_TTL_HOURS",
-            help="Hours after which traces are gone from stream, replay and disk; 0 sets no limit.",
+            help="Hours until traces are deleted from stream, replay and disk; 0: never.",
         ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(envvar=f"{_PREFIX}SEED", help="Seed of the order of learning and of a fresh draft.")
+        int, typer.Option(envvar=f"{_PREFIX}SEED", help="Seed of training order and of a fresh draft.")
     ] = 0,
 ) -> None:
     """Learn from the traces in Redis and publish better drafts; SLIPSTREAM_TRAINER_* variables set the rest.
 
-    With several GPUs, or several machines that share --store and --state: `torchrun … -m slipstream train …`.
+    With several GPUs, or machines that share --store and --state: `torchrun … -m slipstream train …`.
     """
     configure_spans("slipstream-trainer")
     with working("starting"):

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli.drafts import STORE, StoreOption, operator
-from slipstream.cli.options import AsJson, InDataDir, Model, RedisUrl, finite
+from slipstream.cli.drafts import STORE, operator
+from slipstream.cli.options import AsJson, InDataDir, Model, RedisUrl, Store, finite
 from slipstream.models import resolve_model
 from slipstream.settings import DEFAULT_REDIS_URL
 from slipstream.terminal import print_json
@@ -24,24 +24,25 @@ def _group() -> None:
 
 @app.command()
 def erase(
-    tenant: Annotated[str, typer.Argument(help="As its key names it; `default` where there are no keys.")],
+    tenant: Annotated[str, typer.Argument(help="Tenant, as its key names it; `default` without keys.")],
     model: Model,
     data_dir: InDataDir = None,
     redis_url: RedisUrl = DEFAULT_REDIS_URL,
-    store: StoreOption = STORE,
+    store: Store = STORE,
     state: Annotated[
-        Path, typer.Option(envvar="SLIPSTREAM_TRAINER_STATE_DIR", help="The trainer's directory, if it is here.")
+        Path,
+        typer.Option(envvar="SLIPSTREAM_TRAINER_STATE_DIR", help="Directory of the trainer, if it is on this machine."),
     ] = Path("trainer-state"),
-    recording: Annotated[list[Path] | None, typer.Option(help="A recording to remove it from; give each one.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Erase; without it, only say what would go.")] = False,
+    recording: Annotated[list[Path] | None, typer.Option(help="Recording to remove it from; may be repeated.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Erase; without it, only print what would go.")] = False,
     timeout_s: Annotated[
-        float, typer.Option(min=0, callback=finite, help="How long engines and trainers may take to answer.")
+        float, typer.Option(min=0, callback=finite, help="Maximum seconds to wait for engines and trainers.")
     ] = 120,
     as_json: AsJson = False,
 ) -> None:
-    """Remove a tenant's traces from stream, trainer, engines and recordings, and list the drafts that learnt from it.
+    """Delete a tenant's traces from stream, trainer, engines and recordings; list the drafts that learned from it.
 
-    Exit code 1 where something is left to do, which the output names; repeating it is safe.
+    Exit code 1 if something is left to do, which the output names; repeating it is safe.
     """
     from slipstream import tenants
     from speculator.draft.checkpoint import model_key

@@ -27,11 +27,11 @@ def record(
     out: Annotated[Path, typer.Option(help="File to write; an existing recording is continued.")],
     data_dir: InDataDir = None,
     redis_url: RedisUrl = DEFAULT_REDIS_URL,
-    seconds: Annotated[float, typer.Option(min=0, callback=finite, help="Go on with new traces for so long.")] = 0,
-    note: Annotated[str, typer.Option(help="Kept in a new file's header.")] = "",
+    seconds: Annotated[float, typer.Option(min=0, callback=finite, help="Seconds to go on with new traces.")] = 0,
+    note: Annotated[str, typer.Option(help="Note in a new file's header.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Copy a stream's traces into a file. The trainer does not notice; prompts and answers are in the file."""
+    """Copy a stream's traces, prompts and answers included, into a file; the trainer is not disturbed."""
     from slipstream import traces
     from speculator.draft.checkpoint import model_key, model_name, target_fingerprint
     from speculator.recording import RecordingHeader
@@ -60,14 +60,16 @@ def prune(
     ] = None,
     older_than_hours: Annotated[
         float,
-        typer.Option(min=0, callback=finite, envvar="SLIPSTREAM_TRACE_TTL_HOURS", help="Age of the traces that go."),
+        typer.Option(
+            min=0, callback=finite, envvar="SLIPSTREAM_TRACE_TTL_HOURS", help="Minimum age of the traces to delete."
+        ),
     ] = 0,
-    model: Annotated[str | None, typer.Option(help="Target: prune its stream, too.")] = None,
+    model: Annotated[str | None, typer.Option(help="Target whose stream is pruned, too.")] = None,
     data_dir: InDataDir = None,
     redis_url: RedisUrl = DEFAULT_REDIS_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Remove old traces from recordings and, with --model, from a stream; what cannot be read goes too."""
+    """Delete old traces from recordings and, with --model, from a stream; what cannot be read goes, too."""
     from slipstream import traces
 
     check_options(context, PRUNE)
@@ -101,7 +103,7 @@ def _prune_stream(model: str, redis_url: str, hours: float) -> int:
 
 @app.command()
 def info(recording: Recording, as_json: AsJson = False) -> None:
-    """Say what a recording holds: traces, tokens, domains, acceptance, draft versions, bytes."""
+    """Print what a recording holds: traces, tokens, domains, acceptance, draft versions, bytes."""
     from slipstream import traces
 
     document = traces.summary(recording)
@@ -114,9 +116,11 @@ def info(recording: Recording, as_json: AsJson = False) -> None:
 @app.command()
 def export(
     recording: Recording,
-    out: Annotated[Path | None, typer.Option("--out", "--jsonl", help="JSON lines; default: standard output.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "--jsonl", help="File for the lines; default: standard output.")
+    ] = None,
 ) -> None:
-    """Write traces as JSON lines: tokens, target distributions, rounds; everything but the features."""
+    """Write traces as JSON lines: tokens, target distributions, rounds; no features."""
     from slipstream import traces
 
     check_output(out)

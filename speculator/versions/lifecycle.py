@@ -88,13 +88,13 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True):
 
     state: VersionState
     sequence: int
-    """Its place among the transitions of all versions of the store, from 1."""
+    """Number among all transitions of the store, from 1."""
     at_ms: int
     actor: str
     """`trainer`, `trainer:review`, `engine:<id>`, or `operator:<who>`."""
     reason: str = ""
     numbers: dict[str, Number] = {}
-    """What the decision rests on."""
+    """Figures of the decision."""
 
 
 class Lifecycle:

@@ -54,15 +54,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     parent: int | None
     created_ms: int
     source: str
-    """Git commit of the code that wrote it, or the package's version."""
+    """Git commit or version of the code."""
     target_fingerprint: str
     target_version: int = 0
-    """The newest that it has learnt from; 0 is the target that the fingerprint names."""
+    """Newest that it learned from; 0 is the fingerprint's target."""
     weights_sha256: str
     config_sha256: str
     d2t_sha256: str
     info: dict[str, Any]
-    """What the trainer says about it: number of traces, trained tokens, scores of the gate."""
+    """From the trainer: number of traces, trained tokens, gate figures."""
 
 
 class DraftStore:

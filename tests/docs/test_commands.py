@@ -35,7 +35,7 @@ def test_what_a_sentence_mentions_parses(command: Command) -> None:
 
 
 def test_every_page_is_read() -> None:
-    assert {"README.md", "monitor.md", "your-model.md", "versions.md"} <= {command.page for command in FENCED}
+    assert {"README.md", "monitor.md", "your-model.md", "rollouts.md"} <= {command.page for command in FENCED}
     programs = {each.words[0] for each in (*FENCED, *mentioned())}
     assert programs <= {"slipstream", "curl", *(start.split()[0] for start in PARSED)}
 

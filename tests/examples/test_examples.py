@@ -85,6 +85,9 @@ def test_the_study_compares_losses_within_a_seed(
     found = replay_study.main([str(recording), "--model", str(model), "--seeds", "2", "--steps", "3"])
     assert {loss: len(lengths) for loss, lengths in found.items()} == dict.fromkeys(replay_study.LOSSES, 2)
     assert capsys.readouterr().out.count("tokens a verification") == len(replay_study.LOSSES)
+    own = "examples.own_loss:total_variation"
+    found = replay_study.main([str(recording), "--model", str(model), "--seeds", "1", "--steps", "3", "--loss", own])
+    assert set(found) == {replay_study.LOSSES[0], own}
 
 
 def test_litellms_configuration_names_what_a_server_serves() -> None:

@@ -54,7 +54,11 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
     with contextlib.ExitStack() as running:
         redis = running.enter_context(EmbeddedRedis(tmp_path_factory.mktemp("redis")))
         served = next(
-            each for each in fenced() if each.words[:2] == ("slipstream", "serve") and "--store" in each.words
+            each
+            for each in fenced()
+            if each.words[:2] == ("slipstream", "serve")
+            and {"--store", "--capture"} <= set(each.words)
+            and "--engine" not in each.words
         )
         made = Workshop(folder, model, redis.url, served)
         log = folder / "gateway.log"
@@ -163,6 +167,8 @@ class Workshop:
         for shown, meant in (("redis://127.0.0.1:6379/0", self.redis_url), ("http://127.0.0.1:8000", self.gateway_url)):
             word = word.replace(shown, meant)
         word = word.replace('"NAME"', f'"{self.model.name}"')
+        # The workshop has a rollout of that name, which the page's other commands ask about.
+        word = word.replace('"id": "step-1"', '"id": "step-2"')
         return word.replace("$SLIPSTREAM_GATEWAY_ADMIN_KEY", ADMIN_KEY)
 
     def _run_to_its_end(self, words: list[str], copy: Path, environment: dict[str, str]) -> None:

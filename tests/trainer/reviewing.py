@@ -1,4 +1,4 @@
-"""Drafts that are only a number, for tests of the trainer's second look: what they accept, and who is told."""
+"""Drafts that are only a number, for tests of the trainer's review: what they accept, and who is told."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ def test_a_version_that_is_judged_just_before_an_engine_takes_the_slot_is_not_tr
 
 @pytest.mark.parametrize("is_promoted", [True, False])
 def test_every_engine_leaves_a_version_that_is_barred(scene: Scene, is_promoted: bool) -> None:
-    """By the trainer's second look, or by an operator."""
+    """By the trainer's review, or by an operator."""
     a, *_ = scene.start("a", "b", "c")
     scene.pointer.publish(2)
     scene.follow()
@@ -343,7 +343,7 @@ def test_an_engine_that_only_follows_goes_back_to_the_version_before(scene: Scen
         a.serve(1000)
         scene.follow(3)
         assert scene.drafts == [version, version]
-    scene.states.bar(3, actor="trainer", reason="the second look")
+    scene.states.bar(3, actor="trainer", reason="the review")
     scene.follow()
     assert b.draft == 2, "and not what it started with"
 

@@ -30,7 +30,6 @@ from speculator.draft.checkpoint import model_key, model_name
 from tests.slipstream.conftest import Ended
 
 Refused = Callable[..., str]
-ROOT = Path(__file__).resolve().parents[3]
 
 WITHOUT_JSON = {
     "slipstream serve": "a service: its log is JSON",
@@ -160,12 +159,13 @@ def test_a_model_of_the_hub_is_called_by_its_id(
     assert model_key(hub, "f" * 64) == model_key(Path("some/Toy-8B"), "f" * 64) == "toy-8b-ffffffffffff"
 
 
-# -- docs/reference/configuration.md -------------------------------------------------------------------------------
+# -- docs/reference ------------------------------------------------------------------------------------------------
 
 
-def test_the_page_of_settings_is_fresh() -> None:
-    path = ROOT / "docs" / "reference" / "configuration.md"
-    assert path.read_text() == tables.page(path, tables.configuration()), "run `make docs`"
+@pytest.mark.parametrize("of", tables.PAGES)
+def test_the_generated_pages_are_fresh(of: Callable[[], str]) -> None:
+    path = tables.path_of(of)
+    assert path.read_text() == tables.page(path, of()), "run `make docs`"
 
 
 def test_every_setting_and_option_is_explained() -> None:

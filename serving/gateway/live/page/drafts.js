@@ -13,7 +13,7 @@ const KINDS = {
   gate: "Gate", live: "On trial", promoted: "Promoted", rolled_back: "Rolled back", quarantined: "Quarantined",
   promote: "Operator promoted", rollback: "Operator rolled back", pin: "Pinned", unpin: "Unpinned", export: "Exported",
   publishing_paused: "Publishing paused", publishing_resumed: "Publishing goes on",
-  golden_renewed: "Golden set renewed", review: "Second look",
+  golden_renewed: "Golden set renewed", review: "Review",
   erase: "Tenant erased",
 };
 const BAD = new Set(["rolled_back", "quarantined", "rollback", "publishing_paused"]);

@@ -50,7 +50,7 @@ const TERMS = {
   },
   events: {
     gate: "A candidate was compared with the version in service: promote, refuse, or hold and train on.",
-    "second look": "The trainer compared a version in service with the one before it, on new traces.",
+    review: "The trainer compared a version in service with the one before it, on new traces.",
     "golden set renewed": "The traces that guard what came first were replaced, since traffic has moved for good.",
     "publishing paused": "The trainer publishes nothing until what made it stop is over.",
   },
