@@ -16,7 +16,7 @@ from slipstream.settings import commands, known_variables
 
 ROOT = Path(__file__).resolve().parents[1]
 _CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
-_OLD_COMMAND = re.compile(r"^Command: (?:(?!\n\n).)*?\(at commit\s`\w+`\)", re.DOTALL | re.MULTILINE)
+_OLD_COMMAND = re.compile(r"^Command: (?:(?!\n\n).)*?\(at\scommit\s`\w+`\)", re.DOTALL | re.MULTILINE)
 """On a results page: the command has what it names at its commit."""
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
 _VARIABLE = re.compile(r"\bSLIPSTREAM_[A-Z_]*[A-Z]\b(?![_*])")
