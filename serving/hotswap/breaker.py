@@ -140,7 +140,7 @@ class _Incumbent:
         self._times = {kind: statistics.fmean(each) for kind, each in times.items() if len(each) >= _FEWEST_TIMED}
 
     def _shape(self, record: _Record, num_requests: Mapping[Stratum, int]) -> float:
-        """From the variance of X, which is E + E² / k, over the incumbent's own requests."""
+        """k, from the variance of X, which is E + E² / k, over the incumbent's own requests."""
         sums: dict[tuple[str, Stratum], tuple[int, float]] = {}
         for one in record.verifications:
             if num_requests[one.stratum] > 1 and (found := self.accepted(one)) is not None:
@@ -161,7 +161,7 @@ class _Incumbent:
         return (min(one.accepted, len(known)), sum(known)) if known else None
 
     def log_slowdown(self, round_: WatchedRound) -> float | None:
-        """None where the time says nothing, or the incumbent had too few rounds of this kind."""
+        """Log of the round's time over the incumbent's; None where either time is unknown or says nothing."""
         usual = None if round_.kind is None else self._times.get(round_.kind)
         return None if usual is None else math.log(round_.seconds) - usual
 

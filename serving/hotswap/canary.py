@@ -164,10 +164,10 @@ class Canary:
             if self._record.is_promoted(held.version):
                 self.give_up()
                 return 0
-            log.warning("draft version %d is left: another engine has become its canary", held.version)
+            log.warning("leaving draft version %d: another engine has become its canary", held.version)
             self._is_leaving = True
         elif slot.is_awaited and self._learns_too_little(held.version, now_s):
-            log.info("draft version %d is left to another engine: too little traffic to judge it", held.version)
+            log.info("leaving draft version %d to another engine: too little traffic to judge it", held.version)
             self._num_yields[held.version] += 1
             self._is_leaving = True
         return held.version if self._is_leaving else 0

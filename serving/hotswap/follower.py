@@ -42,7 +42,7 @@ log = structlog.get_logger(__name__)
 _LONGEST_PAUSE_S = 10.0
 _REPORT_EVERY_POLLS = 4
 _LOOK_S = 2.0
-"""Between two looks at the canary's slot, which expires otherwise."""
+"""Seconds between two looks at the canary's slot, which expires otherwise."""
 
 
 class SwapsDrafts(Protocol):
@@ -156,12 +156,12 @@ class DraftFollower:
             except EngineBusyError as error:
                 # All ranks must offer the version at the same time, so it is offered again soon.
                 pause_s = self._poll_s
-                log.info("draft pointer not followed yet: %s", error)
+                log.info("the desired draft version is not installed yet: %s", error)
             except Exception as error:
                 # Any error: memory to stage a version may be free at the next look.
                 reason = error if isinstance(error, SlipstreamError) else type_and_place(error)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-                log.warning("draft pointer not followed: %s (next look in %.1f s)", reason, pause_s)
+                log.warning("cannot follow the desired draft version: %s (next look in %.1f s)", reason, pause_s)
 
     def follow(self) -> None:
         """One look at the trial and at the pointer, and a swap where one of them asks for it.
