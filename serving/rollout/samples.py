@@ -16,7 +16,7 @@ from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import RequestError
 
 MAX_SAMPLES = 1024
-"""Of one group."""
+"""Most samples of one group."""
 WhenStale = Literal["return", "abort"]
 EndReason = Literal["stop", "length", "done", "stale", "deadline", "cancelled", "refused", "redundant", "environment"]
 """`done`: its environment has ended it; `environment`: its environment has failed."""
@@ -59,9 +59,9 @@ class GroupRequest:
     job: str = ""
     """Jobs share the engines (serving/rollout/shares.py)."""
     weight: float = 1.0
-    """Of the job: twice as much gets twice as many tokens, as long as it has work."""
+    """The job's weight: twice as much gets twice as many tokens, as long as it has work."""
     deadline_s: float | None = None
-    """On the clock that `Scheduler.expire` is given."""
+    """On the clock of `Scheduler.expire`."""
     max_staleness: int | None = None
     """α: most target versions that may come out while a sample is under way; None for any number."""
     when_stale: WhenStale = "return"
@@ -97,7 +97,7 @@ class Sample:
     seed: int
     state: SampleState = SampleState.WAITING
     tokens: list[int] = field(default_factory=list)
-    """What engines reported; what they had not reported when they died is generated again."""
+    """Tokens that engines reported. Those that a dead engine had not reported are generated again."""
     engine: str | None = None
     """Where it runs; None elsewhere."""
     home: str | None = None
@@ -107,7 +107,7 @@ class Sample:
     lease: int = 0
     """The number of its newest lease: no other may report."""
     target_version: int | None = None
-    """That of its first tokens; until they come, the newest one when they were asked for."""
+    """The target's version at its first tokens; until they come, the newest one at its lease."""
     turns: list[tuple[int, int]] = field(default_factory=list)
     """(begin, end) of each finished turn of the model among its tokens; its environment has said the rest."""
     turn_start: int = 0

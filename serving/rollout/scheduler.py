@@ -251,7 +251,7 @@ class Scheduler:
         """Assert that every sample is in one place, the one that its state names."""
         running = {key: name for name, host in self._hosts.items() for key in host.running}
         assert len(running) == sum(len(host.running) for host in self._hosts.values()), "a sample runs twice"
-        assert len(running) == len(self._leases), "a lease is left over"
+        assert len(running) == len(self._leases), "a lease has no running sample"
         waiting = 0
         for group in self._groups.values():
             for sample in group.samples:
@@ -260,7 +260,7 @@ class Scheduler:
                 assert is_waiting == (sample in self._queue), sample.sample_id
                 is_running = sample.state is SampleState.RUNNING
                 assert (sample.engine if is_running else None) == running.get(sample.sample_id), sample.sample_id
-        assert waiting == len(self._queue), "something waits that no group has"
+        assert waiting == len(self._queue), "a queued sample belongs to no group"
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
