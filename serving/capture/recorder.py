@@ -58,7 +58,7 @@ class RecorderStats:
     captured: int
     appended: int
     dropped_by_reason: Mapping[str, int]
-    """Of DROP_REASONS, those that occurred."""
+    """By those of DROP_REASONS that occurred."""
     pending: int
     bytes_appended: int
     tokens_appended: int

@@ -297,7 +297,7 @@ class GroupSharing:
                     self._read(texts)
                 pause_s = self._interval_s
             except StreamError as error:
-                log.warning("groups are not shared for now: %s (next attempt in %.1f s)", error, pause_s)
+                log.warning("text of prompt groups is not shared for now: %s (next attempt in %.1f s)", error, pause_s)
                 pause_s = min(2 * pause_s, _LAST_RETRY_S)
             except Exception as error:
                 log.error("group text could not be shared: %s", type_and_place(error))

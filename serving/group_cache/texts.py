@@ -51,7 +51,7 @@ def new_head() -> bytes:
 
 
 def encode_piece(piece: GroupTextPiece) -> bytes:
-    """At most MAX_PIECE_TOKENS tokens."""
+    """Encode a piece, of at most MAX_PIECE_TOKENS tokens."""
     assert 0 < len(piece.tokens) <= MAX_PIECE_TOKENS
     fields = (piece.source, piece.text, piece.start, piece.target_version, piece.at_ms, len(piece.tokens))
     return _PIECE.pack(*fields) + struct.pack(f"<{len(piece.tokens)}i", *piece.tokens)

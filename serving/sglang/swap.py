@@ -156,7 +156,7 @@ class SglangDraft:
             self._exchange()
         self._in_use = end = self._device.mark()
         if not is_agreed:
-            reason = failure or "another rank could not"
+            reason = failure or "another rank could not copy it"
             log.error("draft version %d could not be copied into service: %s", version, reason)
             done.set_exception(EngineError(f"draft version {version} could not be copied: {reason}"))
             return None

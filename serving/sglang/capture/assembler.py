@@ -63,7 +63,7 @@ class CopiedVerification:
     places: Places
     """Layout of the packed tensors, which are of the whole batch."""
     indices: tuple[int, ...]
-    """Of the captured requests in it."""
+    """Indices of the captured requests in the batch."""
     tickets: tuple[Ticket, ...]
     counts: tuple[int, ...]
     """Nodes that were committed, of each request."""
@@ -115,7 +115,7 @@ class TraceAssembler:
         self.target_version = 0
         """The version of the target: requests that began under another are not recorded."""
         self._spans: dict[Ticket, RequestSpan] = {}
-        """Of running requests, those that began first in front."""
+        """Of running requests, the oldest in front."""
         self.dropped: collections.Counter[str] = collections.Counter()
         """Requests that were captured and whose trace was not made, by reason."""
         self.branch_rows: collections.Counter[str] = collections.Counter()

@@ -82,7 +82,7 @@ class _Launched:
     """A verification that SGLang has launched, and what is kept of its captured requests until its verdict is known."""
 
     indices: tuple[int, ...]
-    """Of the captured requests in the batch."""
+    """Indices of the captured requests in the batch."""
     tickets: tuple[Ticket, ...]
     num_nodes: int
     draft_version: int
@@ -136,7 +136,7 @@ class StepCapture:
         self.reduces_late = device.is_host
         """Whether the assembler reduces logits: on a CPU it has another core for that."""
         self._open_tickets = weakref.WeakSet[Ticket]()
-        """Of requests that run. Weak: a request may vanish without being released."""
+        """Tickets of running requests. Weak: a request may vanish without being released."""
         self.refused: collections.Counter[str] = collections.Counter()
         """Requests that could have been captured but were not, by reason."""
 

@@ -244,4 +244,4 @@ class SglangClient:
             )
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             self._http.close()
-            raise EngineDeadError(f"SGLang does not say what it serves: {type(error).__name__}") from error
+            raise EngineDeadError(f"SGLang's list of models cannot be read: {type(error).__name__}") from error

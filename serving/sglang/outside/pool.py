@@ -117,7 +117,7 @@ class PoolClient(SglangClient):
         report = Pool().take(self._parsed())
         if report is None or not report.model or report.context_length is None or report.max_depth is None:
             self._http.close()
-            raise EngineDeadError("no engine reports what it serves")
+            raise EngineDeadError("no engine reports its model in Redis")
         return EngineInfo(
             model=report.model,
             context_length=report.context_length,

@@ -69,7 +69,7 @@ class Wiring:
 
 
 class _Load(msgspec.Struct):
-    """Of one data-parallel rank; see SGLang's `managers/load_snapshot.py`."""
+    """The load of one data-parallel rank; see SGLang's `managers/load_snapshot.py`."""
 
     num_running_reqs: int
     num_waiting_reqs: int
@@ -97,7 +97,7 @@ class _Meta(msgspec.Struct):
     finish_reason: _Finish | None = None
     output_token_logprobs: list[tuple[float, int, str | None]] = []
     weight_version: str = ""
-    """Of the last token."""
+    """The label of the weights that gave the last token."""
     weight_versions: list[_Span] = []
 
 
@@ -107,7 +107,7 @@ class _Failure(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """Of a stream: all tokens so far."""
+    """An event of a stream, with all tokens so far."""
 
     output_ids: list[int] = []
     meta_info: _Meta = msgspec.field(default_factory=_Meta)
@@ -274,7 +274,7 @@ class SglangRolloutEngine:
             await self._http.post("/abort_request", json={"rid": rid})
         except httpx.HTTPError as error:
             # Closing the connection aborts the request, too, a little later.
-            log.info("rollout_abort_not_heard", engine=self.name, error=type_and_place(error))
+            log.info("rollout_abort_failed", engine=self.name, error=type_and_place(error))
 
 
 _LAST = 10**6
@@ -396,5 +396,5 @@ class ServerPool:
             try:
                 await self.look(on_change)
             except Exception as error:
-                log.error("rollout_servers_not_looked_at", error=type_and_place(error))
+                log.error("rollout_servers_not_polled", error=type_and_place(error))
             await asyncio.sleep(max(self.look_s - (time.monotonic() - began_s), 0.05))

@@ -462,10 +462,10 @@ def _new_text(
     """What proposes earlier text, (None, None) where the server cannot verify it. Only rank 0 has a RememberedText."""
     if not settings.suffix_depth:
         if settings.share_groups:
-            log.warning("slipstream: no text of prompt groups is shared: SLIPSTREAM_SUFFIX_DEPTH is 0")
+            log.warning("slipstream: SLIPSTREAM_SHARE_GROUPS has no effect: SLIPSTREAM_SUFFIX_DEPTH is 0")
         return None, None
     if worker.adaptive_controller is None:
-        log.warning("slipstream: nothing is proposed from earlier text: it needs --speculative-adaptive")
+        log.warning("slipstream: no suffix drafts from earlier text: they need --speculative-adaptive")
         return None, None
     depth, overlaps = min(settings.suffix_depth, max(depths)), not resolved(worker.server_args).disable_overlap_schedule
     width = max(text_width(depth, overlaps=overlaps), *depths)

@@ -42,7 +42,7 @@ class _Blocks:
         self._free: dict[int, set[int]] = {size: {0}}
 
     def take(self, size: int) -> int | None:
-        """Where it begins; None where there is no room."""
+        """Take a block; returns where it begins, None where there is no room."""
         larger = min((each for each, places in self._free.items() if each >= size and places), default=None)
         if larger is None:
             return None
@@ -141,7 +141,7 @@ class ChainDrafter:
         return self._of_slot[slot][1][GROUP]
 
     def end(self, slot: int) -> None:
-        """The request is over; what it has written to its group and its tenant stays."""
+        """End a request; its text in the windows of its group and its tenant stays."""
         home, windows = self._of_slot.pop(slot)
         for window in windows:
             if window is not None:
@@ -298,7 +298,7 @@ def _retained(window: _Window | None) -> _Window | None:
 
 
 def _doubled(table: np.ndarray, fill: Any) -> tuple[np.ndarray, range]:
-    """With twice as many rows, and which are new."""
+    """The table with twice as many rows, and the numbers of the new ones."""
     grown = np.full((2 * len(table), *table.shape[1:]), fill, table.dtype)
     grown[: len(table)] = table
     return grown, range(len(table), len(grown))

@@ -63,7 +63,7 @@ class _Round:
     plan: LengthPlan
     is_control: bool
     arm: Arm
-    """Of the end-to-end speedup's A/B."""
+    """Its arm in the A/B test of the end-to-end speedup."""
     cold: tuple[bool, ...]
     requests: list[Any]
     facts: tuple[_RequestFacts, ...]

@@ -106,7 +106,7 @@ class Continuations:
 
     @classmethod
     def unpacked(cls, packed: np.ndarray, requests: Sequence[Any]) -> Continuations:
-        """Of the texts of these requests."""
+        """The continuations of these requests again."""
         (counts, first), (tokens, bits) = packed[:, :2].T.astype(np.int64), np.split(packed[:, 2:], 2, axis=1)
         answered = [int(at) - len(request.origin_input_ids) for at, request in zip(first, requests, strict=True)]
         return cls(tokens, bits.view(np.float32).astype(float), counts, first, answered)
