@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 
 class CaptureFilter:
-    """Asks `keep` about texts that `decode` makes of token ids. Used by one thread."""
+    """Calls `keep` on the text that `decode` makes of a trace's token ids. Used by one thread."""
 
     def __init__(self, keep: Callable[[str, str], object], decode: Callable[[list[int]], str]) -> None:
         self._keep, self._decode = keep, decode
@@ -37,8 +37,8 @@ class CaptureFilter:
         """The filter that `name`, MODULE:FUNCTION, imports, with the target's tokenizer; None without a name.
 
         Raises ConfigError, in one line, for a name that is malformed or cannot be imported, for something that cannot
-        be called, for a folder without a readable tokenizer.json, and where the environment still asks for the filter
-        of earlier versions: without it traces would leave that were not to leave.
+        be called, for a folder without a readable tokenizer.json, and where the environment still sets the filter of
+        earlier versions: to ignore that would let traces out.
         """
         if os.environ.get(_FORMER_FILTER, "0").strip().lower() not in ("", "0", "false", "no", "off"):
             raise ConfigError(

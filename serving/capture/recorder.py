@@ -1,9 +1,10 @@
-"""The recorder: from a finished generation into the trace stream, without ever holding serving up.
+"""Record traces of finished generations in the trace stream, without ever blocking serving.
 
 `submit` only queues. A thread of its own encodes and appends. While Redis is away the queue grows up to a bound in
 bytes, the thread tries again with growing pauses, and the newest traces are dropped and counted.
 
-`ErasureWatch` carries out orders to erase a tenant from what the engine keeps: queued traces, text, and what ages.
+`ErasureWatch` carries out orders to erase a tenant from what the engine keeps, queued traces and text, and drops text
+that is too old.
 """
 
 from __future__ import annotations
@@ -36,9 +37,8 @@ DROP_REASONS = (
     *SAMPLING_REASONS,
     *FILTER_REASONS,
 )
-"""Too large is for the buffer or the stream, invalid does not encode, failed is a bug, erased that its tenant was,
-expired that it is too old, those of sampling that Redis or the trainer cannot take everything, and the rest are of the
-operator's filter.
+"""`too_large` for the buffer or the stream; `invalid` does not encode; `failed` is a bug; `erased` by order for its
+tenant; `expired` is too old; `sampled_…` Redis, trainer or buffer cannot take all; the rest by the operator's filter.
 """
 log = structlog.get_logger(__name__)
 
@@ -58,12 +58,12 @@ class RecorderStats:
     captured: int
     appended: int
     dropped_by_reason: Mapping[str, int]
-    """Of DROP_REASONS, those that occurred."""
+    """By those of DROP_REASONS that occurred."""
     pending: int
     bytes_appended: int
     tokens_appended: int
     share: float = 1.0
-    """Of the traces, that sampling keeps now."""
+    """The share of traces that sampling keeps now."""
 
     @property
     def dropped(self) -> int:
@@ -73,10 +73,9 @@ class RecorderStats:
 class TraceRecorder:
     """Takes traces from engine threads and appends them to the stream that `stream_factory` opens.
 
-    The factory is called on the recorder's thread, again after a StreamError, so serving starts without Redis.
-    `on_append` is told, there, how many bytes each trace took; there the `sampler` looks and draws, and
-    `reason_to_drop` says why a trace must not leave the process, if it must not. Traces older than `ttl_s` are dropped;
-    0 sets no limit.
+    The factory is called on the recorder's thread, again after a StreamError, so serving starts without Redis. On this
+    thread, too, `on_append` gets the number of bytes of each trace, the `sampler` looks and draws, and `reason_to_drop`
+    says why a trace must not leave the process, or None. Traces older than `ttl_s` are dropped; 0 sets no limit.
     """
 
     def __init__(
@@ -131,7 +130,7 @@ class TraceRecorder:
 
     def forget(self, tenants: Collection[str]) -> None:
         """Drop what is queued of these tenants. After it has returned, nothing of theirs that was submitted before is
-        written any more.
+        written.
         """
         with self._changed:
             gone = [trace for trace in self._queue if trace.header.tenant in tenants]
@@ -316,10 +315,10 @@ Forget = Callable[[Collection[str]], None]
 
 
 class ErasureWatch:
-    """Carries out orders (speculator/redis/trace_deletion.py). `look` is called with every report of the engine, on
-    its thread.
+    """Carries out orders to erase tenants (speculator/redis/trace_deletion.py). `look` is called with every report of
+    the engine, on its thread.
 
-    By when a trace was made is not asked: whatever is here when the order arrives goes.
+    It erases all of a tenant that is here when the order arrives, whenever it was made.
     """
 
     def __init__(
@@ -334,12 +333,12 @@ class ErasureWatch:
         self._done: Mapping[str, int] = {}
 
     def look(self) -> dict[str, str | int | float]:
-        """The time of the newest order that is carried out, for the engine's report; Redis may be away."""
+        """Carry out new orders; returns the time of the newest one, for the engine's report. Redis may be away."""
         self._expire()
         try:
             orders = self._orders()
         except StreamError as error:
-            log.warning("orders to forget not known for now: %s", error)
+            log.warning("orders to erase tenants cannot be read for now: %s", error)
         else:
             if tenants := {tenant for tenant, at_ms in orders.items() if self._done.get(tenant) != at_ms}:
                 for forget in self._forget:

@@ -1,19 +1,17 @@
-"""How much of the traffic is captured: all of it while Redis and the trainer keep up, less before anything is lost.
+"""Choose the share of traffic that is captured: all while Redis and the trainer keep up, less before anything is lost.
 
-Figures each ask for a share of the traces, and the smallest share counts:
+Each of four figures gives a share of the traces, and the smallest share counts:
 
-* stream: bytes that nobody has acked, of the stream's cap. At the cap the oldest go, and are lost;
-* memory: what Redis uses, of its `maxmemory`. There it refuses every write, of the draft pointer as well;
-* trainer: how long it needs for what waits, at the speed at which it takes traces while some wait. What it would learn
-  from in ten minutes is stale by then;
-* buffer: what running requests hold in the engine's memory, where that is bounded.
+* stream: unacknowledged bytes over the stream's cap. At the cap Redis drops the oldest traces;
+* memory: Redis's memory over its `maxmemory`. There it refuses every write, of the draft pointer as well;
+* trainer: the time that it needs for the waiting traces at its measured speed. After ten minutes they are stale;
+* buffer: the part of the engine's buffer that running requests hold, where that is bounded.
 
 Each share falls from 1 to the floor as floor^x while its figure rises from one bound to the other (x from 0 to 1). The
-share settles where as much is captured as is taken. Because it falls by a factor and not by an amount, how fast it
-settles depends on what the trainer takes, not on how many engines there are: each looks for itself, and they need not
-know of one another.
+share settles where as much is captured as the trainer takes. It falls by a factor and not by an amount, so how fast it
+settles does not depend on the number of engines: each decides alone.
 
-Which traces are kept is drawn without a look at them, so those that are kept speak for the traffic.
+Traces are drawn at random, whatever they contain, so those that are kept represent the traffic.
 
 Rows behind rejections have a share and a budget of their own: `BranchSampler`.
 """
@@ -44,11 +42,13 @@ _MEMORY = (0.7, 0.9)
 _TRAINER_S = (60.0, 300.0)
 _BUFFER = (0.5, 0.9)
 _SPEED_OVER_S = 30.0
-"""A trainer that steps, publishes and gates takes nothing for seconds; one that takes nothing for longer is slow."""
+"""Period over which the trainer's speed is measured: a step, a gate or a publication stops its reading for seconds."""
 _LEAST_WATCHED_S = 25.0
-"""Of a trainer that had kept up no speed is known: it may be gone for 50 s, a restart, before that counts as one."""
+"""Measured time below which the trainer's speed is unknown. A trainer that had kept up may be gone for 50 s, as in a
+restart, before it counts as slow.
+"""
 _LONGEST_S = 10.0
-"""Between two looks that are further apart the trainer may have had nothing to do."""
+"""Longest time between two looks that is measured: in a longer one the trainer may have been idle."""
 
 BRANCH_OUTCOMES = ("kept", "budget", "cut")
 """What becomes of rows behind rejections that were drawn: they are in a trace, were over the budget, or lie behind the
@@ -69,7 +69,7 @@ class BranchSampler:
     """
 
     def __init__(self, share: float, *, over_budget: Callable[[int], object]) -> None:
-        """`over_budget` is told how many rows were drawn and had no room."""
+        """`over_budget` is called with the number of rows that were drawn and had no room."""
         self._share, self._over_budget, self._rng = share, over_budget, random.Random(0)
         self._room = 0.0
 
@@ -98,7 +98,7 @@ class WatchedStream(Protocol):
 class CaptureSampler:
     """One engine's share of kept traces, in [floor, 1]. While Redis is away the last share stands.
 
-    `look` is for one thread; `follows` and `keeps` draw, for any.
+    `look` is for one thread; `follows` and `keeps` draw at random, for any.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class CaptureSampler:
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
-        """`at_start`: it is drawn as an answer begins, where following it costs something, and not at its end.
+        """`at_start`: draw as an answer begins, because following it has a cost, and not at its end.
 
         `buffer_share` says how full the engine's buffer is, at the moment.
         """
@@ -152,8 +152,8 @@ class CaptureSampler:
     def look(self) -> None:
         """Set the share anew where the last look is old enough. Raises nothing: whatever fails, the share stands.
 
-        Call it also while no trace comes: a share below 1 must find its way back, and the trainer's speed shows only in
-        looks that are close together.
+        Call it also while no trace comes: a share below 1 must recover, and the trainer's speed shows only in looks
+        that are close together.
         """
         now_s = self._clock()
         if now_s - self._looked_s < LOOK_EVERY_S:
@@ -163,9 +163,9 @@ class CaptureSampler:
             self._decide(stream.lag(), stream.max_bytes, stream.memory_share(), now_s)
         except StreamError as error:
             self._stream = None
-            log.debug("the capture share stands: %s", error)
+            log.debug("the capture share is not updated: %s", error)
         except Exception as error:
-            log.error("the stream could not be looked at: %s", type_and_place(error))
+            log.error("the capture share is not updated, the stream cannot be read: %s", type_and_place(error))
         # After the look: one that waits for a Redis that is away must not be due again at once.
         self._looked_s = self._clock()
 
@@ -194,7 +194,7 @@ class CaptureSampler:
         self._num_taken = fade * self._num_taken + max(taken - taken_before, 0)
 
     def _delay_s(self, num_waiting: int) -> float:
-        """Where no trainer has ever read, only the room counts."""
+        """Seconds that the trainer needs for what waits; 0 while its speed is unknown."""
         if self._watched_s < _LEAST_WATCHED_S or num_waiting == 0:
             return 0.0
         return num_waiting * self._watched_s / self._num_taken if self._num_taken > 0 else math.inf

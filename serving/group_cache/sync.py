@@ -1,12 +1,12 @@
-"""Grouped drafting across engines: what one has committed of a prompt group, the others may propose from.
+"""Share the text of prompt groups between engines: what one has committed, the others may propose.
 
     drafter's thread ── publish ──▶ bounded queue ──▶ this thread ──▶ Redis (serving/group_cache/texts.py)
     drafter's thread ◀── take, a little each step ── bounded queue ◀── this thread ◀──┘
 
 Seer (arXiv 2511.14617) has a server of its own for this; here a string in Redis does. The drafter's thread, which is
-the one that decodes or one beside it, only queues and takes. While Redis is away engines share within themselves, as
-they do without this; what does not fit into the queue meanwhile is dropped and counted. Only text of groups that decode
-here is read, and only behind where it was read last.
+the one that decodes or one beside it, only queues and takes. While Redis is away each engine uses its own text only, as
+without sharing; what does not fit into the queue meanwhile is dropped and counted. An engine reads only the text of
+groups that it decodes, and only from where it stopped.
 
 A group is one tenant's: its key has the tenant in it, and what is read goes into that tenant's window and no other.
 """
@@ -40,7 +40,7 @@ from speculator.host import now_ms
 from speculator.proposals.suffix_index import NEW_TEXT
 
 _MAX_TEXTS = 4096
-"""Of a group that never ends. One that grows again after so many others goes on as a new text."""
+"""Most texts of a group that are tracked. One that grows after so many others have goes on as a new text."""
 
 
 class GroupWindow(Protocol):
@@ -57,7 +57,7 @@ class FollowedGroup:
     key: GroupKey
     window: weakref.ref[GroupWindow]
     source: int = field(default_factory=lambda: secrets.randbits(64))
-    """What is written from here: the window has it already."""
+    """Id of what this engine writes: its window has that already."""
     since_ms: int = field(default_factory=now_ms)
     active_s: float = 0.0
     """When something was last committed here, on the clock of the engine's `GroupSharing`."""
@@ -66,11 +66,11 @@ class FollowedGroup:
     place: Place = field(default_factory=Place)
     max_texts: int = _MAX_TEXTS
     texts: OrderedDict[tuple[int, int], tuple[int, int]] = field(default_factory=OrderedDict)
-    """By source and text, of those that grew last: its handle in the window and the tokens that it has. The drafter's
-    thread's."""
+    """By source and text, the last grown at the end: the handle in the window and the number of tokens. For the
+    drafter's thread."""
 
     def take(self, piece: GroupTextPiece) -> int:
-        """Put a piece into the window; the number of tokens that it did not have."""
+        """Put a piece into the window; returns the number of tokens that it did not have."""
         window = self.window()
         if self.closed or window is None:
             return 0
@@ -114,13 +114,13 @@ _LAST_RETRY_S = 5.0
 _ACTIVE_S = 2.0
 """A group that has committed nothing here for so long is not read until it does again."""
 _ENDED_LASTS_S = 60.0
-"""A group's last samples may come, or go on for a step, after it has ended; later its id may be another group's."""
+"""How long an ended group stays ended: its last samples may still come or run a step. Later its id may be reused."""
 _MAX_ENDED = 4096
 _MAX_FOLLOWED = 1024
 _MAX_QUEUED_TOKENS = 262_144
 _MAX_ARRIVED_TOKENS = 65_536
 _TOKENS_A_STEP = 256
-"""That are taken into windows between two steps, at about two microseconds each."""
+"""Tokens that are taken into windows between two steps, at about two microseconds each."""
 
 _BEYOND = 1 << 40
 """An offset behind which nothing ever comes."""
@@ -129,7 +129,9 @@ log = structlog.get_logger(__name__)
 
 
 class GroupSharing:
-    """One engine's part. `join` and `take` are the drafter's thread's; the rest is for any thread but that."""
+    """Exchanges group texts between one engine and the others. `join` and `take` are for the drafter's thread, the rest
+    for any other.
+    """
 
     def __init__(
         self,
@@ -173,10 +175,10 @@ class GroupSharing:
     # -- the drafter's thread's --------------------------------------------------------------------------------------
 
     def join(self, key: GroupKey, window: GroupWindow, context: Sequence[int]) -> Publish:
-        """A sample of this group begins here, after the tokens of `context`; what it commits is for `Publish`.
+        """Begin a sample of this group, after the tokens of `context`; call the result with what it commits.
 
-        `window` is the group's. Another one than last time is filled from the beginning. A group that has just ended
-        stays so.
+        `window` is the group's. A window other than last time is filled from the beginning. A group that has just ended
+        is not opened again.
         """
         with self._changed:
             if self._has_ended(key):
@@ -215,7 +217,7 @@ class GroupSharing:
     def _publish(self, group: FollowedGroup, text: int, start: int, tokens: Sequence[int]) -> None:
         with self._changed:
             group.active_s = self._clock()
-            # One that was pushed out is not closed when it ends.
+            # A group that others pushed out of `_followed` is not marked closed when it ends.
             if group.closed or self._has_ended(group.key) or not tokens:
                 return
             if self._closing.is_set() or self._num_queued + len(tokens) > self._max_queued_tokens:
@@ -234,11 +236,11 @@ class GroupSharing:
     # -- any thread's -----------------------------------------------------------------------------------------------
 
     def set_target_version(self, version: int) -> None:
-        """What is published from now on is of this target."""
+        """Set the target version of what is published from now on."""
         self._target_version = version
 
     def drop(self, tenant: str, group_id: str) -> None:
-        """The group has ended: its text goes, here and in Redis. Does not wait."""
+        """Drop the text of a group that has ended, here and in Redis. Does not wait."""
         key = GroupKey(tenant, group_id)
         with self._changed:
             self._close([key])
@@ -251,7 +253,7 @@ class GroupSharing:
 
     def forget(self, tenants: Collection[str]) -> None:
         """Drop what is on its way of these tenants. After it has returned nothing of theirs from before is written or
-        taken any more, not even what is in Redis.
+        taken, not even what is in Redis.
         """
         with self._changed:
             self._erased_ms |= dict.fromkeys(tenants, now_ms())
@@ -271,12 +273,12 @@ class GroupSharing:
             self._num_queued = 0
 
     def _has_ended(self, key: GroupKey) -> bool:
-        """A moment ago."""
+        """Whether the group has ended within the last `_ENDED_LASTS_S`."""
         ended_s = self._ended_s.get(key)
         return ended_s is not None and self._clock() - ended_s < _ENDED_LASTS_S
 
     def _close(self, keys: Collection[GroupKey]) -> None:
-        """Under the lock."""
+        """Stop following these groups; call it under the lock."""
         for key in keys:
             if (group := self._followed.pop(key, None)) is not None:
                 group.closed = True
@@ -295,14 +297,14 @@ class GroupSharing:
                     self._read(texts)
                 pause_s = self._interval_s
             except StreamError as error:
-                log.warning("groups are not shared for now: %s (next attempt in %.1f s)", error, pause_s)
+                log.warning("text of prompt groups is not shared for now: %s (next attempt in %.1f s)", error, pause_s)
                 pause_s = min(2 * pause_s, _LAST_RETRY_S)
             except Exception as error:
                 log.error("group text could not be shared: %s", type_and_place(error))
                 pause_s = min(2 * pause_s, _LAST_RETRY_S)
 
     def _wait(self, pause_s: float) -> bool:
-        """Until the next exchange; False when closed and nothing is left to write, or it cannot be written."""
+        """Wait for the next exchange; False when closed and nothing is left to write, or it cannot be written."""
         self._closing.wait(pause_s)
         with self._changed:
             self._changed.wait_for(
@@ -347,7 +349,7 @@ class GroupSharing:
                 self._num_queued = num_tokens(self._queue)
 
     def _still_wanted(self, queued: Sequence[Queued], ttl_s: float) -> list[Queued]:
-        """Without what has ended or was erased, and what waited too long for Redis."""
+        """What is queued, without groups that have ended or were erased, and without what waited too long for Redis."""
         since_ms = now_ms() - int(1000 * ttl_s)
         found = []
         for one in queued:
@@ -379,7 +381,7 @@ class GroupSharing:
                 if self._is_wanted(group, piece):
                     pieces.append(piece)
         except GroupTextError as error:
-            log.warning("the text of a group is not read on: %s", error)
+            log.warning("a group's text is unreadable, the rest of it is skipped: %s", error)
             group.place = Place(place.head, _BEYOND)
             self.metrics.unreadable += 1
         with self._changed:

@@ -1,10 +1,10 @@
-"""The texts of running prompt groups in Redis, from any number of engines to one another.
+"""Texts of running prompt groups in Redis, by which any number of engines share them.
 
-One string for each tenant and group: whoever has committed tokens appends them in pieces, whoever wants them reads on
-from where it stopped. A text goes when its group ends (`drop`), a fixed time after its first token whoever still
-writes, when it has grown to `GROUP_BYTES`, and when there are more than fit into `max_bytes`: then those go that were
-written to least recently. A group whose text has gone begins anew with its next tokens. The head names the string:
-where a reader finds another one, the string began anew.
+One string for each tenant and group. Engines append tokens in pieces when they commit them, and read on from where they
+stopped. A text is removed when its group ends (`drop`), a fixed time after its first token even if it still grows, and
+when it reaches `GROUP_BYTES`. When all texts exceed `max_bytes`, those that grew least recently are removed. A group
+whose text was removed begins a new one with its next tokens. The head identifies the string: a reader that finds
+another head knows that the text began anew.
 
     head    magic "SGT1", 8 random bytes
     piece   source u64, text u32, start u32, target version i64, time i64, number n u32, n tokens i32; little-endian
@@ -37,7 +37,7 @@ class GroupTextPiece(NamedTuple):
     """Tokens `start`, `start` + 1, … of one text."""
 
     source: int
-    """Who writes, by a random number; texts are numbered by their source."""
+    """A random number for the writer, which numbers its own texts."""
     text: int
     start: int
     target_version: int
@@ -51,7 +51,7 @@ def new_head() -> bytes:
 
 
 def encode_piece(piece: GroupTextPiece) -> bytes:
-    """At most MAX_PIECE_TOKENS tokens."""
+    """Encode a piece, of at most MAX_PIECE_TOKENS tokens."""
     assert 0 < len(piece.tokens) <= MAX_PIECE_TOKENS
     fields = (piece.source, piece.text, piece.start, piece.target_version, piece.at_ms, len(piece.tokens))
     return _PIECE.pack(*fields) + struct.pack(f"<{len(piece.tokens)}i", *piece.tokens)
@@ -74,7 +74,7 @@ def decode_pieces(data: bytes, *, vocab_size: int) -> Iterator[tuple[GroupTextPi
         end = start + num_tokens * _TOKEN_BYTES
         tokens = list(struct.unpack_from(f"<{num_tokens}i", data, start))
         if min(tokens) < 0 or max(tokens) >= vocab_size:
-            raise GroupTextError("a token that the model does not have")
+            raise GroupTextError("a token outside the model's vocabulary")
         yield GroupTextPiece(source, text, first, target_version, at_ms, tokens), end
 
 
@@ -83,11 +83,11 @@ def is_head(head: bytes) -> bool:
 
 
 GROUP_BYTES = 256 * 1024
-"""Of one group's text: more than 60,000 tokens, where an engine's own window of a group has 8,192."""
+"""Bound of one group's text: more than 60,000 tokens, where an engine's own window of a group has 8,192."""
 _MOST_TTL_S = 3600.0
 DEFAULT_MAX_BYTES = 256 * 1024 * 1024
 READ_BYTES = 64 * 1024
-"""Of one group that one `fetch` takes at most: much more than a piece."""
+"""Most bytes of one group that one `fetch` reads: much more than a piece."""
 assert READ_BYTES > MAX_PIECE_BYTES
 
 
@@ -97,7 +97,7 @@ class GroupKey(NamedTuple):
 
     @property
     def member(self) -> str:
-        """No two keys have the same, and what it begins with says whose it is."""
+        """A unique name, which begins with the tenant's."""
         return _beginning(self.tenant) + quote(self.group_id, safe="")
 
 
@@ -106,14 +106,14 @@ def _beginning(tenant: str) -> str:
 
 
 class Place(NamedTuple):
-    """How far a reader is: `offset` bytes into the string with this head."""
+    """A reader's position: `offset` bytes into the string with this head."""
 
     head: bytes = b""
     offset: int = HEAD_BYTES
 
 
 class GroupTexts:
-    """One model's. Raises StreamError where Redis cannot do it."""
+    """The group texts of one model. Raises StreamError where Redis fails."""
 
     def __init__(
         self,
@@ -135,9 +135,9 @@ class GroupTexts:
 
     @redis_errors
     def append(self, pieces: Mapping[GroupKey, bytes]) -> int:
-        """Append encoded pieces to their groups' texts; the number of texts that went because of a bound.
+        """Append encoded pieces to their groups' texts; returns how many texts were removed because of a bound.
 
-        After an error they may or may not be there. To append them again is safe: readers know what they have.
+        After an error the pieces may or may not be there. To append them again is safe: readers skip what they have.
         """
         at_ms = now_ms()
         index = self._keys.group_texts
@@ -146,7 +146,7 @@ class GroupTexts:
             transaction.zremrangebyscore(index, "-inf", at_ms - 2 * self._ttl_ms)
             for group, data in pieces.items():
                 key = self._keys.group_text(group.member)
-                # The time to live is the first token's: appending leaves it as it is.
+                # The first token sets the time to live, and appending leaves it as it is.
                 transaction.set(key, new_head(), nx=True, px=self._ttl_ms)
                 transaction.append(key, data)
                 transaction.zadd(index, {group.member: at_ms})
@@ -163,7 +163,7 @@ class GroupTexts:
 
     @redis_errors
     def fetch(self, places: Mapping[GroupKey, Place]) -> dict[GroupKey, tuple[Place, bytes]]:
-        """What has come behind each place; where a text is another one than that of its place, its beginning."""
+        """New bytes after each place; of a text that began anew, its beginning."""
         groups = list(places)
         found = self._read(groups, [places[group] for group in groups])
         anew = [group for group in groups if found[group][0].head != places[group].head and found[group][0].head]
@@ -171,12 +171,12 @@ class GroupTexts:
 
     @redis_errors
     def drop(self, groups: Sequence[GroupKey]) -> None:
-        """These groups have ended."""
+        """Remove the texts of groups that have ended."""
         self._remove([group.member for group in groups])
 
     @redis_errors
     def erase(self, tenant: str, *, dry_run: bool = False) -> int:
-        """Remove the texts of a tenant; how many there are."""
+        """Remove the texts of a tenant; returns how many there are."""
         members = [member.decode() for member in self._redis.zrange(self._keys.group_texts, 0, -1)]
         theirs = [member for member in members if member.startswith(_beginning(tenant))]
         if not dry_run:

@@ -45,13 +45,13 @@ _ALPHA = 0.001
 _WORSE = (0.1, 0.5)
 """c: the shares of the incumbent's accepted proposals that are tested for."""
 _USUAL_VARIANCE, _USUAL_WEIGHT = 0.25, 16
-"""1 / k of requests that nothing is known of, and as how many requests that counts."""
+"""1 / k before any request is known, and the number of requests that this prior counts for."""
 _SLOWER_MARGIN = 0.10
 """Time a token that a version may lose before it counts: a busy machine slows wide rounds more than narrow ones."""
 _SLOW_SHARE = 0.9
 """Share of pairs that speak against a slow version."""
 _DOUBT = math.log(20)
-"""Evidence against a version with which it is neither kept nor taken back."""
+"""Evidence against a version above which it is not kept yet."""
 _FEWEST_KNOWN = 30
 """Verifications of a stratum and position from which on the incumbent is known there."""
 _FEWEST_TIMED = 10
@@ -61,8 +61,8 @@ _ENOUGH_FOR_A_SUCCESSOR = 500
 _MOST_ROUNDS = 16_000
 """Rounds after which a trial ends in any case."""
 MOVING_TARGET_PATIENCE_S = 30.0
-"""After which a version is tried all the same where the target moves so often that no incumbent is ever known. It has
-the gate behind it, and the trainer's second look ahead, which both ask about the newest target."""
+"""How long a version waits for a known incumbent where the target moves so often that none ever is; then it is tried.
+The gate has passed it, and the trainer's second look follows; both judge it by the newest target."""
 _KEPT_ROUNDS = 4096
 _KEPT_VERIFICATIONS = 10_000
 _RECENT_VERIFICATIONS = 1000
@@ -73,7 +73,8 @@ _MAX_ARRIVED = 8192
 @dataclass(frozen=True, kw_only=True)
 class WatchRules:
     enough_rounds: int = 2000
-    """Rounds after which a version that is not found worse is kept, if `enough_compared` verifications had a like."""
+    """Rounds after which a version that is not found worse is kept, if `enough_compared` verifications were comparable.
+    """
     enough_compared: int = 500
     min_baseline: int = 500
     """Rounds of the incumbent before which no version is tried against it."""
@@ -132,14 +133,14 @@ class _Incumbent:
         self.shape = self._shape(record, {stratum: len(ids) for stratum, ids in requests.items()})
         """k, see above."""
         self.doubt = {stratum: 1 + 2 / math.sqrt(self.shape * len(ids)) for stratum, ids in requests.items()}
-        """By how much what is expected may be too large."""
+        """Factor by which the expectation may be too large."""
         times: dict[Hashable, list[float]] = defaultdict(list)
         for kind, log_s in record.times:
             times[kind].append(log_s)
         self._times = {kind: statistics.fmean(each) for kind, each in times.items() if len(each) >= _FEWEST_TIMED}
 
     def _shape(self, record: _Record, num_requests: Mapping[Stratum, int]) -> float:
-        """From the variance of X, which is E + E² / k, over the incumbent's own requests."""
+        """k, from the variance of X, which is E + E² / k, over the incumbent's own requests."""
         sums: dict[tuple[str, Stratum], tuple[int, float]] = {}
         for one in record.verifications:
             if num_requests[one.stratum] > 1 and (found := self.accepted(one)) is not None:
@@ -154,13 +155,13 @@ class _Incumbent:
         return (weight + _USUAL_WEIGHT) / (weight * variance + _USUAL_WEIGHT * _USUAL_VARIANCE)
 
     def accepted(self, one: Verification) -> tuple[int, float] | None:
-        """(accepted, expected), as far down as the incumbent is known; None where it is not."""
+        """(accepted, expected) proposals, as deep as the incumbent is known; None where it is not."""
         rates = [self._rates.get((one.stratum, position)) for position in range(one.depth)]
         known = [rate for rate in rates if rate is not None]
         return (min(one.accepted, len(known)), sum(known)) if known else None
 
     def log_slowdown(self, round_: WatchedRound) -> float | None:
-        """None where the time says nothing, or the incumbent had too few rounds of this kind."""
+        """Log of the round's time over the incumbent's; None where either time is unknown or says nothing."""
         usual = None if round_.kind is None else self._times.get(round_.kind)
         return None if usual is None else math.log(round_.seconds) - usual
 
@@ -171,7 +172,7 @@ class Trial:
     def __init__(self, version: int, baseline: _Record, rules: WatchRules, *, started_s: float) -> None:
         self.version, self.record = version, _Record()
         self.num_compared = 0
-        """Verifications that have a like among the incumbent's."""
+        """Verifications that were comparable with the incumbent's."""
         self._incumbent, self._rules, self._started_s = _Incumbent(baseline), rules, started_s
         self._requests: dict[str, tuple[int, float]] = {}
         """(X, E) by request id."""
@@ -207,7 +208,7 @@ class Trial:
         self._requests[one.request_id] = x + accepted, e + expected / self._incumbent.doubt[one.stratum]
 
     def judge(self, now_s: float, *, is_successor_waiting: bool) -> Verdict:
-        """What the evidence so far says; it may be asked as often as one likes."""
+        """The verdict of the evidence so far, which may be asked for at any time."""
         outcome, reason = self._decide(is_successor_waiting)
         return Verdict(outcome=outcome, reason=reason, numbers=self._numbers(now_s))
 
@@ -275,7 +276,8 @@ class Trial:
 
 
 class LiveWatch:
-    """One engine's watch. `observe` is for the decode thread and never waits; everything else for one other thread.
+    """One engine's record of its rounds, and the trial of a version. `observe` is for the decode thread and never
+    waits; everything else for one other thread.
 
     `version` is the one in service; `clock` gives seconds, of any origin.
     """
@@ -286,7 +288,7 @@ class LiveWatch:
         self._rules, self._clock = rules or WatchRules(), clock
         self._arrived: deque[WatchedRound] = deque(maxlen=_MAX_ARRIVED)
         self._version, self._baseline = version, _Record()
-        """The version that serves, or served before the one on trial; and what was in service lately."""
+        """The version in service, or before the one on trial; and the record that versions are compared with."""
         self._trial: Trial | None = None
         self._target_version = 0
         self._moved_s: float | None = None
@@ -319,7 +321,7 @@ class LiveWatch:
         return 1 + statistics.fmean(accepted) if accepted else None
 
     def update(self) -> bool:
-        """Take in the rounds that have come; True where they are of another target.
+        """Process the rounds that have come; returns True where they are of another target.
 
         The record of the version in service then begins anew, and a trial has ended without a verdict.
         """
@@ -339,19 +341,19 @@ class LiveWatch:
         return has_moved
 
     def restart(self, version: int) -> None:
-        """Another version is in service without a trial: whatever was known is of no use."""
+        """Begin a new record for a version that came into service without a trial."""
         self._trial, self._version, self._baseline = None, version, _Record()
         self._wait_anew()
 
     def is_ready(self) -> bool:
-        """Whether the incumbent is known well enough to try a version against it. An idle engine has no need of one."""
+        """Whether the incumbent is known well enough to try a version against it. An idle engine tries none."""
         if self._baseline.num_rounds >= self._rules.min_baseline:
             self._moved_s = None
             return True
         return self._moved_s is not None and self._clock() - self._moved_s >= MOVING_TARGET_PATIENCE_S
 
     def begin(self, version: int) -> None:
-        """A new version is in service, on trial."""
+        """Begin the trial of a version that has come into service."""
         self._wait_anew()
         self._trial = Trial(version, self._baseline, self._rules, started_s=self._clock())
 
@@ -361,7 +363,7 @@ class LiveWatch:
         return self._trial.judge(self._clock(), is_successor_waiting=is_successor_waiting)
 
     def end(self, *, is_kept: bool) -> None:
-        """The version on trial stays in service, or the incumbent is in service again."""
+        """End the trial: the version on trial stays in service, or the incumbent is in service again."""
         assert self._trial is not None
         if is_kept:
             self._version = self._trial.version

@@ -1,4 +1,4 @@
-"""Lets one engine at a time, the canary, try a draft version that nothing has confirmed yet.
+"""Let one engine at a time, the canary, try a draft version that nothing has confirmed yet.
 
     ready for a trial ─▶ takes the slot ─▶ trial ─▶ kept: promoted, and every other engine installs it
                               │              └────▶ rolled back: barred, and no engine installs it
@@ -14,10 +14,9 @@ gives the slot back in order, or runs the version for `PROBATION_S`, is not coun
 
 While Redis is away the canary goes on, and its trial may end: states of versions are in the store.
 
-The engine acts first and writes afterwards (`VersionRecord`): a rollback must not wait for a disk or for Redis. What
-cannot be written is kept and tried again at the next look. After a crash the states tell as much as was written, and
-each of them is safe: a version that is live, or scored, comes into service by the same way again; one that was rolled
-back never does.
+The engine acts first and writes afterwards (`VersionRecord`): a rollback must not wait for a disk or for Redis. Writes
+that fail are tried again at the next look. A crash may lose them, which is safe: a version that is live or scored is
+tried again, and one whose rollback was written never returns.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ from speculator.versions.lifecycle import BARRED, SERVABLE, Lifecycle, Number, V
 log = structlog.get_logger(__name__)
 
 SLOT_S = 30.0
-"""The slot of a canary that renews it no more is free after this time."""
+"""How long after its last renewal the slot is free."""
 INSTALL_S = 60.0
 """How long an engine may take to put the version into service once it has the slot."""
 PROBATION_S = 60.0
 """A canary that ends within this time of service may have ended because of the version."""
 MOST_CRASHES = 2
-"""Processes that may end so before the version is barred."""
+"""Crashes on probation after which the version is barred."""
 PATIENCE_S = 120.0
 """A canary gives the slot back to a waiting engine when it learns too little: fewer than `ENOUGH` comparable
 verifications in each such period. The period doubles each time the engine gave the slot back for the same version."""
@@ -96,7 +95,7 @@ class Canary:
         self._process = secrets.token_hex(8)
         self._held: CanaryHolder | None = None
         self._to_release: tuple[CanaryHolder, bool] | None = None
-        """And whether the crashes that were counted are to be forgotten."""
+        """The claim that Redis has yet to release, and whether to forget the crashes that were counted."""
         self._is_leaving = self._is_waiting = False
         self._asked_s = self._looked_s = self._yields_until_s = float("-inf")
         self._held_since_s = 0.0
@@ -114,7 +113,7 @@ class Canary:
     def may_try(self, desired: int) -> bool:
         """Whether this engine may try the desired version now; asks for the slot where it has none.
 
-        Bars the version where processes have ended as they tried it. Raises StreamError or StoreError.
+        Bars the version where too many processes have crashed while they tried it. Raises StreamError or StoreError.
         """
         if self._held is not None and self._held.version == desired:
             return True
@@ -133,7 +132,7 @@ class Canary:
             self._bar(holder, slot.num_crashed)
             return False
         if not self._record.may_serve(desired) or self._record.is_promoted(desired):
-            # The canary before has judged it since this engine last looked.
+            # The previous canary has judged it since this engine last looked.
             self._to_release = holder, False
             self._release_owed()
             return False
@@ -152,7 +151,7 @@ class Canary:
         if held is None or not is_installed:
             return 0
         if self._is_leaving:
-            # The slot is not renewed meanwhile: ranks that are idle cannot swap, and serve nobody.
+            # The slot is not renewed meanwhile: an engine whose idle ranks cannot swap serves no requests.
             return held.version
         if now_s - self._looked_s < self._look_s:
             return 0
@@ -165,16 +164,16 @@ class Canary:
             if self._record.is_promoted(held.version):
                 self.give_up()
                 return 0
-            log.warning("draft version %d is left: another engine has become its canary", held.version)
+            log.warning("leaving draft version %d: another engine has become its canary", held.version)
             self._is_leaving = True
         elif slot.is_awaited and self._learns_too_little(held.version, now_s):
-            log.info("draft version %d is left to another engine: too little traffic to judge it", held.version)
+            log.info("leaving draft version %d to another engine: too little traffic to judge it", held.version)
             self._num_yields[held.version] += 1
             self._is_leaving = True
         return held.version if self._is_leaving else 0
 
     def give_up(self) -> None:
-        """This engine has no use for the slot any more; Redis is told at the next look."""
+        """Give the slot up; the next `look` releases it in Redis."""
         if self._held is not None:
             if self._is_leaving:
                 self._yields_until_s = self._clock() + YIELD_S
@@ -182,7 +181,7 @@ class Canary:
             self._held = None
 
     def stop_waiting(self) -> None:
-        """No version is desired that is not in service."""
+        """Note that there is no version to wait for."""
         self._is_waiting = False
 
     def leave(self) -> None:
@@ -203,8 +202,10 @@ class Canary:
         return bool(periods >= 1 and num_compared < ENOUGH * periods)
 
     def _bar(self, holder: CanaryHolder, num_crashed: int) -> None:
-        """The count is forgotten once the store has it, so a version that an operator releases is tried again."""
-        log.error("draft version %d barred: %d engines ended as they tried it", holder.version, num_crashed)
+        """Bar the version. The crashes are forgotten once the store has it, so that an operator may have it tried
+        again.
+        """
+        log.error("draft version %d barred: %d engines crashed while they tried it", holder.version, num_crashed)
         numbers = {"engines_that_ended": num_crashed, "within_s": PROBATION_S}
         self._record.bar(holder.version, "engines ended as they tried it", numbers)
         self._to_release = holder, True
@@ -212,22 +213,25 @@ class Canary:
 
 
 class VersionRecord:
-    """One engine's notes on versions; used by one thread. `lifecycle` is None where there is no store to write to."""
+    """Reads the states of versions, and writes what one engine decided; used by one thread.
+
+    `lifecycle` is None where there is no store to write to.
+    """
 
     def __init__(self, lifecycle: Lifecycle | None, pointer: Pointer, *, engine_id: str) -> None:
         self._lifecycle, self._pointer, self._actor = lifecycle, pointer, f"engine:{engine_id}"
         self._owed: deque[Callable[[], object]] = deque(maxlen=_MOST_OWED)
 
     def may_serve(self, version: int) -> bool:
-        """Raises StoreError: what is to be installed is read from the store anyway."""
+        """Whether the version's state allows to serve it. Raises StoreError, as its installation would."""
         return self._lifecycle is None or self._lifecycle.state(version) in SERVABLE
 
     def is_promoted(self, version: int) -> bool:
-        """Raises StoreError."""
+        """Whether the version is promoted. Raises StoreError."""
         return self._lifecycle is not None and self._lifecycle.state(version) is VersionState.PROMOTED
 
     def is_barred(self, version: int) -> bool:
-        """False also where the store cannot be read: what is in service then stays."""
+        """Whether the version is barred; False also where the store cannot be read, so what is in service stays."""
         try:
             return self._lifecycle is not None and self._lifecycle.state(version) in BARRED
         except StoreError as error:
@@ -235,7 +239,7 @@ class VersionRecord:
             return False
 
     def last_good(self, *, other_than: int) -> int | None:
-        """None also where the store cannot be read."""
+        """The last good version; None also where the store cannot be read."""
         try:
             return self._lifecycle.last_good(other_than=other_than) if self._lifecycle is not None else None
         except StoreError as error:
@@ -251,7 +255,7 @@ class VersionRecord:
             return
 
         def write() -> None:
-            # What is owed since a full disk may still be missing.
+            # An earlier write may have failed, as on a full disk.
             if states.state(version) is VersionState.SCORED:
                 states.move(version, VersionState.LIVE, actor=self._actor, reason="in service")
             # Another engine may have promoted it, and another version after it.
@@ -261,7 +265,7 @@ class VersionRecord:
         self._owe(write)
 
     def barred(self, version: int, good: int, reason: str, numbers: Mapping[str, Number] | None = None) -> None:
-        """The version is to serve nowhere, and the good one is published in its place; done already is done."""
+        """Bar the version everywhere and publish the good one in its place; may be repeated."""
         self._owe(lambda: self.bar(version, reason, numbers))
         was_barred = self.is_barred(version)
 
@@ -273,12 +277,12 @@ class VersionRecord:
         self._owe(move_pointer)
 
     def bar(self, version: int, reason: str, numbers: Mapping[str, Number] | None) -> None:
-        """The version is to serve nowhere; the pointer stays. Raises StoreError, and nothing is owed then."""
+        """Bar the version everywhere, but leave the pointer. Raises StoreError, and does not try again."""
         if self._lifecycle is not None:
             self._lifecycle.bar(version, actor=self._actor, reason=reason, numbers=numbers)
 
     def flush(self) -> None:
-        """Write what is owed, in its order; what fails stays owed."""
+        """Try failed writes again, in their order."""
         owed, self._owed = self._owed, deque(maxlen=_MOST_OWED)
         self._owed.extend(write for write in owed if not self._try(write))
 
@@ -290,8 +294,8 @@ class VersionRecord:
         try:
             write()
         except LifecycleError as error:
-            log.warning("not noted: %s", error)
+            log.warning("state of a draft version not written: %s", error)
         except (StoreError, StreamError) as error:
-            log.warning("not noted yet, tried again: %s", error)
+            log.warning("state of a draft version not written, will be tried again: %s", error)
             return False
         return True

@@ -1,18 +1,18 @@
-"""Keeps the draft in service equal to the draft that is desired, and takes a version back that does not keep up.
+"""Keep the draft in service equal to the desired draft, and take back a version that does worse on live traffic.
 
-A loop on its own thread. It waits for the poll interval or the stop; when Redis is away it keeps the version in
-service and asks again with growing pauses, while a version on trial is judged at every poll.
+A loop on its own thread. It waits for the poll interval or the stop; when Redis is away it keeps the version in service
+and asks again with growing pauses, while a version on trial is judged at every poll.
 
-A published version goes its way (states as in speculator/versions/lifecycle.py):
+The way of a published version (states as in speculator/versions/lifecycle.py):
 
     waits until the version in service is known well enough (breaker.py), and this engine may try it (canary.py)
     installed ─▶ live, on trial ─▶ kept ─▶ promoted: all engines install it
                                └─▶ the version before is installed again ─▶ rolled back, quarantined, pointer moved
 
-One that is published meanwhile waits for the verdict. Engines that are not the canary wait for it, too. A version that
-the operator has pinned, or that is promoted already, is taken at once and not tried; a version that is barred while it
-is in service is left at once. A version whose file is refused is quarantined, remembered and not tried again. An engine
-that has missed the version promoted last takes it before it tries another.
+A version that is published during a trial waits for the verdict. So do engines that are not the canary. A version that
+the operator has pinned, or that is promoted already, is installed at once without a trial; a version that is barred
+while it is in service is left at once. A version whose file is refused is quarantined, remembered and not tried again.
+An engine that has missed the version promoted last installs it before it tries another.
 
 `DraftFollower` decides what comes next; `Installer` brings versions into service, on trial or without, and takes them
 back.
@@ -42,7 +42,7 @@ log = structlog.get_logger(__name__)
 _LONGEST_PAUSE_S = 10.0
 _REPORT_EVERY_POLLS = 4
 _LOOK_S = 2.0
-"""Between two looks at the canary's slot, which expires otherwise."""
+"""Seconds between two looks at the canary's slot, which expires otherwise."""
 
 
 class SwapsDrafts(Protocol):
@@ -73,7 +73,7 @@ class SwapLog:
     role: str = ""
     """canary, waiting, settled; empty where versions are not tried."""
     accept_length: float | None = None
-    """Tokens a verification of the version in service, lately."""
+    """Recent tokens a verification of the version in service."""
 
     def add(self, report: SwapReport) -> None:
         self.num_installed += 1
@@ -88,11 +88,11 @@ class SwapLog:
 
 
 class DraftFollower:
-    """Drives one engine towards the pointer's version; any thread may read `log`.
+    """Keeps one engine at the pointer's version; any thread may read `log`.
 
-    `status` adds to what the engine reports: at once after an attempt to change its version, now and then otherwise.
-    Without a `watch` every version is taken as it comes; without a `lifecycle` its state is not asked for and not
-    written. `clock` times the canary, in seconds.
+    `status` gives more fields of the engine's report, which is written after each attempt to change the version and
+    every few polls. Without a `watch` every version is installed without a trial; without a `lifecycle` states of
+    versions are neither read nor written. `clock` times the canary, in seconds.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class DraftFollower:
         self._pinned: int | None = None
         self._waiting: int | None = None
         """The version that was desired at the last look, where it was to be tried."""
-        self._turned_away: set[int] = set()
+        self._refused: set[int] = set()
         self._reported_s, self._num_attempts_reported = float("-inf"), 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="draft-follower", daemon=True)
@@ -145,7 +145,7 @@ class DraftFollower:
         try:
             self._canary.leave()
         except StreamError as error:
-            log.warning("others were not told that this engine stops: %s", error)
+            log.warning("the canary's slot is not released at the stop: %s", error)
 
     def _run(self) -> None:
         pause_s = self._poll_s
@@ -154,14 +154,14 @@ class DraftFollower:
                 self.follow()
                 pause_s = self._poll_s
             except EngineBusyError as error:
-                # Ranks meet only while all of them offer the version: what has waited is offered again at once.
+                # All ranks must offer the version at the same time, so it is offered again soon.
                 pause_s = self._poll_s
-                log.info("draft pointer not followed yet: %s", error)
+                log.info("the desired draft version is not installed yet: %s", error)
             except Exception as error:
-                # Of any kind: no memory to stage a version now may be there at the next look.
+                # Any error: memory to stage a version may be free at the next look.
                 reason = error if isinstance(error, SlipstreamError) else type_and_place(error)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-                log.warning("draft pointer not followed: %s (next look in %.1f s)", reason, pause_s)
+                log.warning("cannot follow the desired draft version: %s (next look in %.1f s)", reason, pause_s)
 
     def follow(self) -> None:
         """One look at the trial and at the pointer, and a swap where one of them asks for it.
@@ -183,19 +183,19 @@ class DraftFollower:
             else:
                 self._move_to_desired(desired)
         finally:
-            # Also where this look came to nothing: an engine that falls silent would pass for dead.
+            # Also after a failed look: an engine that falls silent would pass for dead.
             if self._is_report_due:
                 self._report()
 
     def _leave_barred(self) -> None:
-        """Whoever barred the version in service, it goes."""
+        """Leave the version in service if it is barred, whoever barred it."""
         version, reason = self._engine.draft_version, "barred while in service"
         if self._record.is_barred(version) and self._installer.go_back(version, reason):
             self._record.barred(version, self._engine.draft_version, reason)
 
     def _move_to_desired(self, desired: int) -> None:
         if not self._record.may_serve(desired):
-            self._turn_away(desired)
+            self._refuse(desired)
             return
         if self._watch is None or desired == self._pinned or self._record.is_promoted(desired):
             self._installer.take(desired)
@@ -203,7 +203,7 @@ class DraftFollower:
         self._waiting = desired
         is_ready = self._watch.watched is None and self._watch.is_ready()
         may_try = is_ready and self._canary.may_try(desired)
-        # With the report, as the store is read for it.
+        # Otherwise only with the report, because this reads the store.
         missed = self._missed(desired) if may_try or self._is_report_due else None
         if missed is not None:
             self._installer.take(missed)
@@ -218,10 +218,10 @@ class DraftFollower:
         good = self._record.last_good(other_than=desired)
         return None if good == in_service or good in self.log.refused else good
 
-    def _turn_away(self, version: int) -> None:
-        """Barred, and whoever barred it has perhaps not come to the pointer; or nobody has verified it yet."""
-        if version not in self._turned_away:
-            self._turned_away.add(version)
+    def _refuse(self, version: int) -> None:
+        """Refuse a version that is barred or that nobody has verified; move the pointer away from a barred one."""
+        if version not in self._refused:
+            self._refused.add(version)
             log.warning("draft version %d may not serve, `slipstream drafts show` says why", version)
         if self._record.is_barred(version):
             good = self._record.last_good(other_than=version) or self._engine.draft_version
@@ -255,8 +255,8 @@ class DraftFollower:
 class Installer:
     """Brings versions into service in one engine, on trial or without, and takes them back; for the follower's thread.
 
-    What installs a version raises StoreError, EngineError, or whatever loading it raises, when a later attempt may
-    succeed.
+    Methods that install a version raise StoreError, EngineError, or whatever loading it raises, when a later attempt
+    may succeed.
     """
 
     def __init__(
@@ -269,7 +269,7 @@ class Installer:
         """A rollback that has been decided and not yet been carried out."""
 
     def judge_trial(self, pinned: int | None, *, is_successor_waiting: bool) -> None:
-        """At the trial, if there is one; `pinned` is the version that the operator wants whatever it shows."""
+        """Judge the trial, if there is one; the version `pinned` by the operator is kept whatever the trial shows."""
         watch = self._watch
         if watch is None:
             return
@@ -297,7 +297,7 @@ class Installer:
             self._roll_back(watch, version, verdict)
 
     def try_out(self, version: int) -> None:
-        """On trial."""
+        """Install a version on trial."""
         assert self._watch is not None
         self._incumbent = self._engine.draft_version
         if self._install(version):
@@ -308,12 +308,12 @@ class Installer:
             self._canary.give_up()
 
     def take(self, version: int) -> None:
-        """Without a trial."""
+        """Install a version without a trial."""
         if self._install(version):
-            self._taken(version, f"version {version} taken in its place")
+            self._note_untried(version, f"version {version} taken in its place")
 
     def go_back(self, version: int, why: str) -> bool:
-        """From a version that this engine may not run any more; False where no other can be installed."""
+        """Leave a version that this engine must not run; returns False where no other can be installed."""
         good = self._fallback(version)
         if good is None or not self._install(good):
             return False
@@ -321,7 +321,7 @@ class Installer:
             self._withdraw(why)
             self._watch.end(is_kept=False)
         else:
-            self._taken(good, why)
+            self._note_untried(good, why)
         return True
 
     def _roll_back(self, watch: LiveWatch, version: int, verdict: Verdict) -> None:
@@ -330,7 +330,7 @@ class Installer:
         try:
             is_back = good is not None and self._install(good)
         except Exception:
-            # It is tried again, and may take long: no other engine is to try this version meanwhile.
+            # The next attempt may take long: bar the version now, so that no other engine tries it.
             if good is not None and not self._record.is_barred(version):
                 self._record.barred(version, good, verdict.reason, numbers)
             raise
@@ -354,8 +354,8 @@ class Installer:
                 return version
         return None
 
-    def _taken(self, version: int, why: str) -> None:
-        """A version is in service without a trial."""
+    def _note_untried(self, version: int, why: str) -> None:
+        """Note that a version is in service without a trial."""
         self._withdraw(why)
         if self._watch is not None:
             self._incumbent = version

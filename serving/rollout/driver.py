@@ -1,11 +1,11 @@
-"""Runs groups of samples on engines, as the scheduler says: the I/O around `serving/rollout/scheduler.py`.
+"""Run groups of samples on engines, as the scheduler says: the I/O around `serving/rollout/scheduler.py`.
 
 One task a lease reads its engine's stream and reports every chunk; when the scheduler says stop, the stream is closed,
 and the sample goes on elsewhere as a request for its prompt and its tokens so far. All state is changed on the event
-loop, between two awaits, so what a lease says after it was ended counts for nothing, and nothing is counted twice.
+loop, between two awaits, so chunks of an ended lease are ignored, and nothing is counted twice.
 
-What it waits for: chunks. What unblocks it: `submit`, a chunk, an engine that comes back (asked at every `tick`), slots
-that become free (`wake`). When it is behind, samples wait in the scheduler; how many may is the caller's to bound.
+A driver waits for chunks. New work starts after `submit`, a chunk, an engine that comes back (polled at every `tick`),
+or slots that become free (`wake`). Until then samples wait in the scheduler; the caller bounds how many.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ from speculator.errors import EngineBusyError, EngineDeadError, EngineError, Req
 log = structlog.get_logger(__name__)
 
 MAX_FAILURES = 3
-"""An engine that lives and fails so often in a row on one sample will not do better."""
+"""Failures in a row of living engines on one sample, after which its group is refused."""
 
 
 class Driver:
-    """Owned by one event loop. `on_ended` hears of each sample once, when it has ended, and `on_turn` of each turn that
-    an environment is to answer (`observe`, `end_conversation`); they must not block.
+    """Runs groups on engines; owned by one event loop.
+
+    `on_ended` is called once for each sample, when it has ended, and `on_turn` for each turn that an environment is to
+    answer (`observe`, `end_conversation`); they must not block.
     """
 
     def __init__(
@@ -58,19 +60,21 @@ class Driver:
         self._ending: set[asyncio.Task[None]] = set()
         self._lost: set[str] = set()
         self._resting: set[str] = set()
-        """Engines that are asked again after the next tick: one that was busy would be busy again at once."""
+        """Engines that get no work until the next tick: one that was busy would be busy again at once."""
         self.num_tokens = 0
         """Generated and reported."""
         self.num_begun = 0
         self.num_resumed = 0
         """Leases of samples that had run before, here or elsewhere."""
         self.num_lost = 0
-        """Leases of engines that died with them."""
+        """Leases that ended because their engine died."""
 
     # -- what callers do ----------------------------------------------------------------------------------------------
 
     def submit(self, works: Iterable[GroupWork]) -> None:
-        """Raises RequestError for the id of a group that is still under way; those before it are then."""
+        """Start groups. Raises RequestError for the id of a group that is still under way; the groups before it have
+        started.
+        """
         for work in works:
             self._scheduler.submit(work.request)
             group_id, num_samples = work.request.group_id, len(work.request.seeds)
@@ -80,25 +84,25 @@ class Driver:
         self.wake()
 
     def set_engines(self, engines: Iterable[RolloutEngine]) -> None:
-        """These are all that there are now. What ran on one that is gone goes on elsewhere."""
+        """Replace the engines. Samples on one that is gone go on elsewhere."""
         found = {engine.name: engine for engine in engines}
         for name in self._engines.keys() - found.keys() - self._lost:
             self._lose(name)
         self._engines = found
         self._lost &= found.keys()
-        # A new one has said nothing yet: it is asked, as one that was lost.
+        # A new engine that is not alive yet counts as lost until `tick` finds it alive.
         self._lost |= {name for name, engine in found.items() if not engine.is_alive}
         self.wake()
 
     def cancel(self, group_ids: Iterable[str]) -> None:
-        """End what has not ended of these groups; those that are known no more have."""
+        """End what has not ended of these groups; groups that are not known have ended."""
         for group_id in group_ids:
             if group_id in self._works:
                 self._end_all(self._scheduler.cancel(group_id))
         self.wake()
 
     def awaited_turn(self, sample_id: SampleId) -> int | None:
-        """The number of the turn that an environment is to answer; None where it has not the word."""
+        """The number of the turn that an environment is to answer; None where the sample awaits no answer."""
         work = self._works.get(sample_id.group_id)
         if work is None or sample_id.number >= len(work.request.seeds):
             return None
@@ -106,11 +110,11 @@ class Driver:
         return len(sample.turns) - 1 if sample.state is SampleState.AWAITING else None
 
     def last_token(self, sample_id: SampleId) -> int:
-        """Of a sample that awaits its environment."""
+        """The last token of a sample that awaits its environment."""
         return self._scheduler.sample(sample_id).tokens[-1]
 
     def observe(self, sample_id: SampleId, tokens: Sequence[int]) -> None:
-        """The environment that has the word says these tokens; the sample goes on behind them, as far as they fit."""
+        """Add the environment's answer to a sample that awaits it, as far as it fits; the sample goes on behind it."""
         ended = self._scheduler.observed(sample_id, tokens)
         num_taken = len(self._scheduler.sample(sample_id).tokens) - self._scheduler.sample(sample_id).turns[-1][1]
         self._answers[sample_id].observe(num_taken, logprobs=self._works[sample_id.group_id].logprobs)
@@ -119,7 +123,7 @@ class Driver:
         self.wake()
 
     def end_conversation(self, sample_id: SampleId, *, failure: str | None = None) -> None:
-        """The environment that has the word says that this is the end, or it has failed."""
+        """End a sample that awaits its environment, because the environment says so or has failed."""
         if failure is None:
             self._end_all([self._scheduler.done(sample_id)])
         else:
@@ -127,10 +131,10 @@ class Driver:
         self.wake()
 
     def set_target_version(self, version: int) -> None:
-        """The target is a newer one: samples that are too old for it end, and the engines are stopped on them.
+        """Move to a newer target: end samples that are too old for it, and stop the engines on them.
 
-        Engines have to serve the new target by then: what is begun from now on carries its number. Nothing
-        happens where this is not news, as when a chunk has said so before.
+        Engines must already serve the new target: samples that begin from now on carry its number. A version that is
+        not newer, such as one that a chunk has reported before, changes nothing.
         """
         if version > self._scheduler.target_version:
             self._end_all(self._scheduler.announce_target(version))
@@ -148,7 +152,7 @@ class Driver:
 
     @property
     def num_read_again(self) -> int:
-        """Tokens of samples that went on where they had not been before, prompts included."""
+        """Tokens that were read again because samples moved to another engine, prompts included."""
         return self._scheduler.num_read_again
 
     @property
@@ -156,7 +160,7 @@ class Driver:
         return len(self._lost) < len(self._engines)
 
     def tick(self) -> None:
-        """What time brings: deadlines, and engines that are back. Call it a few times a second while groups run."""
+        """Apply deadlines and find engines that are back. Call it a few times a second while groups run."""
         if any(work.request.deadline_s is not None for work in self._works.values()):
             self._end_all(self._scheduler.expire(self._clock()))
         self._resting.clear()
@@ -166,16 +170,16 @@ class Driver:
         self.wake()
 
     def wake(self) -> None:
-        """Give engines as much work as they have slots for, and take back what they have no slot for any more."""
+        """Give engines as much work as they have slots for, and take back work for which they have no slot left."""
         if not self._works:
             return
         names = sorted(self._engines.keys() - self._lost - self._resting)
         for name in names:
-            self._make_way(name)
+            self._preempt_excess(name)
         while (lease := self._next_lease(names)) is not None:
             self._start(lease)
         for name in names:
-            # There is no more work; but where a sample may move to is judged by the free slots that were named last.
+            # No work is left, but the scheduler judges moves by the free slots that it was told last.
             for lease in self._ask(name, self._num_free(name)):
                 self._start(lease)
 
@@ -188,7 +192,7 @@ class Driver:
         await asyncio.gather(*tasks, *self._ending, return_exceptions=True)
 
     def check(self) -> None:
-        """Every sample is in one place, and each that runs has a stream."""
+        """Assert that every sample is in one place, and that each that runs has a stream."""
         self._scheduler.check()
         running = self.counts[SampleState.RUNNING]
         assert running == len(self._live), f"{running} samples run, with {len(self._live)} streams"
@@ -202,7 +206,7 @@ class Driver:
         return [lease for lease, _ in self._live.values() if lease.engine == name]
 
     def _next_lease(self, names: Sequence[str]) -> Lease | None:
-        """One at a time, the emptiest engine first: who asks first would otherwise get everything."""
+        """One lease, for the emptiest engine first: otherwise the first engine would get everything."""
         free = {name: self._num_free(name) for name in names}
         for name in sorted((name for name in names if free[name] > 0), key=lambda name: -free[name]):
             if leases := self._ask(name, 1):
@@ -213,8 +217,8 @@ class Driver:
         memory = self._engines[name].memory_tokens - self._scheduler.promised_tokens(name)
         return self._scheduler.next_for(name, max(num_slots, 0), memory)
 
-    def _make_way(self, name: str) -> None:
-        """The newest leave first: they have the least to read again."""
+    def _preempt_excess(self, name: str) -> None:
+        """Preempt what is beyond the engine's slots, the newest first: they have the least to read again."""
         num_over = -self._num_free(name)
         for lease in sorted(self._leases_on(name), key=lambda lease: -lease.number)[: max(num_over, 0)]:
             self._scheduler.preempted(lease)
@@ -234,7 +238,7 @@ class Driver:
         self._live[lease.number] = lease, task
 
     def _stop(self, number: int) -> None:
-        """The lease is over, for the scheduler already."""
+        """Stop the stream of a lease that the scheduler has ended."""
         _, task = self._live.pop(number)
         if task is not asyncio.current_task():
             task.cancel()
@@ -275,7 +279,7 @@ class Driver:
         )
 
     def _take(self, lease: Lease, chunk: Chunk) -> bool:
-        """Whether the engine shall go on. What a lease says that is over is dropped."""
+        """Report a chunk; returns whether the engine shall go on. Chunks of a lease that is over are dropped."""
         if lease.number in self._live and (too_old := self._scheduler.target_seen(lease, chunk.target_version)):
             self._end_all(too_old)
             self.wake()
@@ -300,7 +304,7 @@ class Driver:
         return False
 
     def _hand_over(self, sample_id: SampleId, reason: Literal["stop", "length"]) -> None:
-        """Its environment has the word."""
+        """Pass a finished turn to the sample's environment."""
         sample = self._scheduler.sample(sample_id)
         text, logprobs = self._answers[sample_id].next_turn()
         start, end = sample.turns[-1]
@@ -322,24 +326,24 @@ class Driver:
             self._lose(lease.engine)
         elif not isinstance(failure, EngineBusyError) and self._has_failed_too_often(lease.sample_id):
             log.error("rollout_sample_failed", error=type_and_place(failure))
-            self._refuse(lease.sample_id.group_id, "the engine failed on it again and again")
+            self._refuse(lease.sample_id.group_id, "the engine failed on it repeatedly")
         else:
             self._resting.add(lease.engine)
             self._scheduler.preempted(lease)
             self._stop(lease.number)
 
     def _has_failed_too_often(self, sample_id: SampleId) -> bool:
-        """Once more, that is."""
+        """Count one more failure."""
         answer = self._answers[sample_id]
         answer.num_failures += 1
         return answer.num_failures >= MAX_FAILURES
 
     def _refuse(self, group_id: str, why: str) -> None:
-        """The samples of a group have one prompt: what one cannot have, none can."""
+        """Refuse the whole group: its samples have one prompt, so all would fail alike."""
         self._end_all(self._scheduler.cancel(group_id, "refused"), detail=why)
 
     def _lose(self, name: str) -> None:
-        """The engine died: what ran there goes on from the tokens that were reported."""
+        """Handle an engine that died: its samples go on elsewhere from the tokens that were reported."""
         log.warning("rollout_engine_lost", engine=name, num_samples=len(self._leases_on(name)))
         self._lost.add(name)
         self._scheduler.engine_lost(name)
@@ -380,7 +384,7 @@ class Driver:
         )
 
     def _forget(self, group_id: str) -> None:
-        """All of a group has ended, and was handed on."""
+        """Drop a group whose samples have all ended and were reported."""
         self._scheduler.forget(group_id)
         work = self._works.pop(group_id)
         del self._num_left[group_id]
@@ -391,6 +395,6 @@ class Driver:
 
 
 def _report(task: asyncio.Task[None]) -> None:
-    """A mistake of ours, which nobody awaits."""
+    """Log an unexpected error of a task, which nobody awaits."""
     if not task.cancelled() and (failure := task.exception()) is not None:
         log.error("rollout_task_failed", error=type_and_place(failure))

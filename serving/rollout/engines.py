@@ -1,15 +1,14 @@
-"""Engines as rollouts see them: slots, memory and answers from token ids; what runs there, and what memory that takes.
+"""Engines of rollouts: the protocol that an engine implements, and which samples hold its slots and memory.
 
-An adapter (`RolloutEngine`) is all that another kind of engine needs. What it must keep: noise by (seed, position), or
-a sample that moves is another sample than it would have been; and `GenerateRequest.num_answered`, or its text breaks
-where it moved.
+Another kind of engine needs only an adapter (`RolloutEngine`). It must take noise by (seed, position), or moving a
+sample changes its tokens. It must heed `GenerateRequest.num_answered`, or a sample's text breaks where it moved.
 
 A sample runs in chunks (divided rollout, Seer, arXiv 2511.14617). Seer's engines share a pool of keys and values; here
 an engine's cache is its own, so to go on elsewhere costs reading the prompt and all tokens again. A sample therefore
 stays where it is unless it makes room for one that is more urgent (`Order.displaces`).
 
-Memory is promised by the chunk, not by the limit: many samples can start, and none has to be thrown out in the middle
-of one. A sample whose next chunk does not fit waits, and is read again later; so that this is rare, a sample starts
+Memory is promised by the chunk, not by the limit: many samples can start, and none has to be evicted in the middle of a
+chunk. A sample whose next chunk does not fit waits, and is read again later. So that this is rare, a sample starts
 beside others only if all of them would fit with half of what each is expected to add. (They end at different times:
 half is what they have added on average.)
 """
@@ -31,7 +30,7 @@ class RolloutEngine(Protocol):
 
     @property
     def name(self) -> str:
-        """Of its own among the engines of a driver."""
+        """Unique among the engines of a driver."""
 
     @property
     def num_slots(self) -> int:
@@ -43,7 +42,7 @@ class RolloutEngine(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Asked now and then of an engine that was lost: it may have come back."""
+        """Polled while the engine counts as lost: it may have come back."""
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """As `serving.engine.Engine.generate`."""
@@ -53,10 +52,10 @@ class RolloutEngine(Protocol):
 
 
 class EnginePool(Protocol):
-    """Engines that come and go."""
+    """A set of engines that may change."""
 
     def running(self, on_change: Callable[[Iterable[RolloutEngine]], None]) -> AbstractAsyncContextManager[None]:
-        """Until its end `on_change` is told of all that there are, at first and at every change, on the event loop."""
+        """Until its end call `on_change` with all engines, at first and at every change, on the event loop."""
 
 
 class InProcessEngine:
@@ -110,7 +109,7 @@ class Host:
     """Neither held nor promised, as last reported and as changed since."""
 
     def end_of_chunk(self, sample: Sample) -> int:
-        """Tokens at which a chunk ends that begins now."""
+        """The number of tokens at which a chunk ends that begins now."""
         return min(len(sample.tokens) + self.chunk_tokens, sample.group.request.max_tokens)
 
     def promise(self, sample: Sample) -> int:
@@ -120,15 +119,15 @@ class Host:
     def room(self) -> int:
         """Tokens of memory left if all that runs grows as expected."""
         promises = [(sample, self.promise(sample)) for sample in self.running.values()]
-        return self.free_tokens - sum(self._outlook(sample, promise) - promise for sample, promise in promises)
+        return self.free_tokens - sum(self._expected_memory(sample, promise) - promise for sample, promise in promises)
 
     def fits(self, sample: Sample, room: int) -> bool:
-        """For now and, where others run beside it, for as long as all are expected to run."""
+        """Whether it fits now and, where others run beside it, for as long as all are expected to run."""
         need = self._need(sample)
-        return need <= self.free_tokens and (not self.running or self._outlook(sample, need) <= room)
+        return need <= self.free_tokens and (not self.running or self._expected_memory(sample, need) <= room)
 
     def could_hold(self, sample: Sample) -> bool:
-        """If nothing else ran."""
+        """Whether it would fit if nothing else ran."""
         held = sum(self.promise(running) for running in self.running.values())
         return self._need(sample) <= self.free_tokens + held
 
@@ -158,6 +157,6 @@ class Host:
         """Memory to take a sample and run its next chunk."""
         return sample.context + self.end_of_chunk(sample) - len(sample.tokens)
 
-    def _outlook(self, sample: Sample, promised: int) -> int:
+    def _expected_memory(self, sample: Sample, promised: int) -> int:
         """Memory that a sample will hold on average until it ends."""
         return max(promised, sample.context + round(_GROWTH * self.order.remaining(sample)))

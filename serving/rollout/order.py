@@ -1,8 +1,8 @@
-"""Which sample goes first: in the order of submission, or by what is known of its length.
+"""Which sample goes first: in the order of submission, or by expected length.
 
 Samples of one prompt resemble each other in length, so Seer (arXiv 2511.14617, context-aware scheduling) takes the
-longest finished sample L_g of a group as the estimate for its others, and the limit while none has finished: to take a
-long sample for a short one costs the tail of the rollout, the other mistake costs little.
+longest finished sample L_g of a group as the estimate for its others, and the limit while none has finished. To
+underestimate a long sample delays the end of the rollout; the opposite mistake costs little.
 
     expected = limit    while nothing has finished, or the sample is already longer than L_g
              = L_g      otherwise
@@ -10,7 +10,7 @@ long sample for a short one costs the tail of the rollout, the other mistake cos
 The first sample of each group is its probe. Probes go before all others, those with the fewest tokens so far first, so
 that short groups are known soon. The others go by expected remaining length, the longest first: with known lengths such
 a schedule ends at most 4/3 − 1/(3m) times as late as the best one on m machines (Graham, SIAM J. Appl. Math. 17(2),
-1969), and what is short fills the gaps at the end.
+1969), and short samples fill the gaps at the end.
 
 A higher priority goes before a lower one whatever the order, and an earlier deadline before a later one.
 """
@@ -60,8 +60,11 @@ class ContextAware:
         return (*urgency(sample), *key, sample.group.number, sample.index)
 
     def displaces(self, waiting: Sample, running: Sample) -> bool:
-        """Also a probe displaces what is none, and a sample one that is expected to end before it by more tokens than
-        have to be read again.
+        """A more urgent sample displaces a less urgent one; of equal urgency, a probe displaces a sample that is no
+        probe.
+
+        Otherwise the waiting sample must need more tokens than the running one, by more than the running one's context,
+        which has to be read again.
         """
         if urgency(waiting) != urgency(running):
             return urgency(waiting) < urgency(running)
@@ -74,13 +77,13 @@ class ContextAware:
 
 
 def urgency(sample: Sample) -> Rank:
-    """Of the group's request: lower is more urgent."""
+    """By priority and deadline of the group's request: lower is more urgent."""
     request = sample.group.request
     return (-request.priority, math.inf if request.deadline_s is None else request.deadline_s)
 
 
 def expected_length(sample: Sample) -> int:
-    """Tokens of the whole answer."""
+    """Expected tokens of the whole answer."""
     longest = sample.group.longest_finished
     if longest is None or len(sample.tokens) >= longest:
         return sample.group.request.max_tokens

@@ -1,8 +1,8 @@
-"""What a rollout is about: a group of samples of one prompt, a sample, its lease to an engine, its result.
+"""Types of rollouts: a group of samples of one prompt, a sample, its lease to an engine, its result.
 
 A sample's text depends on its seed and on nothing else: the noise of every position is keyed by (seed, position)
-(speculator/draft/verification.py). So a sample that was stopped goes on anywhere, as a request for prompt + tokens so
-far, and its text is the one that it would have had.
+(speculator/draft/verification.py). So a sample that was stopped can resume on any engine, as a request for prompt +
+tokens so far, and its text is the same.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import RequestError
 
 MAX_SAMPLES = 1024
-"""Of one group."""
+"""Most samples of one group."""
 WhenStale = Literal["return", "abort"]
 EndReason = Literal["stop", "length", "done", "stale", "deadline", "cancelled", "refused", "redundant", "environment"]
-"""With an environment a sample ends as `done` when that says so, and as `environment` where it failed."""
+"""`done`: its environment has ended it; `environment`: its environment has failed."""
 
 
 class SampleId(NamedTuple):
@@ -34,7 +34,7 @@ class SampleState(StrEnum):
     PAUSED = "paused"
     """Waits with the tokens that it has."""
     AWAITING = "awaiting"
-    """Its environment has the word: it holds no slot."""
+    """Waits for its environment's answer; it holds no slot."""
     FINISHED = "finished"
     STALE = "stale"
     """Too old for the newest target; its tokens are handed back, marked as such."""
@@ -59,9 +59,9 @@ class GroupRequest:
     job: str = ""
     """Jobs share the engines (serving/rollout/shares.py)."""
     weight: float = 1.0
-    """Of the job: twice as much gets twice as many tokens, as long as it has work."""
+    """The job's weight: twice as much gets twice as many tokens, as long as it has work."""
     deadline_s: float | None = None
-    """On the clock that `Scheduler.expire` is given."""
+    """On the clock of `Scheduler.expire`."""
     max_staleness: int | None = None
     """α: most target versions that may come out while a sample is under way; None for any number."""
     when_stale: WhenStale = "return"
@@ -85,7 +85,7 @@ class GroupRequest:
         if not self.weight > 0:
             raise RequestError("a job's weight must be above 0", param="weight")
         if self.num_needed is not None and not 1 <= self.num_needed <= len(self.seeds):
-            raise RequestError("as many samples as are needed must be begun", param="num_needed")
+            raise RequestError(f"num_needed must be 1 to {len(self.seeds)}, the number of samples", param="num_needed")
 
 
 @dataclass(kw_only=True)
@@ -97,19 +97,19 @@ class Sample:
     seed: int
     state: SampleState = SampleState.WAITING
     tokens: list[int] = field(default_factory=list)
-    """What engines reported; what they had not reported when they died is generated again."""
+    """Tokens that engines reported. Those that a dead engine had not reported are generated again."""
     engine: str | None = None
     """Where it runs; None elsewhere."""
     home: str | None = None
     """The engine that read it last: if any, it still has its keys and values."""
     chunk_end: int = 0
-    """Number of tokens at which it is decided anew where it goes on."""
+    """Number of tokens at which the scheduler decides again where it runs."""
     lease: int = 0
     """The number of its newest lease: no other may report."""
     target_version: int | None = None
-    """That of its first tokens; until they come, the newest one when they were asked for."""
+    """The target's version at its first tokens; until they come, the newest one at its lease."""
     turns: list[tuple[int, int]] = field(default_factory=list)
-    """Where, among its tokens, each finished turn of the model begins and ends; the rest its environment has said."""
+    """(begin, end) of each finished turn of the model among its tokens; its environment has said the rest."""
     turn_start: int = 0
     """Where the present turn begins."""
 
@@ -127,14 +127,14 @@ class Sample:
         return len(self.group.request.prompt_token_ids) + len(self.tokens)
 
     def is_at_home(self, engine: str) -> bool:
-        """Whether there is nothing that the engine must read and another one has: a prefix, or the group's prompt."""
+        """Whether no other engine has more of its context in its cache: a prefix, or the group's prompt."""
         if self.home is not None:
             return self.home == engine
         return not self.group.engines or engine in self.group.engines
 
     @property
     def tokens_left(self) -> int:
-        """Of this turn."""
+        """Tokens that this turn may still add."""
         request = self.group.request
         end = request.max_tokens
         if request.turn_tokens is not None:
@@ -143,7 +143,7 @@ class Sample:
 
     @property
     def is_probe(self) -> bool:
-        """The one that goes ahead to say how long the others will be, until any of them has ended."""
+        """Whether it is the sample that shows how long the others will be: the first one, until any has finished."""
         return self.index == 0 and self.group.longest_finished is None
 
 
@@ -158,7 +158,7 @@ class Group:
     longest_finished: int | None = None
     num_finished: int = 0
     engines: set[str] = field(default_factory=set)
-    """That have read its prompt."""
+    """Engines that have read its prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +170,7 @@ class Lease:
     number: int
     prompt_token_ids: tuple[int, ...]
     num_generated: int
-    """How many of the prompt's last tokens are of the turn that goes on."""
+    """How many of the prompt's last tokens belong to the turn that goes on."""
     seed: int
     max_tokens: int
     target_version: int
@@ -178,7 +178,7 @@ class Lease:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """A sample that will not go on. `stop` is the lease that an engine still works on."""
+    """A sample that has ended. `stop`: the (engine, number) of its lease, if the engine still works on it."""
 
     sample_id: SampleId
     state: SampleState
@@ -188,7 +188,7 @@ class Ended:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupWork:
-    """A group, and what engines have to know of it that the scheduler need not."""
+    """A group, and the parameters that only its engines need."""
 
     request: GroupRequest
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -198,23 +198,23 @@ class GroupWork:
     policy: CapturePolicy = field(default_factory=CapturePolicy)
 
     def request_id(self, number: int) -> str:
-        """Of the sample's requests, one after the other, and so of its trace."""
+        """The id of all requests of a sample, and so of its trace."""
         return f"{self.request.group_id}/{number}"
 
 
 @dataclass(kw_only=True)
 class Answer:
-    """What the engines have said of a sample so far beside its tokens, which the scheduler has."""
+    """What a sample's engines have sent so far, without its tokens, which the scheduler has."""
 
     logprobs: list[float] = field(default_factory=list)
     parts: list[str] = field(default_factory=list)
     engine: str = ""
-    """The newest that gave it tokens."""
+    """The last engine that gave it tokens."""
     num_leases: int = 0
     num_failures: int = 0
-    """Of engines that lived and were not busy, without a token between them."""
+    """Failures in a row of engines that were alive and not busy."""
     said: tuple[int, int] = (0, 0)
-    """Parts and logprobs of turns before the present one."""
+    """Numbers of parts and logprobs before the present turn."""
 
     def add(self, chunk: Chunk, engine: str) -> None:
         self.logprobs.extend(chunk.logprobs)
@@ -223,20 +223,20 @@ class Answer:
         self.num_failures = 0
 
     def next_turn(self) -> tuple[str, tuple[float, ...]]:
-        """Text and logprobs of the one that has ended."""
+        """Text and logprobs of the turn that has ended; begins the next one."""
         parts, logprobs = self.said
         self.said = len(self.parts), len(self.logprobs)
         return "".join(self.parts[parts:]), tuple(self.logprobs[logprobs:])
 
     def observe(self, num_tokens: int, *, logprobs: bool) -> None:
-        """The environment has said so many tokens."""
+        """Add the tokens of the environment's answer, with logprobs of 0."""
         self.logprobs.extend([0.0] * num_tokens if logprobs else [])
         self.said = len(self.parts), len(self.logprobs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What a sample has said, for its environment."""
+    """One turn of a sample, for its environment to answer."""
 
     sample_id: SampleId
     number: int
@@ -248,7 +248,7 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleResult:
-    """A sample that has ended. Aborted ones have the tokens that they had, but those that are too old have none."""
+    """A sample that has ended. An aborted one has the tokens so far, or none if it was aborted as stale."""
 
     sample_id: SampleId
     state: SampleState
@@ -258,12 +258,12 @@ class SampleResult:
     """One a token where the group asked for them; else none."""
     text: str
     target_version: int | None
-    """None: it was never begun."""
+    """None for a sample that was never begun."""
     engine: str
-    """The last that gave it tokens; empty where none did."""
+    """The last engine that gave it tokens; empty where none did."""
     num_leases: int
-    """On how many engines it was begun or went on, the same one counted again where it came back."""
+    """How often an engine began or resumed it."""
     turns: tuple[tuple[int, int], ...] = ()
-    """As of `Sample`. `logprobs` has 0 for what its environment said."""
+    """As `Sample.turns`. `logprobs` has 0 for what its environment said."""
     detail: str = ""
-    """Why an engine refused it, or what its environment failed with."""
+    """Why an engine refused it, or how its environment failed."""

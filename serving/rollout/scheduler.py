@@ -1,13 +1,13 @@
-"""Which sample runs where: the state of all groups, changed by events and asked for work. No clock, no I/O.
+"""Decide which sample runs where: the state of all groups, changed by events. No clock, no I/O.
 
 A driver asks `next_for` whenever an engine has a free slot, runs the leases that it gets, and reports: tokens as they
-come (`progressed`), the end (`finished`), an engine that threw a sample out (`preempted`) or died (`engine_lost`). Only
-the newest lease of a sample may report: what an old one still says is dropped, so nothing is generated twice. Every
-sample is waiting, running on one engine, or ended, at any time; `check` says so.
+come (`progressed`), the end (`finished`), an engine that dropped a sample (`preempted`) or died (`engine_lost`). Only
+the newest lease of a sample may report. Reports of older leases are ignored, so nothing is generated twice. Every
+sample is waiting, running on one engine, or ended, at any time; `check` asserts it.
 
 After any event that frees a slot or brings work back, all engines with free slots ask again. The samples of a prompt
 are work items of their own, and whichever engine has a free slot takes the next one: queue scheduling with prompt
-replication. There is no batch whose end anything waits for.
+replication. Nothing waits for the end of a batch.
 
 Staleness is bounded: with the asynchronous ratio α a sample may be used at target version n if it was begun at version
 n − α or later. A sample under way that has fallen behind is given up at once: every further token of it would be
@@ -37,7 +37,7 @@ Verdict = Literal["go on", "stop"]
 class Policy:
     order: Order
     chunk_tokens: int
-    """At the end of each chunk it is decided anew where a sample goes on."""
+    """Tokens of a chunk, after which the scheduler decides again where a sample runs."""
 
 
 class Scheduler:
@@ -48,18 +48,18 @@ class Scheduler:
         self._shares = Shares()
         self._queue = WaitingQueue(self._shares.time)
         self._hosts: dict[str, Host] = {}
-        # Numbers are of all groups, since a group may come back under the name of one that was forgotten.
+        # Numbers are unique over all groups, since the id of a forgotten group may be used again.
         self._lease_numbers = itertools.count(1)
         self._leases: dict[int, Sample] = {}
         self.num_read_again = 0
-        """Tokens of samples that went on where they had not been, prompts included."""
+        """Tokens that were read again because samples moved to another engine, prompts included."""
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
     def submit(self, request: GroupRequest) -> None:
-        """Raises RequestError for the id of a group that is still known.
+        """Queue the samples of a group. Raises RequestError for the id of a group that is still known.
 
-        That prompt and limit fit into an engine is the caller's business: what fits nowhere waits for ever.
+        The caller ensures that prompt and limit fit into an engine: what fits nowhere waits for ever.
         """
         if request.group_id in self._groups:
             raise RequestError(f"there is a group {request.group_id} already", param="group_id", code="duplicate")
@@ -72,7 +72,7 @@ class Scheduler:
             self._queue.put(sample, self._policy.order.rank(sample))
 
     def sample(self, sample_id: SampleId) -> Sample:
-        """To be read only."""
+        """A sample, to be read only."""
         return self._groups[sample_id.group_id].samples[sample_id.number]
 
     def cancel(self, group_id: str, reason: EndReason = "cancelled") -> list[Ended]:
@@ -111,7 +111,7 @@ class Scheduler:
         return self._hosts[engine].free_tokens
 
     def engine_lost(self, engine: str) -> list[SampleId]:
-        """What ran there waits again with the tokens that were reported."""
+        """Queue the samples of an engine that died, with the tokens that were reported."""
         host = self._hosts.pop(engine, self._new_host())
         for group in self._groups.values():
             group.engines.discard(engine)
@@ -126,8 +126,8 @@ class Scheduler:
     # -- samples ------------------------------------------------------------------------------------------------------
 
     def progressed(self, lease: Lease, tokens: Sequence[int]) -> Verdict:
-        """New tokens of a lease, but not its last. "stop" says that the lease is over: the sample waits again, has
-        ended, or is elsewhere.
+        """Add new tokens of a lease, but not its last. Returns "stop" where the lease is over: the sample waits again,
+        has ended, or is elsewhere.
         """
         sample = self._leases.get(lease.number)
         if sample is None:
@@ -139,7 +139,7 @@ class Scheduler:
         return self._next_chunk(sample, lease.engine)
 
     def finished(self, lease: Lease, tokens: Sequence[int], reason: Literal["stop", "length"]) -> Ended | None:
-        """The engine has ended the sample with these last tokens; None for a lease that is over."""
+        """End a sample with its last tokens; None for a lease that is over."""
         sample = self._leases.get(lease.number)
         if sample is None:
             return None
@@ -149,8 +149,10 @@ class Scheduler:
         return self._end_finished(sample, reason)
 
     def turn_ended(self, lease: Lease, tokens: Sequence[int]) -> bool:
-        """The engine has ended a turn with these last tokens. False, and nothing is done, where no environment is to
-        answer, or where there is no room for an answer; the sample then is `finished`.
+        """End a turn with its last tokens, and await the environment.
+
+        Returns False, and does nothing, where no environment is to answer or where there is no room for an answer; call
+        `finished` then.
         """
         sample = self._leases.get(lease.number)
         if sample is None or sample.group.request.turn_tokens is None:
@@ -158,13 +160,15 @@ class Scheduler:
         if len(sample.tokens) + len(tokens) >= sample.group.request.max_tokens:
             return False
         self._append(sample, tokens)
-        self._leave(sample)
+        self._detach(sample)
         sample.state, sample.engine = SampleState.AWAITING, None
         sample.turns.append((sample.turn_start, len(sample.tokens)))
         return True
 
     def observed(self, sample_id: SampleId, tokens: Sequence[int]) -> Ended | None:
-        """The environment of a sample that awaits it has answered; it ends where nothing more has room."""
+        """Add the environment's answer to a sample that awaits it, and queue the sample; it ends where nothing more has
+        room.
+        """
         sample = self.sample(sample_id)
         assert sample.state is SampleState.AWAITING, sample_id
         room = sample.group.request.max_tokens - len(sample.tokens)
@@ -176,19 +180,19 @@ class Scheduler:
         return None
 
     def done(self, sample_id: SampleId) -> Ended:
-        """The environment of a sample that awaits it says that this is the end."""
+        """End a sample that awaits its environment, because the environment says so."""
         sample = self.sample(sample_id)
         assert sample.state is SampleState.AWAITING, sample_id
         return self._end_finished(sample, "done")
 
     def failed(self, sample_id: SampleId) -> Ended:
-        """The environment of a sample that awaits it has failed."""
+        """Abort a sample that awaits its environment, because the environment has failed."""
         sample = self.sample(sample_id)
         assert sample.state is SampleState.AWAITING, sample_id
         return self._end(sample, SampleState.ABORTED, "environment")
 
     def redundant(self, group_id: str) -> list[Ended]:
-        """End what is needed no more, since enough of the group have finished."""
+        """End what has not ended of a group of which enough samples have finished."""
         group = self._groups[group_id]
         needed = group.request.num_needed
         if needed is None or group.num_finished < needed:
@@ -196,7 +200,7 @@ class Scheduler:
         return [self._end(sample, SampleState.ABORTED, "redundant") for sample in self._under_way(group)]
 
     def preempted(self, lease: Lease) -> None:
-        """The engine threw the sample out, for want of memory or because it failed there."""
+        """Queue a sample again that its engine dropped, for want of memory or because it failed there."""
         sample = self._leases.get(lease.number)
         if sample is not None:
             self._pause(sample)
@@ -204,16 +208,20 @@ class Scheduler:
     # -- versions and time --------------------------------------------------------------------------------------------
 
     def announce_target(self, version: int) -> list[Ended]:
-        """A newer target: samples that are too old for it end, with their tokens or without, as their group asks."""
+        """Move to a newer target; end samples that are too old for it, with their tokens or without, as their group
+        asks.
+        """
         assert version > self.target_version
         self.target_version = version
-        # Which target the first tokens of the others will be of is known when they come (`target_seen`).
+        # Samples without tokens are judged when their first tokens come (`target_seen`).
         old = [sample for sample in self._all_under_way() if sample.tokens and is_stale(sample, version)]
         return [self._end_stale(sample) for sample in old]
 
     def target_seen(self, lease: Lease, version: int) -> list[Ended]:
-        """The tokens that a lease is about to report are of this target, which may be news: an engine decodes under a
-        new one before anybody has announced it. What is too old by then ends; the lease's own sample too, without them.
+        """Note the target version of tokens that a lease is about to report.
+
+        An engine may decode under a new target before that is announced. Samples that are then too old end, the lease's
+        own too, without these tokens.
         """
         sample = self._leases.get(lease.number)
         if sample is None:
@@ -240,10 +248,10 @@ class Scheduler:
         return Counter(sample.state for group in self._groups.values() for sample in group.samples)
 
     def check(self) -> None:
-        """Every sample is in one place, the one that its state names."""
+        """Assert that every sample is in one place, the one that its state names."""
         running = {key: name for name, host in self._hosts.items() for key in host.running}
         assert len(running) == sum(len(host.running) for host in self._hosts.values()), "a sample runs twice"
-        assert len(running) == len(self._leases), "a lease is left over"
+        assert len(running) == len(self._leases), "a lease has no running sample"
         waiting = 0
         for group in self._groups.values():
             for sample in group.samples:
@@ -252,7 +260,7 @@ class Scheduler:
                 assert is_waiting == (sample in self._queue), sample.sample_id
                 is_running = sample.state is SampleState.RUNNING
                 assert (sample.engine if is_running else None) == running.get(sample.sample_id), sample.sample_id
-        assert waiting == len(self._queue), "something waits that no group has"
+        assert waiting == len(self._queue), "a queued sample belongs to no group"
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -305,9 +313,10 @@ class Scheduler:
         return "stop"
 
     def _displaces(self, waiting: Sample, running: Sample, host: Host) -> bool:
-        """Whether a sample leaves its slot, or its memory, to one that waits; what is free already will do.
+        """Whether a running sample gives its slot or memory to a waiting one; not where enough is free.
 
-        For memory several may have to leave, and nothing else begins until then: only what is more urgent is worth it.
+        For memory several may have to leave, and nothing else begins until then: only a more urgent sample is worth
+        that.
         """
         if not host.could_hold(waiting):
             return False
@@ -319,11 +328,11 @@ class Scheduler:
         return urgency(waiting) < urgency(running) and not host.fits(waiting, host.room())
 
     def _pause(self, sample: Sample) -> None:
-        self._leave(sample)
+        self._detach(sample)
         self._to_queue(sample)
 
-    def _leave(self, sample: Sample) -> str:
-        """Off the engine on which it runs."""
+    def _detach(self, sample: Sample) -> str:
+        """Take a sample off the engine on which it runs, which is returned."""
         engine = sample.engine
         assert engine is not None
         self._hosts[engine].remove(sample)
@@ -354,7 +363,7 @@ class Scheduler:
     def _end(self, sample: Sample, state: SampleState, reason: EndReason) -> Ended:
         stop = None
         if sample.state is SampleState.RUNNING:
-            engine = self._leave(sample)
+            engine = self._detach(sample)
             stop = None if state is SampleState.FINISHED else (engine, sample.lease)
         self._queue.discard(sample)
         self._shares.ended(sample.job)
@@ -374,14 +383,14 @@ def _kind(sample: Sample) -> tuple[Rank, str, bool]:
 
 _LOOKS = 64
 _SPARE = 64
-"""Outdated entries that the heap may have beside as many as it has live ones."""
+"""Outdated entries that the heaps may have beyond the number of live ones."""
 
 
 class WaitingQueue:
     """A heap of samples for each job; an outdated entry is skipped when it surfaces."""
 
     def __init__(self, time: Callable[[str], float] = lambda job: 0.0) -> None:
-        """Of jobs with samples that are as urgent, the one with the least `time` goes first."""
+        """Of jobs with equally urgent samples, the one with the least `time` goes first."""
         self._time = time
         self._heaps: dict[str, list[tuple[Rank, int, Sample]]] = {}
         self._tickets: dict[SampleId, int] = {}
@@ -401,14 +410,14 @@ class WaitingQueue:
 
     def discard(self, sample: Sample) -> None:
         self._tickets.pop(sample.sample_id, None)
-        # Samples of groups that have ended would stay for as long as something better waits.
+        # Otherwise samples of ended groups would stay for as long as something better waits.
         if sum(map(len, self._heaps.values())) > 2 * len(self._tickets) + _SPARE:
             for heap in self._heaps.values():
                 heap[:] = [entry for entry in heap if self._is_live(entry)]
                 heapq.heapify(heap)
 
     def first(self) -> Sample | None:
-        """The best; it stays."""
+        """The sample that goes first; it stays in the queue."""
         heap = self._best()
         return None if heap is None else heap[0][2]
 
@@ -430,10 +439,11 @@ class WaitingQueue:
         *,
         prefers: Callable[[Sample], bool] = lambda _: True,
     ) -> Sample | None:
-        """The best that fits, among the first 64: what does not fit keeps its place. Nothing less urgent goes before
-        one that `will_fit` once others have ended. Of a job's probes that are as urgent, or of its others, it is the
-        best that is preferred, if there is one: what no engine prefers is taken by one that would have nothing else
-        to do.
+        """Take the first sample that `fits`, among the best 64; the others keep their place.
+
+        Nothing less urgent goes before one that `will_fit` once others have ended. Among equally urgent probes of a
+        job, or equally urgent others, the engine takes the first that it `prefers`, if there is one: an idle engine
+        takes what no engine prefers.
         """
         looked_at: list[tuple[Rank, int, Sample]] = []
         found: Sample | None = None

@@ -1,12 +1,11 @@
-"""Several jobs on one pool: whoever has had the fewest tokens for its weight goes first, within the same urgency.
+"""Share one pool fairly between jobs: of equal urgency, the job with the fewest tokens for its weight goes first.
 
-A job's time is the tokens that it has got, divided by its weight. One that comes, or comes back, begins where the
-others that are there have got to: what it did not use before gives it no right to the whole pool now. This is fair
-queueing by start times (Goyal, Vin and Cheng, SIGCOMM 1996), with tokens as they come in the place of the lengths of
-packets.
+A job's time is the tokens that it has got, divided by its weight. A job that comes, or comes back, begins at the lowest
+time of the jobs that are there: what it did not use before gives it no claim to the whole pool. This is fair queueing
+by start times (Goyal, Vin and Cheng, SIGCOMM 1996), with tokens as they come in the place of packet lengths.
 
-What runs is moved for the sake of another job only where that would still hold at most half as many slots for its
-weight after the exchange: the rest comes as samples end, and every move costs reading a context again.
+A running sample yields to another job only where that job, after the exchange, would hold at most half as many slots
+for its weight. Otherwise it waits until samples end, since every move costs reading a context again.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections import Counter
 _FEW = 2
 """How many times fewer slots for its weight a job must hold, to be given one that is held."""
 _MOST_JOBS = 1000
-"""That are remembered while none of their samples is under way."""
+"""Jobs that are remembered while none of their samples is under way."""
 
 
 class Shares:
@@ -26,7 +25,7 @@ class Shares:
         self._running: Counter[str] = Counter()
 
     def time(self, job: str) -> float:
-        """Tokens for a weight of 1."""
+        """Tokens that the job has got, divided by its weight."""
         return self._times.get(job, 0.0)
 
     def came(self, job: str, num_samples: int) -> None:
@@ -36,7 +35,7 @@ class Shares:
         self._under_way[job] += num_samples
 
     def ended(self, job: str) -> None:
-        """One of its samples."""
+        """One sample of the job has ended."""
         self._under_way[job] -= 1
         if not self._under_way[job]:
             del self._under_way[job]
@@ -44,7 +43,7 @@ class Shares:
                 del self._times[job]
 
     def runs(self, job: str, change: int) -> None:
-        """So many more of its samples hold a slot."""
+        """Count `change` more samples of the job that hold a slot."""
         self._running[job] += change
         if not self._running[job]:
             del self._running[job]

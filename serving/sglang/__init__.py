@@ -1,1 +1,1 @@
-"""SGLang as the engine: the plugin that runs inside its scheduler, and what starts and asks it from outside."""
+"""SGLang as the engine: the plugin inside its scheduler, and the code that starts and queries SGLang from outside."""

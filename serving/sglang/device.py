@@ -1,7 +1,7 @@
 """Streams and events of the device that SGLang runs on. All waiting between host and device goes through here.
 
-A GPU works on what it is told later, stream by stream. A `Mark` is a point in the work of the stream that was current
-when it was made. A CPU has done its work when it returns, so its marks are reached when they are made.
+A GPU executes calls later, in order within a stream. A `Mark` is a point in the work of the stream that was current
+when it was made. A CPU has finished when a call returns, so its marks are reached when they are made.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from speculator.errors import ConfigError
 
 _KEPT_INDICES = 64
-"""Which requests of a batch are captured stays the same from step to step."""
+"""Cached index tensors: the captured requests of a batch rarely change from step to step."""
 
 
 class Mark(Protocol):
@@ -37,37 +37,39 @@ class Mark(Protocol):
 
 
 class Device(Protocol):
-    """One device, for any thread. `beside` alone changes what the current stream is."""
+    """One device, for any thread. Only `beside` changes the current stream."""
 
     is_host: bool
-    """Its memory is the host's, and it computes what it is told at once."""
+    """Whether it is a CPU: its memory is the host's, and its calls are synchronous."""
 
     def index(self, numbers: tuple[int, ...]) -> Tensor:
         """[n] int64 on the device, by which its tensors can be indexed without waiting for it."""
 
     def upload(self, numbers: Sequence[int]) -> Tensor:
-        """The same for numbers that will not come again."""
+        """As `index`, without caching."""
 
     def upload_table(self, numbers: np.ndarray) -> Tensor:
-        """A matrix of numbers that will not come again; nobody writes to it any more."""
+        """The matrix on the device, without caching; the caller must not write to it afterwards."""
 
     def mark(self) -> Mark:
-        """The current stream's work so far."""
+        """Mark the end of the current stream's work so far."""
 
     def beside(self) -> contextlib.AbstractContextManager[object]:
-        """The block's work goes to a stream of its own, on this device whatever thread runs it.
+        """Run the block's work on this object's side stream, from any thread.
 
-        It begins behind nothing: whoever reads what another stream computes calls `follow` first.
+        The side stream waits for no other: to read what another stream computes, call `follow` first.
         """
 
     def follow(self, mark: Mark) -> None:
-        """What the current stream is told from now on begins behind the mark."""
+        """Let later work of the current stream wait for the mark."""
 
     def borrow(self, tensors: Iterable[Tensor]) -> None:
-        """The current stream reads these, which another one made: until it has, nobody is given their memory."""
+        """Keep the memory of tensors that another stream made until the current stream has read them."""
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """A tensor of another stream that nobody writes to, on the host once the current stream has come here."""
+        """Copy another stream's tensor, which nobody may write to; the copy is complete when the current stream reaches
+        this point.
+        """
 
     def settle(self) -> None:
         """Block the calling thread until all streams of the device are done."""
@@ -152,7 +154,7 @@ class CudaDevice:
         self.index = functools.lru_cache(_KEPT_INDICES)(self.upload)
 
     def upload(self, numbers: Sequence[int]) -> Tensor:
-        # From memory that is not pinned the copy would wait until the device has done all that it was told before.
+        # A copy from memory that is not pinned would wait for all earlier work of the device.
         return torch.tensor(numbers, dtype=torch.int64, pin_memory=True).to(self._device, non_blocking=True)
 
     def upload_table(self, numbers: np.ndarray) -> Tensor:
@@ -163,7 +165,7 @@ class CudaDevice:
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        # A new thread is on the first GPU, whichever SGLang's own thread has chosen.
+        # A new thread starts on the first GPU, whichever one SGLang's own thread uses.
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             yield
 
@@ -185,7 +187,7 @@ class CudaDevice:
 
 
 def device_layer(device: torch.device) -> Device:
-    """Raises ConfigError for a device whose work nobody here knows how to wait for."""
+    """The `Device` of a CPU or CUDA GPU; raises ConfigError for other kinds."""
     match device.type:
         case "cpu":
             return HostDevice()

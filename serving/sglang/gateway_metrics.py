@@ -1,6 +1,6 @@
-"""What the plugin reports, as the gateway's `/metrics`: the names are those of serving/metrics.py where they agree.
+"""Metrics of the plugin's report on the gateway's `/metrics`; shared ones have the names of serving/metrics.py.
 
-A scrape reads what the client last saw and waits for nothing. Without a report the series are absent, not zero.
+A scrape reads the client's last report and waits for nothing. Without a report the series are absent, not zero.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A step without proposals attends as plain decoding does.
+"""Make a verification without proposals attend as plain decoding does.
 
-SGLang verifies its one token with the kernels that read prompts. On a CPU these store keys and values first, in calls
-of their own, and round otherwise. Triton's read a request's whole prefix in one program, where that of plain decoding
-splits it: on an H100 a step of 64 requests of an 8B took twice as long (benchmarks/results/gpu.md). Both backends have
-what plain decoding calls, and here such a step calls it, within SGLang's graph for it and without. What FlashAttention
-and FlashInfer do is not changed.
+SGLang verifies its one token with the kernels that read prompts. On a CPU these kernels store keys and values first, in
+separate calls, and round differently. Triton's kernels read a request's whole prefix in one program, where those of
+plain decoding split it: on an H100 a step of 64 requests of an 8B took twice as long (benchmarks/results/gpu.md). The
+hooks here call each backend's own decode kernels instead, inside and outside SGLang's CUDA graph. FlashAttention and
+FlashInfer are left alone.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 
 
 def after_cpu_plan(_: Any, backend: Any, forward_batch: Any) -> None:
-    """Before the layers of a pass: what its attention reads, where it verifies one token of each request."""
+    """Give the backend decode metadata before a pass that verifies one token of each request."""
     if _is_one_token(forward_batch) and not backend.use_mla:
-        # What the operator reads in the batch's place; a verification counts its own token in no length.
+        # The kernel reads these instead of the batch. A verification's `seq_lens` do not count the token that it
+        # verifies.
         backend.draft_decode_metadata = (
             backend.req_to_token_pool.req_to_token,
             forward_batch.seq_lens + 1,
@@ -35,7 +36,7 @@ def around_cpu_extend(
 
 
 def around_triton_plan(run: Any, backend: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Where the plan of a pass is made, and where that of a captured graph is filled in."""
+    """Plan a one-token verification as plain decoding, for a pass or for the replay of a captured graph."""
     planned = _as_decode(forward_batch) if _splits_prefixes(backend, forward_batch) else forward_batch
     return run(backend, planned, *args, **kwargs)
 
@@ -53,7 +54,7 @@ def _splits_prefixes(backend: Any, forward_batch: Any) -> bool:
 
 
 def _as_decode(forward_batch: Any) -> Any:
-    """The same batch in plain decoding, where a request's own token is counted in its length."""
+    """The batch as plain decoding sees it: `seq_lens` count the token that is decoded."""
     decode = copy.copy(forward_batch)
     decode.forward_mode = type(forward_batch.forward_mode).DECODE
     decode.spec_info = None

@@ -1,7 +1,8 @@
-"""Which draft an SGLang server should run, and which target it has, on all of its ranks.
+"""The draft version that an SGLang server should run, and the version of its target, on each of its ranks.
 
-Rank 0 reads the draft in Redis, without which the process must start and go on. The other ranks hear of it at meetings.
-The target's weights are moved by SGLang's own means, of which the plugin sees each.
+Rank 0 reads the desired draft from Redis; the process must start and keep running without Redis. The other ranks learn
+it at meetings (serving/sglang/rank_agreement.py). SGLang itself updates the target's weights; the plugin hooks every
+kind of update.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from speculator.redis.trace_deletion import Erasures
 
 
 class LazyPointer:
-    """Connects when it is first asked; every method raises StreamError while Redis is away. Used by one thread."""
+    """A `DraftPointer` that connects at its first use; every method raises StreamError while Redis is away. Used by one
+    thread.
+    """
 
     def __init__(self, redis_url: str, model_key: str) -> None:
         self._redis_url, self._model_key = redis_url, model_key
@@ -50,7 +53,7 @@ class LazyPointer:
         self._connected().release_canary(holder, forget_crashes=forget_crashes)
 
     def orders(self) -> dict[str, int]:
-        """Tenants to be forgotten (speculator/redis/trace_deletion.py)."""
+        """Tenants to be erased, with the time of each order in ms (speculator/redis/trace_deletion.py)."""
         self._connected()
         assert self._erasures is not None
         return self._erasures.orders()
@@ -82,11 +85,11 @@ class LazyPointer:
 
 
 class RankPointer:
-    """For the ranks that only follow: they stage what rank 0 stages, and one report per engine is enough."""
+    """The pointer of every rank but 0: they stage what rank 0 stages, and report nothing."""
 
     def __init__(self) -> None:
         self.wanted: int | None = None
-        """Set at each meeting; None where rank 0 wants no other version."""
+        """The version that rank 0 has staged, set at each meeting; None for none."""
 
     def desired(self) -> int | None:
         return self.wanted
@@ -108,7 +111,7 @@ class RankPointer:
 
 
 def _is_alive(process: str) -> bool:
-    """Whether "host:pid" runs; a process of another host is taken at its word until its report expires."""
+    """Whether "host:pid" runs; a process of another host counts as alive until its report expires."""
     host, _, pid = process.rpartition(":")
     if host != socket.gethostname() or not pid.isdigit() or int(pid) == os.getpid():
         return bool(host) and host != socket.gethostname()
@@ -125,21 +128,21 @@ log = structlog.get_logger(__name__)
 
 
 class RankTarget:
-    """The version of one rank's target, of which SGLang itself tells every rank between the same two steps."""
+    """The version of one rank's target. SGLang updates all ranks between the same two steps."""
 
     def __init__(self, on_version: Callable[[int], object]) -> None:
-        """`on_version` is told of each new target."""
+        """`on_version` is called with each new version."""
         self._on_version = on_version
         self._process = f"{socket.gethostname()}:{os.getpid()}"
         self.version = 0
         self._labelled = 0
-        """The newest that a label has named."""
+        """The newest version that a label has named."""
         self._updated_at = -1
 
     def updated(self, label: str | None, step: int) -> None:
-        """SGLang has new weights, before this step; they are of the version that their label names, else of the next.
+        """Note new weights of the target before this step: of the version that their label names, else of the next.
 
-        Weights come in parts, too: parts between which nothing was decoded are of one version.
+        Updates without a step between them are parts of one version.
         """
         version = version_of_label(label)
         if version is None and step != self._updated_at:
@@ -151,7 +154,7 @@ class RankTarget:
             return
         self.version = version
         self._on_version(version)
-        log.info("slipstream: the target is of version %d now", version)
+        log.info("slipstream: target version %d in service", version)
 
     def status(self) -> dict[str, str | int | float]:
         """Fields of the engine's report."""

@@ -1,13 +1,12 @@
-"""What the ranks of a tensor-parallel group must do in the same step, agreed over its CPU group.
+"""Agree on what the ranks of a tensor-parallel group do in the same step, over its CPU group.
 
-All ranks run the same steps in the same order, so a step number is a meeting point. A draft is exchanged in the first
-meeting at which every rank has staged the same version. Depth follows from times, which differ between ranks, and from
-what the operator asks for, which they would hear of at different steps: all plan by the times that rank 0 has measured
-and by what it was told. It alone watches a new draft and says which version the others stage. For this they meet every
-few steps.
+All ranks run the same steps in the same order, so they can meet at agreed step numbers, every `MEETING_STEPS` steps.
+They swap a draft at the first meeting at which every rank has staged the same version. Depth follows from step times
+and the operator's limit, which differ between ranks at any moment: all plan with rank 0's. Only rank 0 watches a new
+draft, and it says which version the others stage.
 
-Earlier text is found by rank 0 alone, on a thread of its own. It passes on what it has at each decode step, as SGLang
-does with the requests that have come.
+Only rank 0 looks for earlier text to propose, on a thread of its own. It broadcasts what it has found at each decode
+step, as SGLang broadcasts new requests.
 """
 
 from __future__ import annotations
@@ -23,13 +22,16 @@ from serving.sglang.proposals.depth import TimedStep
 from serving.sglang.proposals.remembered_text import Continuations
 
 MEETING_STEPS = 32
-"""A meeting costs a few hundred microseconds; a swap waits for one at most a second or two."""
+"""Steps between two meetings. A meeting costs a few hundred microseconds; a swap waits at most a second or two for one.
+"""
 _MOST_TIMES = 2 * MEETING_STEPS
 """Step times that one meeting passes on."""
 
 
 class Agreement:
-    """One rank's side. Without a group, or alone in it, every step is a meeting and nobody else has to be asked."""
+    """One rank's part in the agreement. A rank without others treats every step as a meeting and communicates with
+    nobody.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
@@ -50,12 +52,12 @@ class Agreement:
         return int(wanted[0])
 
     def limit(self, limit: int | None) -> int | None:
-        """How deep rank 0 was told to draft at most; call at a meeting, on every rank."""
+        """Rank 0's depth limit, set by the operator, None for none; call at a meeting, on every rank."""
         agreed = self.first(-1 if limit is None else limit)
         return None if agreed < 0 else agreed
 
     def all(self, holds: bool) -> bool:
-        """Whether it holds on every rank; call at a meeting, on every rank."""
+        """Whether `holds` is true on every rank; call at a meeting, on every rank."""
         if self._group is None:
             return holds
         found = torch.tensor([int(holds)])
@@ -63,7 +65,7 @@ class Agreement:
         return bool(found[0])
 
     def all_staged(self, version: int) -> bool:
-        """Whether every rank waits with this version; call at a meeting, on every rank. 0 means none."""
+        """Whether every rank has staged this version, 0 for none; call at a meeting, on every rank."""
         if self._group is None:
             return version != 0
         # The smallest and the largest in one reduction.
@@ -87,10 +89,12 @@ class Agreement:
         ]
 
     def text(self, found: Continuations | None, requests: Sequence[Any], width: int) -> Continuations | None:
-        """How these texts may go on as rank 0 has found, at most `width` tokens of each; call at each decode step."""
+        """Rank 0's continuations of these requests, at most `width` tokens each; call at each decode step, on every
+        rank.
+        """
         if self._group is None:
             return found
         packed = np.zeros((len(requests), 2 + 2 * width), np.int32) if found is None else found.packed()
         dist.broadcast(torch.from_numpy(packed), dist.get_global_rank(self._group, 0), group=self._group)
-        # Rank 0 plans by what went over the wire, too: it is rounded.
+        # Rank 0 also plans with the values that it broadcast: packing rounds them.
         return Continuations.unpacked(packed, requests) if packed[:, 0].any() else None

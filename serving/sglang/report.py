@@ -1,4 +1,4 @@
-"""The engine's report in Redis: what the plugin writes, what the gateway reads, and many as one."""
+"""The engine's report in Redis: what the plugin writes, what the gateway reads, and how a pool's reports are merged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from serving.speedup import Speedup
 
 @dataclass(frozen=True, kw_only=True)
 class EngineReport:
-    """What the plugin last said; None for what it did not say."""
+    """The plugin's last report; None for fields that it lacks."""
 
     version: int | None
     refused: frozenset[int]
@@ -28,9 +28,9 @@ class EngineReport:
     depth: int | None
     verifications: int | None
     verified_tokens: int | None
-    """Over verifications: the acceptance length."""
+    """Divided by `verifications`: the acceptance length."""
     rounds: Mapping[str, int]
-    """Decode steps by mode, speculative or control; so are their time and the tokens that they committed."""
+    """Decode steps by mode, speculative or control; `decode_ms` and `round_tokens` have the same keys."""
     decode_ms: Mapping[str, int]
     round_tokens: Mapping[str, int]
     proposals: Mapping[str, int]
@@ -39,16 +39,16 @@ class EngineReport:
     text_proposals: Mapping[str, int]
     text_accepted: Mapping[str, int]
     verifications_by_length: Mapping[str, int]
-    """By source, what is as long and up to how many tokens, as "head/context/512"; so are the tokens."""
+    """By source, what is measured and its upper bound in tokens, as "head/context/512"; so is `tokens_by_length`."""
     tokens_by_length: Mapping[str, int]
     text_tokens: int | None
-    """Of earlier text, that are kept."""
+    """Tokens of earlier text that are kept."""
     text_evicted: int | None
-    """Windows of earlier text that made room for others."""
+    """Windows of earlier text that were evicted."""
     group_text: Mapping[str, int]
-    """Tokens of prompt groups that engines share, by what became of them."""
+    """Tokens of prompt groups that engines share, by outcome."""
     group_text_lags: Mapping[str, int]
-    """Pieces of them that took no longer, by seconds; all of them took `group_text_lag_ms`."""
+    """Pieces of group text that took at most so many seconds, by seconds; `group_text_lag_ms` is the sum of all."""
     group_text_lag_ms: int | None
     group_texts_evicted: int | None
     group_texts_unreadable: int | None
@@ -57,17 +57,17 @@ class EngineReport:
     pending: int | None
     dropped_by_reason: Mapping[str, int]
     branch_rows: Mapping[str, int]
-    """Of rejected proposals, that were drawn for a trace, by what became of them."""
+    """Rows of rejected proposals that were drawn for a trace, by outcome."""
     trace_bytes: int | None
     trace_tokens: int | None
     capture_share: float | None
-    """Of finished traces, that sampling keeps."""
+    """Share of finished traces that sampling keeps."""
     speedup: float | None
     speedup_lower: float | None
     speedup_upper: float | None
     """Ends of the 95% interval of the measured speedup."""
     end_to_end: float | None
-    """The speedup that requests see; so are the ends of its interval."""
+    """The speedup with prompts included, then the ends of its interval."""
     end_to_end_lower: float | None
     end_to_end_upper: float | None
     speedup_estimated: float | None
@@ -82,7 +82,7 @@ class EngineReport:
     role: str
     """Its part in the trial of a version: canary, waiting, settled."""
     draft_accept_length: float | None
-    """Of the version in service, lately."""
+    """Recent accept length of the version in service."""
     target_version: int | None
     target_label: int | None
     """The newest version that a label of SGLang's weights has named."""
@@ -93,18 +93,18 @@ class EngineReport:
     model: str
     context_length: int | None
     max_depth: int | None
-    """What it serves, which behind a router nobody else says."""
+    """With `model` and `context_length`, what the engine serves: a router does not report these."""
     heeds_seed: bool | None
 
     @classmethod
     def parse(cls, said: Mapping[str, str]) -> EngineReport:
-        """Leave out what cannot be read: the plugin may be another version than this gateway."""
+        """Parse the fields of a report, without unreadable ones: plugin and gateway may differ in version."""
         return cls(
             **{field.name: _READERS[str(field.type)](said.get(field.name, "")) for field in dataclasses.fields(cls)}
         )
 
 
-def _whole(text: str) -> int | None:
+def _integer(text: str) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
@@ -114,7 +114,7 @@ def _number(text: str) -> float | None:
     return None
 
 
-def _yes(text: str) -> bool | None:
+def _boolean(text: str) -> bool | None:
     return text == "1" if text else None
 
 
@@ -128,14 +128,14 @@ def _counts(text: str) -> dict[str, int]:
 
 
 _READERS: dict[str, Callable[[str], Any]] = {
-    "int | None": _whole,
+    "int | None": _integer,
     "float | None": _number,
-    "bool | None": _yes,
+    "bool | None": _boolean,
     "str": str,
     "frozenset[int]": _versions,
     "Mapping[str, int]": _counts,
 }
-"""By the type of a field, as it is written above."""
+"""By the annotation of a field of `EngineReport`."""
 _COUNTS = (
     *("swaps", "swap_failures", "steps", "verifications", "verified_tokens"),
     *("captured", "appended", "trace_bytes", "trace_tokens", "text_evicted"),
@@ -151,26 +151,26 @@ _MEANS = (
     *("end_to_end", "end_to_end_lower", "end_to_end_upper"),
     "capture_share",
 )
-"""The mean of the intervals' ends contains the interval of the mean."""
+"""Averaged over engines. The averaged ends are at least as wide apart as the interval of the mean."""
 MOST_SILENT = 100
-"""Engines that do not report, and are remembered: who reports again goes on counting. Of more the oldest have ended."""
+"""Silent engines that are remembered, since their counts go on if they report again. Others count as ended."""
 
 
 class Pool:
-    """What each engine of a pool last said; for one thread at a time.
+    """The last report of each engine of a pool; for one thread at a time.
 
-    Counts never fall: what an engine had counted when it ended stays in the sum. What a report says about now is of the
-    engines that report now.
+    Counts never fall: those of an engine that has ended stay in the sum. Current values are of the engines that report
+    now.
     """
 
     def __init__(self) -> None:
         self._last: dict[str, EngineReport] = {}
-        """By engine; who has been silent for longest comes first."""
+        """By engine, the longest silent first."""
         self._ended: EngineReport | None = None
-        """What was counted by processes that do not come back."""
+        """Counts of processes that have ended."""
 
     def take(self, reports: Mapping[str, EngineReport]) -> EngineReport | None:
-        """One report of all that there are by engine id; None where there is none."""
+        """Merge reports by engine id into one for the pool; None without any."""
         for engine_id, report in reports.items():
             before = self._last.pop(engine_id, None)
             if before is not None and _has_started_again(before, report):
@@ -188,12 +188,12 @@ class Pool:
 
 
 def _has_started_again(before: EngineReport, report: EngineReport) -> bool:
-    """And counts from zero; a container that does has its old host and pid."""
+    """Whether the engine has restarted and counts from zero; a restarted container may keep its host and pid."""
     return report.process != before.process or (report.steps or 0) < (before.steps or 0)
 
 
 def commonest(numbers: Iterable[int]) -> int | None:
-    """Of equally common ones the highest; None of none."""
+    """The most frequent number, among equals the highest; None of none."""
     counts = Counter(numbers)
     return max(counts, key=lambda number: (counts[number], number)) if counts else None
 
@@ -209,7 +209,7 @@ def _merged(ever: Sequence[EngineReport], now: Sequence[EngineReport]) -> Engine
         now[0],
         **values,
         version=version,
-        # Each engine has a part of its own, which `slipstream drafts list` shows.
+        # Roles differ between engines; `slipstream drafts list` shows them.
         role="",
         draft_accept_length=_mean(_known([each for each in now if each.version == version], "draft_accept_length")),
         refused=frozenset(version for report in now for version in report.refused),
@@ -268,7 +268,7 @@ def of_group_text(metrics: GroupTextMetrics) -> Fields:
 
 
 def of_speedup(speedup: Speedup, end_to_end: Speedup) -> Fields:
-    """What has not been measured yet is left out."""
+    """Fields of both speedups, without those that have not been measured yet."""
     fields: Fields = {}
     if speedup.ratio is not None and speedup.baseline_ms_per_token is not None:
         fields["speedup"] = round(speedup.ratio, 4)

@@ -1,17 +1,16 @@
-"""Sampled verification where SGLang has none: on a CPU its EAGLE commits the target's likeliest token instead.
+"""Sample in verifications where SGLang's EAGLE only takes the argmax, as on a CPU.
 
-`eagle_sample` walks down the tree of proposals along what the target chose at each node. Where SGLang has no kernel for
-sampling, the choice is the argmax, whatever temperature a request asks for. Here it becomes a draw from the served
-distribution, by the functions with which SGLang samples when it decodes plainly. A proposal is accepted when it is the
-token that was drawn, so the text is distributed as without a draft. Where SGLang heeds seeds, a draw depends on seed
-and position alone, so the text of a seed is the same, too.
+`eagle_sample` walks down the tree of proposals along the token that the target chose at each node. Where SGLang has no
+kernel for sampling, that choice is the argmax, whatever temperature a request asks for. The hooks here draw it from the
+served distribution, with the functions with which SGLang samples in plain decoding. A proposal is accepted when it is
+the token that was drawn, so the text is distributed as without a draft. Where SGLang heeds seeds, a draw depends on
+seed and position alone, so a seed gives the same text, too.
 
-With `--speculative-use-rejection-sampling` the draft draws its chain. The choice at a node is then the proposal behind
-it, where that is accepted, and else a draw from what the draft's distribution lacks of the served one; a rejected token
-has more of the former, so it is never chosen, and the same walk ends there.
+With `--speculative-use-rejection-sampling` the draft draws its chain. The choice at a node is then the next proposal if
+it is accepted. Otherwise it is drawn from max(p − q, 0), where p is the served distribution and q the draft's. A
+rejected token has q > p, so it is never drawn, and the same walk ends there.
 
-On any device SGLang asks of that verification what the draft's distribution was, even where nothing was proposed, and
-ends when there is none.
+On any device that verification reads the draft's distribution, even where nothing was proposed, and fails without one.
 
 Shape letters: B requests, N nodes of a tree, P = N − 1 proposals of a chain, V vocabulary.
 """
@@ -26,30 +25,30 @@ from torch import Tensor
 
 
 class SampledVerify:
-    """Used by the scheduler's thread, in the midst of SGLang's `eagle_sample`."""
+    """Hooks of SGLang's `eagle_sample`; used by the scheduler's thread."""
 
     def __init__(self) -> None:
-        self._asked: tuple[Any, Any, Any] | None = None
+        self._under_way: tuple[Any, Any, Any] | None = None
         """(tree, batch, logits) of the verification that is under way."""
 
     def around_sampling(
         self, run: Callable[..., Any], verify_input: Any, batch: Any, logits_output: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """SGLang's `eagle_sample`."""
+        """Hook of SGLang's `eagle_sample`."""
         if verify_input.draft_token_num == 1 and is_rejecting():
-            # Never read: what is proposed by nobody is not rejected.
+            # SGLang requires the tensor but reads no value of it: nothing was proposed.
             any_V = logits_output.next_token_logits.new_empty(1, 1, logits_output.next_token_logits.shape[-1])
             verify_input.draft_probs = any_V.expand(verify_input.draft_token.shape[0], -1, -1)
-        self._asked = verify_input, batch, logits_output
+        self._under_way = verify_input, batch, logits_output
         try:
             return run(verify_input, batch, logits_output, *args, **kwargs)
         finally:
-            self._asked = None
+            self._under_way = None
 
     def around_walk(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """SGLang's `verify_tree_greedy_func`, where penalties, biases and grammars are in the logits already."""
-        if self._asked is not None:
-            verify_input, batch, logits_output = self._asked
+        """Hook of SGLang's `verify_tree_greedy_func`; the logits already include penalties, biases and grammars."""
+        if self._under_way is not None:
+            verify_input, batch, logits_output = self._under_way
             if not batch.sampling_info.is_all_greedy and commits_argmax(logits_output.next_token_logits):
                 logits, num_nodes = logits_output.next_token_logits, verify_input.draft_token_num
                 if num_nodes > 1 and verify_input.draft_probs is not None:
@@ -71,15 +70,15 @@ def is_rejecting() -> bool:
 
 
 def commits_argmax(logits: Tensor) -> bool:
-    """Whether SGLang has no sampled verification where these logits are."""
+    """Whether SGLang's verification takes the argmax on the device of these logits."""
     return not logits.is_cuda or torch.version.hip is not None
 
 
 def sampled_targets(logits: Tensor, sampling_info: Any, positions: Tensor, num_nodes: int) -> Tensor:
     """[B, N] int64: a token drawn at every node from the served distribution after it.
 
-    `logits` [B · N, V] are left as they are; `positions` [B · N] are those of the nodes' own tokens, by which SGLang
-    makes its noise where a request has a seed.
+    `logits` [B · N, V] are not changed; `positions` [B · N] are those of the nodes' own tokens. With a request's seed
+    they determine SGLang's noise.
     """
     from sglang.srt.layers import sampler
 
@@ -105,7 +104,9 @@ def sampled_targets(logits: Tensor, sampling_info: Any, positions: Tensor, num_n
 
 
 def served_probs(logits: Tensor, sampling_info: Any, num_nodes: int) -> Tensor:
-    """[B, N, V] the distribution that each request is served after every node; `logits` [B · N, V] are left alone."""
+    """[B, N, V] the distribution after every node at each request's sampling parameters; `logits` [B · N, V] stay
+    unchanged.
+    """
     probs = torch.softmax(logits.view(-1, num_nodes, logits.shape[-1]) / sampling_info.temperatures[:, None], dim=-1)
     if sampling_info.need_top_k_sampling or sampling_info.need_top_p_sampling or sampling_info.need_min_p_sampling:
         ordered, order = probs.sort(dim=-1, descending=True)
@@ -121,17 +122,17 @@ def served_probs(logits: Tensor, sampling_info: Any, num_nodes: int) -> Tensor:
 
 
 def rejecting_targets(served: Tensor, drafted: Tensor, proposals: Tensor) -> Tensor:
-    """[B, N] int64: at each node of a chain the proposal behind it where it is accepted, else a token instead of it.
+    """[B, N] int64: at each node of a chain the next proposal if it is accepted, else a token drawn in its place.
 
     `served` p [B, N, V], `drafted` q [B, P, V], `proposals` [B, P] drawn from q. A proposal x is accepted with
-    probability min(1, p(x) / q(x)), else the token is drawn from max(p − q, 0); behind the last one from p (Leviathan
-    et al., "Fast inference from transformers via speculative decoding", arXiv 2211.17192).
+    probability min(1, p(x) / q(x)), else the token is drawn from max(p − q, 0); after the last one from p (Leviathan et
+    al., "Fast inference from transformers via speculative decoding", arXiv 2211.17192).
     """
     p_BP, q_BP = (probs[:, : proposals.shape[1]].gather(2, proposals[..., None])[..., 0] for probs in (served, drafted))
-    # A token that the draft cannot have drawn stands for none.
+    # A token with q = 0 is filler that the draft did not draw.
     accepted = (torch.rand_like(p_BP) * q_BP < p_BP) & (q_BP > 0)
     left = torch.cat([(served[:, :-1] - drafted).clamp_min(0), served[:, -1:]], dim=1)
-    # Where the two are equal nothing is left, and nothing is rejected.
+    # Where p equals q the difference is zero everywhere, and no proposal is rejected.
     left = torch.where(left.sum(-1, keepdim=True) > 0, left, served)
     drawn = torch.multinomial(left.flatten(0, 1), 1).view(left.shape[:2])
     drawn[:, :-1] = torch.where(accepted, proposals, drawn[:, :-1])

@@ -1,4 +1,4 @@
-"""What an operator may set about the plugin, each as `SLIPSTREAM_<NAME>` in the environment of the SGLang server."""
+"""Settings of the plugin, each `SLIPSTREAM_<NAME>` in the environment of the SGLang server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def is_enabled(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 class PluginSettings(BaseSettings):
-    """Raises pydantic's ValidationError; `load_settings` says the same as a ConfigError that names the variable."""
+    """The plugin's settings. Raises pydantic's ValidationError; `load_settings` turns it into a ConfigError."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -89,7 +89,7 @@ class PluginSettings(BaseSettings):
 
 
 def buffer_bytes(settings: PluginSettings) -> int:
-    """How much may wait in host memory."""
+    """Most bytes of traces that may wait in host memory: the setting, or its default."""
     return settings.buffer_bytes or max(memory_bytes() // 20, _LEAST_BUFFER_BYTES)
 
 

@@ -1,11 +1,11 @@
-"""New draft weights into SGLang's running draft: verified and staged beside it, then exchanged between two steps.
+"""Swap the weights of SGLang's running draft: verify and stage them beside it, then exchange them between two steps.
 
-Staging lets SGLang's own `load_weights` fill tensors that are shaped like the draft's parameters, so fused and sharded
-weights come out as they must. The exchange writes into the same storage: CUDA graphs stay valid, nothing drains, the
-prefix cache stays. It swaps contents, so a copy that fails half-way is undone with what was taken out.
+Staging lets SGLang's own `load_weights` fill tensors that are shaped like the draft's parameters, so it fuses and
+shards weights as usual. The exchange writes into the same storage: CUDA graphs stay valid, no request has to end, the
+prefix cache stays. It swaps contents, so a copy that fails half-way is undone from the staged tensors.
 
-There is one set of staged tensors, made at the start: a GPU that serving has filled since has still room for a swap.
-The device exchanges later than it is told to. Until it has, nobody writes to the set again.
+There is one set of staged tensors, allocated at the start, so a swap needs no memory of a GPU that serving has filled.
+A GPU executes the exchange later than it is called. Until then nobody may write to the set again.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ LoadDraft = Callable[[int], dict[str, Tensor]]
 _EMBEDDING = "embed_tokens"
 _IDLE_AFTER_S = 0.25
 _MEETING_WITHIN_S = 20.0
-"""Some dozens of slow steps; the engine's report, which waits as long, would be missed after 30 s."""
+"""Longest wait for a meeting: dozens of slow steps. The engine's report waits, too, and would be missed after 30 s."""
 
 
 class Exchange(NamedTuple):
-    """Weights that the device has been told to exchange."""
+    """An exchange of weights that the device was told to make."""
 
     version: int
     previous: int
     step: int
     begin: Mark
     end: Mark
-    """From then on the device uses the new weights, and nothing reads the staged ones."""
+    """From here on the device uses the new weights, and nothing reads the staged ones."""
 
 
 class SglangDraft:
-    """The draft that SGLang runs. `install_draft` is for a side thread, `at_boundary` for the thread of the steps."""
+    """The draft that SGLang runs. Call `install_draft` on a side thread, `at_boundary` on the scheduler's."""
 
     def __init__(self, model: nn.Module, version: int, load: LoadDraft, *, device: Device, alone: bool) -> None:
         """`alone` says that no other rank has to swap in the same step.
@@ -57,16 +57,16 @@ class SglangDraft:
         device.settle()
         with device.beside():
             self.staged = {name: _like(parameter) for name, parameter in self._parameters.items()}
-            """By the draft's own names."""
+            """By the names of the draft's parameters."""
         self._in_use: Mark | None = None
-        """Until it the device reads or writes the staged tensors."""
+        """Up to this mark the device reads or writes the staged tensors."""
         self._version = version
         self._lock = threading.Lock()
         self._pending: tuple[int, Future[Exchange]] | None = None
-        """The version that is staged and waits."""
+        """The staged version that waits for a step boundary."""
         self._is_closed = False
         self.stepping = threading.Lock()
-        """Held while a step is launched: whoever else holds it stands between two steps."""
+        """Held while a step is launched, so whoever else holds it runs between two steps."""
         self._check_in_service()
 
     @property
@@ -89,7 +89,7 @@ class SglangDraft:
         weights = [(name, tensor) for name, tensor in state.items() if name not in ("d2t", "t2d")]
         with torch.no_grad(), self._device.beside():
             for tensor in self.staged.values():
-                # What the file leaves out is noticed.
+                # What the file leaves unset stays NaN.
                 tensor.fill_(float("nan"))
             fill: Callable[..., Any] = type(self._model).load_weights  # type: ignore[attr-defined]
             fill(view, weights)
@@ -124,12 +124,12 @@ class SglangDraft:
             return self._install_idle(done)
 
     def _install_idle(self, done: Future[Exchange]) -> Exchange:
-        """No step came. Alone, take the place between two steps; otherwise take the offer back."""
+        """Install while no step comes: a rank alone swaps now, one of several withdraws its staged version."""
         if self._alone:
             with self.stepping, self._device.beside():
                 self._device.settle()
                 if (made := self.at_boundary(0)) is not None:
-                    # A step that begins now is of another stream, and must read the new weights.
+                    # The next step runs on another stream, and must read the new weights.
                     made.end.wait()
             return done.result()
         with self._lock:
@@ -139,9 +139,9 @@ class SglangDraft:
         return done.result()
 
     def at_boundary(self, step: int, agree: Callable[[bool], bool] = bool) -> Exchange | None:
-        """Have the device put a staged version into service, if there is one.
+        """Exchange the staged version into service, if there is one.
 
-        `agree` says whether all ranks have copied it; where one could not, or has taken its offer back, none keeps it.
+        `agree` returns whether all ranks have copied it. If one failed or withdrew its version, no rank keeps it.
         """
         with self._lock:
             pending, self._pending = self._pending, None
@@ -156,7 +156,7 @@ class SglangDraft:
             self._exchange()
         self._in_use = end = self._device.mark()
         if not is_agreed:
-            reason = failure or "another rank could not"
+            reason = failure or "another rank could not copy it"
             log.error("draft version %d could not be copied into service: %s", version, reason)
             done.set_exception(EngineError(f"draft version {version} could not be copied: {reason}"))
             return None
@@ -174,7 +174,7 @@ class SglangDraft:
             pending[1].set_exception(EngineDeadError("the engine stopped before the swap"))
 
     def _try_to_exchange(self) -> str:
-        """Why it failed; empty where it did not."""
+        """Exchange the weights; returns the error, empty on success."""
         try:
             self._exchange()
         except Exception as error:
@@ -191,7 +191,7 @@ class SglangDraft:
                     parameter.copy_(self.staged[name])
                     self.staged[name].copy_(before)
         except Exception:
-            # The last one holds the old weights in `before` or still in itself; all others in the staging copy.
+            # The old weights of the last one are in `before` or still in place; those of the others are in `staged`.
             with torch.no_grad():
                 if exchanged:
                     self._parameters[exchanged[-1]].copy_(before)

@@ -1,12 +1,12 @@
-"""From the copies of an SGLang server's steps to spans, and from spans to traces, on a thread of their own.
+"""Assemble the copies of an SGLang server's steps into spans and traces, on a thread of its own.
 
 The scheduler's thread hands over what it copied of a step, says when a request has ended, and goes on. The assembler
-waits for the copies, reduces logits that came whole, grows the spans, and builds the trace of what has ended. It takes
-the verifications of a moment together: each time it wakes, the two threads ask each other for the interpreter.
+waits for the copies, reduces logits that are not reduced yet, grows the spans, and builds the traces of requests that
+have ended. It takes verifications in batches, because the two threads compete for the GIL each time it wakes.
 
 Copies count as held until they are reduced, the rows of a span until its request has ended. With more than
-`buffer_bytes` no request is opened, and the newest of those that run are dropped and freed until the others have room.
-With much in the queue the assembler is behind, and the scheduler's thread reduces logits itself.
+`buffer_bytes` held no new request is captured, and the newest running ones are dropped until the others have room. With
+much in the queue the assembler is behind, and the scheduler's thread reduces logits itself.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from speculator.tracing import record
 
 log = structlog.get_logger(__name__)
 _ROOM = 0.9
-"""Share of the buffer down to which spans are dropped once it is full: not another one with every step."""
+"""Share of the buffer down to which spans are dropped once it is full, so that not every step drops another."""
 
 
 @dataclass(frozen=True)
 class Gathering:
-    """How long verifications wait for more of their kind, and how much of them; the end of a request does not wait."""
+    """How long, and up to how many bytes, verifications are collected; the end of a request does not wait."""
 
     seconds: float = 1.0
     num_bytes: int = 16 << 20
@@ -61,9 +61,9 @@ class CopiedVerification:
     copy: HostCopy
     """The rows that `committed` reads, or logits instead of the top tokens; and, packed, what it reads by tree."""
     places: Places
-    """Of what is packed, of the whole batch."""
+    """Layout of the packed tensors, which are of the whole batch."""
     indices: tuple[int, ...]
-    """Of the captured requests in it."""
+    """Indices of the captured requests in the batch."""
     tickets: tuple[Ticket, ...]
     counts: tuple[int, ...]
     """Nodes that were committed, of each request."""
@@ -77,7 +77,7 @@ class CopiedVerification:
 
     @property
     def kind(self) -> tuple[int, int, bool, bool]:
-        """What verifications that are taken together have in common."""
+        """Verifications of the same kind can be joined."""
         return self.num_nodes, self.draft_version, self.is_tree, self.has_text
 
 
@@ -88,7 +88,7 @@ class _End:
 
 
 _Event = Prefill | CopiedVerification | _End | None
-"""None: the assembler itself is to end."""
+"""None ends the assembler."""
 
 
 class TraceAssembler:
@@ -111,11 +111,11 @@ class TraceAssembler:
         self._urgent = threading.Event()
         self._lock = threading.Lock()
         self.held_bytes = self.queued_bytes = 0
-        """Of queued copies and the rows of open spans; of the copies alone."""
+        """Bytes of queued copies and the rows of open spans; of the copies alone."""
         self.target_version = 0
-        """Set when the target has moved: what was begun under another is not recorded."""
+        """The version of the target: requests that began under another are not recorded."""
         self._spans: dict[Ticket, RequestSpan] = {}
-        """Of running requests, those that began first in front."""
+        """Of running requests, the oldest in front."""
         self.dropped: collections.Counter[str] = collections.Counter()
         """Requests that were captured and whose trace was not made, by reason."""
         self.branch_rows: collections.Counter[str] = collections.Counter()
@@ -132,12 +132,12 @@ class TraceAssembler:
 
     @property
     def held_share(self) -> float:
-        """Of the buffer."""
+        """The share of the buffer that is held."""
         return self.held_bytes / self._buffer_bytes
 
     @property
     def is_behind(self) -> bool:
-        """Whether logits are better reduced before they are handed over, whatever the device."""
+        """Whether the scheduler's thread should reduce logits before it hands them over."""
         return self.queued_bytes > self._gathering.behind_bytes
 
     def hand_over(self, step: Prefill | CopiedVerification) -> None:
@@ -151,7 +151,7 @@ class TraceAssembler:
             self._urgent.set()
 
     def end(self, ticket: Ticket, tokens: list[int]) -> None:
-        """No more of this request will come; `tokens` are its prompt and answer, where it was not dropped."""
+        """End a request; `tokens` are its prompt and answer, where it was not dropped."""
         self._queue.put(_End(ticket, tokens))
         self._urgent.set()
 
@@ -164,14 +164,14 @@ class TraceAssembler:
     # -- on the assembler's thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Waits for events; ends at None. What fails costs its own spans, counted; the thread goes on."""
+        """Process events until None comes. An error drops the traces concerned, counted, and no others."""
         if self._is_host:
             torch.set_num_threads(1)  # of this thread: SGLang's own computes beside it
         while self._take(self._gather()):
             pass
 
     def _gather(self) -> list[_Event]:
-        """Waits for an event, and for more until a request ends, there is much, or the time is over."""
+        """Wait for an event, then for more until a request ends, there is much, or the time is over."""
         gathered = [self._queue.get()]
         self._urgent.wait(self._gathering.seconds)
         self._urgent.clear()
@@ -181,7 +181,7 @@ class TraceAssembler:
         return gathered
 
     def _take(self, gathered: Sequence[_Event]) -> bool:
-        """False where None is among them."""
+        """Process events; returns False where None is among them."""
         for kind, alike in itertools.groupby(gathered, _kind_of):
             if kind is not None:
                 self._take_verifications([event for event in alike if isinstance(event, CopiedVerification)])
@@ -202,7 +202,7 @@ class TraceAssembler:
             self._grow(list(prefilled(self._arrived([prefill]), prefill.rows)))
 
     def _take_verifications(self, alike: Sequence[CopiedVerification]) -> None:
-        """Those of one kind, one after another."""
+        """Process verifications of one kind, in their order."""
         tickets = [ticket for verification in alike for ticket in verification.tickets]
         with self._failing(tickets):
             host = self._arrived(alike)
@@ -215,7 +215,7 @@ class TraceAssembler:
 
     @contextlib.contextmanager
     def _failing(self, tickets: Sequence[Ticket]) -> Iterator[None]:
-        """What cannot be read ends the traces that it belongs to, and no others."""
+        """On an error drop the traces of these tickets, and no others."""
         try:
             yield
         except Exception as error:
@@ -223,9 +223,9 @@ class TraceAssembler:
                 self._fail(ticket, error)
 
     def _arrived(self, steps: Sequence[Prefill | CopiedVerification]) -> Mapping[str, Tensor]:
-        """What was copied, as one, the logits reduced. What is kept of it counts as its spans'."""
+        """Wait for copies and join them, logits reduced. From then on their bytes count as those of spans."""
         try:
-            return joined([reduced(_told(step), self._top_tokens) for step in steps])
+            return joined([reduced(_copied(step), self._top_tokens) for step in steps])
         finally:
             num_bytes = sum(step.copy.num_bytes for step in steps)
             with self._lock:
@@ -254,7 +254,7 @@ class TraceAssembler:
             self._make_room()
 
     def _make_room(self) -> None:
-        """What began first has cost most and is over soonest."""
+        """Drop the newest spans: the oldest have cost most and end soonest."""
         for ticket, span in reversed(list(self._spans.items())):
             if self.held_share <= _ROOM:
                 return
@@ -295,8 +295,8 @@ class TraceAssembler:
         log.error("a trace is dropped: %s", type_and_place(error))
 
 
-def _told(step: Prefill | CopiedVerification) -> dict[str, Tensor]:
-    """What was copied, of the captured requests."""
+def _copied(step: Prefill | CopiedVerification) -> dict[str, Tensor]:
+    """Wait for a step's copy; of a verification select the captured requests."""
     host = step.copy.wait()
     if isinstance(step, CopiedVerification):
         indices = torch.tensor(step.indices)

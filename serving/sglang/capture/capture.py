@@ -1,9 +1,9 @@
-"""Hop 3 inside SGLang, on the scheduler's thread: which requests are captured, and what is copied of a step for them.
+"""Capture on SGLang's scheduler thread: which requests are captured, and what is copied of a step for them.
 
-Rows of captured requests start their way to the host, and the assembler, a thread of its own, makes spans and traces of
+Rows of captured requests are copied to the host, and the assembler, a thread of its own, makes spans and traces of
 them. Logits are reduced to their top tokens where that costs the scheduler least: on a GPU before the copy, on a CPU by
-the assembler, on another core. A request's span hangs on SGLang's own request object, so whatever becomes of the
-request, nothing is left over.
+the assembler, on another core. A request's span is an attribute of SGLang's own request object, so it is freed with the
+request.
 
 `ByteBudget` bounds how many bytes of traces a second are captured. `TracePipeline` is the whole way of a trace out of
 the server: captured here, assembled on a second thread, written to Redis on a third.
@@ -72,9 +72,9 @@ class ByteBudget:
 
 _ATTRIBUTE = "_slipstream_ticket"
 _MOST_LAUNCHED = 8
-"""With overlap scheduling SGLang says what a verification has accepted once the next one is launched. Where it has left
-one out, those that follow get another's verdict: their positions then contradict each other, and their traces are
-dropped."""
+"""Launched verifications that may wait for their verdict. With overlap scheduling SGLang reports a verdict after the
+next launch. If it skips one, later verifications get the wrong verdict; their positions contradict each other, and
+their traces are dropped."""
 
 
 @dataclass(eq=False)
@@ -82,7 +82,7 @@ class _Launched:
     """A verification that SGLang has launched, and what is kept of its captured requests until its verdict is known."""
 
     indices: tuple[int, ...]
-    """Of the captured requests in the batch."""
+    """Indices of the captured requests in the batch."""
     tickets: tuple[Ticket, ...]
     num_nodes: int
     draft_version: int
@@ -92,11 +92,11 @@ class _Launched:
     by_node: Mapping[str, Tensor] = field(default_factory=dict)
     """[B · N, …] top tokens, or logits where they are reduced late."""
     by_tree: Packed | None = None
-    """Small, of the whole batch: cheaper to copy than to choose from."""
+    """Of the whole batch: so small that copying all is cheaper than selecting."""
     nodes: Tensor | None = None
     """[B, A] of a tree: the accepted path, numbered over these requests."""
     made: Mark | None = None
-    """Until then the stream of the step computes all of it."""
+    """Reached once the step's stream has computed all of it."""
 
     def tensors(self) -> list[Tensor]:
         found = [self.features, *self.by_node.values()]
@@ -105,7 +105,7 @@ class _Launched:
 
 
 def _positions(counts: Sequence[int], width: int) -> list[int]:
-    """The first `counts[i]` columns of each row i of a matrix of that width, as they lie in memory."""
+    """Flat indices of the first `counts[i]` columns of each row i of a matrix of that width."""
     return [row * width + column for row, count in enumerate(counts) for column in range(count)]
 
 
@@ -130,20 +130,21 @@ class StepCapture:
         self._device, self._copier = device, HostCopier(device)
         self._top_tokens = TopTokens(settings.capture_topk, on_host=device.is_host)
         self._quantises = not device.is_host and settings.capture_features == "float8"
-        """On a CPU the recorder does it, on its own thread."""
+        """Whether this thread converts features to float8; on a CPU the recorder does it, on its own thread."""
         self._launched: collections.deque[_Launched] = collections.deque()
         """The oldest in front."""
         self.reduces_late = device.is_host
-        """Whether logits are reduced by the assembler: on a CPU that is another core."""
+        """Whether the assembler reduces logits: on a CPU it has another core for that."""
         self._open_tickets = weakref.WeakSet[Ticket]()
-        """Of requests that run. Weak: a request may vanish without being released."""
+        """Tickets of running requests. Weak: a request may vanish without being released."""
         self.refused: collections.Counter[str] = collections.Counter()
-        """Requests that are not captured although they might be, by reason."""
+        """Requests that could have been captured but were not, by reason."""
 
     def read_prefill(self, batch: Any, hidden: Tensor, logits: Tensor) -> None:
-        """`hidden` [tokens, w] and the last position's `logits` [B, V] of a prefill that has just been launched.
+        """Capture the rows of a prefill that was just launched.
 
-        Called before SGLang samples: it turns the logits into probabilities, in place.
+        `hidden` is [tokens, w]; `logits` [B, V] are those of the last positions. Call it before SGLang samples, which
+        turns the logits into probabilities, in place.
         """
         rows, features, chosen = [], [], []
         offset = 0
@@ -165,12 +166,12 @@ class StepCapture:
             if not self.reduces_late or self.assembler.is_behind:
                 own |= self._top_tokens(picked)
             else:
-                # Copied, too: SGLang samples in the memory of its own.
+                # Cloned, since SGLang's sampling overwrites its logits.
                 own["logits"] = picked.clone() if picked is logits else picked
             self.assembler.hand_over(Prefill(self._copier.start(own), tuple(rows)))
 
     def before_verify(self, batch: Any) -> Mapping[str, Any]:
-        """What only the input of a verification tells; give it to `after_verify`."""
+        """Read the fields of a verification's input that `after_verify` needs."""
         return {"input": batch.spec_info, "draft_token": batch.spec_info.draft_token, "seq_lens": batch.seq_lens}
 
     def after_verify(
@@ -182,16 +183,16 @@ class StepCapture:
         draft_version: int,
         text: TextRows | None = None,
     ) -> None:
-        """A verification that has just been launched: N nodes a request, the last committed token first.
+        """Keep the rows of a verification that was just launched: N nodes a request, the last committed token first.
 
-        `accept_index` [B, A] are the nodes along the accepted path, numbered over the batch, −1 behind it. What was
-        accepted the host learns later (`verified`); until then everything stays on the device. `text` says what of it
-        was earlier text.
+        `accept_index` [B, A] are the nodes along the accepted path, numbered over the batch, −1 behind it. The host
+        learns later how many were accepted (`verified`); until then everything stays on the device. `text` says which
+        proposals were earlier text.
         """
         tickets = {}
         for index, request in enumerate(batch.reqs):
             ticket: Ticket | None = getattr(request, _ATTRIBUTE, None)
-            # `growing`, without a call for each request and step.
+            # `Ticket.growing` inlined, which saves a call for each request and step.
             if ticket is not None and ticket.span is not None and not ticket.dropped:
                 tickets[index] = ticket
         self._launched.append(self._staged(tickets, batch, before, result, accept_index, draft_version, text))
@@ -199,10 +200,9 @@ class StepCapture:
             self._launched.popleft()
 
     def verified(self, accepted: Sequence[int]) -> None:
-        """The accepted proposals of each request of the oldest verification that was launched.
+        """Copy the rows of the oldest launched verification, given the number of accepted proposals of each request.
 
-        From here on it is known which rows were committed: these take their way to the host, and of a share of the
-        chains the rejected ones.
+        The committed rows are copied, and of a share of the chains the rejected ones.
         """
         if not self._launched:
             return
@@ -210,7 +210,7 @@ class StepCapture:
         if launched.by_tree is None or launched.made is None:
             return
         with self._device.beside():
-            # SGLang launches a step on one stream and tells its verdict on another.
+            # SGLang launches a step on one stream and reports its verdict on another.
             self._device.follow(launched.made)
             self._device.borrow(launched.tensors())
             self._hand_over(launched, launched.by_tree, [1 + accepted[index] for index in launched.indices])
@@ -242,7 +242,7 @@ class StepCapture:
         )
 
     def _sizes(self, launched: _Launched, counts: Sequence[int]) -> tuple[int, ...]:
-        """How many of its first nodes each request keeps: the committed ones, or all of a chain that is drawn.
+        """How many nodes of each request keep their rows: the committed ones, or all of a chain that is drawn.
 
         A tree's rejected features are overwritten by those of its accepted path.
         """
@@ -260,7 +260,9 @@ class StepCapture:
         return self._branches.keeps(num_committed=num_committed, num_rejected=num_rejected)
 
     def on_release(self, request: Any) -> None:
-        """The request gives up its cache: it has ended, was aborted, or was retracted and will be prefilled again."""
+        """Handle a request that releases its KV cache: it has ended, was aborted, or was retracted and will be
+        prefilled again.
+        """
         ticket = request.__dict__.pop(_ATTRIBUTE, None)
         if ticket is None or ticket.span is None:
             return
@@ -272,7 +274,7 @@ class StepCapture:
         self.assembler.end(ticket, tokens)
 
     def stop(self) -> None:
-        """Capture has failed: drop and free the spans of all requests that run. Nothing may be captured afterwards."""
+        """Drop and free the spans of all running requests, after an error. Nothing may be captured afterwards."""
         for ticket in list(self._open_tickets):
             ticket.dropped = ticket.dropped or "failed"
             self.assembler.end(ticket, [])
@@ -289,7 +291,7 @@ class StepCapture:
         draft_version: int,
         text: TextRows | None,
     ) -> _Launched:
-        """What is kept of a verification: a graph overwrites its outputs at the next replay."""
+        """Copy what is kept of a verification: a graph overwrites its outputs at the next replay."""
         num_requests, num_nodes = len(batch.reqs), before["input"].draft_token_num
         launched = _Launched(tuple(tickets), tuple(tickets.values()), num_nodes, draft_version, text is not None)
         if not tickets:
@@ -334,12 +336,12 @@ class StepCapture:
         return probs_BP.clamp_min(LEAST_PROBABILITY).log()
 
     def _of_features(self, features: Tensor) -> dict[str, Tensor]:
-        """As they are copied and kept: on a GPU in the form in which traces have them, at half the bytes."""
+        """Features as they are copied and kept: on a GPU already float8 as in traces, at half the bytes."""
         features = features.to(torch.bfloat16)
         if not self._quantises:
             return {"features": features}
         small, scale = quantised(features)
-        # As bytes: hardly anything but arithmetic is there for the type.
+        # As bytes: PyTorch supports few operations on float8.
         return {"features": small.view(torch.uint8), "scale": scale}
 
     def _ticket(self, request: Any) -> Ticket:
@@ -352,7 +354,7 @@ class StepCapture:
         return ticket
 
     def open_span(self, request: Any) -> RequestSpan | None:
-        """Where what is captured of a request goes; None where it is not captured."""
+        """A new span for the rows of a request; None where it is not captured."""
         policy = policy_of(request.sampling_params.custom_params)
         unlike_target = request.lora_id is not None or request.multimodal_inputs is not None
         if not policy.capture or unlike_target or request.input_embeds is not None:
@@ -374,7 +376,7 @@ class StepCapture:
         )
 
     def _refusal(self, request: Any) -> str | None:
-        """Why a request that might be captured is not; None where it is."""
+        """Why a request is not captured that could be; None where it is."""
         if not self._settings.capture_unmarked and not is_marked(request.sampling_params.custom_params):
             return "unmarked"
         if self._sampler is not None and not self._sampler.follows():
@@ -389,7 +391,10 @@ _SWITCH_INTERVAL_S = 0.0005
 
 
 class TracePipeline:
-    """`capture` is for the scheduler's thread, what tells of the target for any, the rest is for the follower's."""
+    """The way of a server's traces to Redis.
+
+    `capture` is for the scheduler's thread, `target_renewed` for any, the rest for the follower's.
+    """
 
     def __init__(
         self,
@@ -408,7 +413,7 @@ class TracePipeline:
             client = connect(settings.redis_url)
             return TraceStream(client, model_key, max_bytes=stream_bytes, ttl_s=ttl_s)
 
-        # The assembler's thread must not keep the scheduler's waiting for the interpreter, by default up to 5 ms.
+        # The assembler's thread must not hold the GIL against the scheduler's, by default for up to 5 ms.
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         budget = ByteBudget(settings.capture_bytes_per_s)
         self._assembler = assembler = TraceAssembler(
@@ -438,7 +443,7 @@ class TracePipeline:
         self.capture = StepCapture(settings, assembler, device=device, probe=probe, budget=budget, sampler=sampler)
 
     def target_renewed(self, version: int) -> None:
-        """The target has moved: what was begun under another is not recorded."""
+        """Note a new target version: requests that began under another are not recorded."""
         self._assembler.target_version = version
 
     def forget(self, tenants: Collection[str]) -> None:

@@ -1,15 +1,14 @@
-"""What is read from the device: copies to the host, and the draft's own log-probability of every proposal.
+"""Copies from the device to the host, and the draft's own log-probability of every proposal.
 
-Copies do not hold the device up: they take a side stream and pinned memory (serving/sglang/device.py).
+Copies never block the device: they take a side stream and pinned memory (serving/sglang/device.py).
 
-SGLang keeps only the token that the draft likes best and throws the logits away, so `DraftProbe` reads them where they
-appear. Values land in buffers that live as long as the worker: the writes are recorded into CUDA graphs like any other
-kernel and are repeated at every replay. A value is read in the step that made it, on the same stream.
+SGLang keeps only the draft's top token and discards the logits, so `DraftProbe` reads them as they are computed. It
+writes into buffers that live as long as the worker: CUDA graphs record the writes like any other kernel and repeat them
+at every replay. A value is read in the step that made it, on the same stream.
 
-A chain (topk 1) proposes the likeliest token: its log-probability is max z − log Σ exp z. The first proposal of a
-round comes out of the pass that brings the draft up to date at the end of the step before, so it is kept by request
-slot. A tree has cumulative scores; a node's own log-probability is its score minus its parent's, taken when the tree
-is read.
+A chain (topk 1) proposes the likeliest token: its log-probability is max z − log Σ exp z. The first proposal of a round
+comes out of the pass that brings the draft up to date at the end of the step before, so it is kept by request slot. A
+tree has cumulative scores; a node's own log-probability is its score minus its parent's, taken when the tree is read.
 
 Shape letters: B requests, P proposals a round, D draft vocabulary.
 """
@@ -26,7 +25,7 @@ from torch import Tensor
 from serving.sglang.device import Device, Mark
 
 LEAST_PROBABILITY = 1e-30
-"""Of a proposal, whose logarithm has to be a number."""
+"""Lower bound of a proposal's probability, so that its logarithm is finite."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +35,9 @@ class TextRows:
     is_text_at: Tensor
     """[B, P] bool; a row's text may be shorter than its chain."""
     logprobs: Tensor
-    """[B, P] float32, of those that are."""
+    """[B, P] float32, valid where `is_text_at` is true."""
     num_of_head: int
-    """Proposals of a row without text; what stands behind them is nobody's."""
+    """The head's proposals in a row without text; tokens after them are filler."""
 
     @property
     def is_text(self) -> Tensor:
@@ -46,7 +45,7 @@ class TextRows:
         return self.is_text_at[:, 0]
 
     def num_proposals(self) -> Tensor:
-        """[B] of each row, computed now."""
+        """[B] the number of proposals of each row."""
         return torch.where(self.is_text, self.is_text_at.sum(1), self.num_of_head)
 
 
@@ -69,7 +68,7 @@ class HostCopier:
         self._device = device
 
     def start(self, tensors: dict[str, Tensor]) -> HostCopy:
-        """Copy tensors as they are at this point of the current stream; nobody writes to them any more."""
+        """Copy tensors as of this point of the current stream; nobody may write to them afterwards."""
         if self._device.is_host:
             return HostCopy(lambda: tensors, sum(tensor.nbytes for tensor in tensors.values()), self._device.mark())
         packed = Packed.of(tensors)
@@ -88,7 +87,7 @@ class Packed(NamedTuple):
 
     data: Tensor
     places: Places
-    """Name, type and shape of each, in order; the widest types come first, so that each begins where its type may."""
+    """Name, type and shape of each, in order; the widest types come first, so that each is aligned."""
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Packed:
@@ -98,11 +97,11 @@ class Packed(NamedTuple):
 
 
 def unpacked(data: Tensor, places: Places) -> dict[str, Tensor]:
-    """The tensors again; they share its memory."""
+    """The packed tensors, as views of `data` where they are aligned."""
     tensors, offset = {}, 0
     for name, dtype, shape in places:
         end = offset + shape.numel() * dtype.itemsize
-        # A part of other packed bytes may begin anywhere.
+        # Packed bytes inside other packed bytes may be misaligned.
         part = data[offset:end]
         tensors[name] = (part if part.data_ptr() % dtype.itemsize == 0 else part.clone()).view(dtype).view(shape)
         offset = end
@@ -110,7 +109,7 @@ def unpacked(data: Tensor, places: Places) -> dict[str, Tensor]:
 
 
 class DraftProbe:
-    """Hooks one worker's draft; `logprobs` belongs to the round that was drafted last."""
+    """Records the log-probabilities of one worker's draft; `logprobs` belongs to the round that was drafted last."""
 
     def __init__(self, *, num_slots: int, max_batch: int, max_proposals: int, topk: int, device: torch.device) -> None:
         self._topk = topk
@@ -140,13 +139,15 @@ class DraftProbe:
             self._later[: len(logits), self._step].copy_(_best_logprob(logits))
 
     def saw_extended(self, req_pool_indices: Tensor) -> None:
-        """The catch-up pass is over, and its logits are those that the next first proposal was chosen from."""
+        """Keep the log-probability of the next round's first proposal, from the logits of the catch-up pass."""
         output, self._extended = self._extended, None
         if output is not None and self._topk == 1 and len(output.next_token_logits) == len(req_pool_indices):
             self._first[req_pool_indices.long()] = _best_logprob(output.next_token_logits)
 
     def saw_tree(self, scores: list[Tensor], chosen: Tensor) -> None:
-        """The tree of a round: cumulative probabilities of all candidates, and which became its nodes [B, P]."""
+        """Keep the scores of a round's tree: cumulative probabilities of all candidates, and which became its nodes [B,
+        P].
+        """
         flat = torch.cat(scores, dim=1).flatten(1)
         self._scores[: len(chosen), : chosen.shape[1]].copy_(flat.gather(1, chosen).clamp_min(LEAST_PROBABILITY).log())
 

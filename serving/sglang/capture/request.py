@@ -1,8 +1,8 @@
-"""One captured request: what it says that a trace must know, what is captured of it, and the trace that this makes.
+"""One captured request: its metadata, its captured rows and rounds, and the trace that they make.
 
 A `RequestSpan` begins with a prefill and grows by verify rounds. Positions are absolute, so chunks of a prompt, a
-prefix that the radix cache already had, and rounds of any depth fall into place. The features of position t exist
-once the target has read token t, so the last committed token of an answer has none and stays outside.
+prefix that the radix cache already had, and rounds of any depth fall into place. The features of position t exist once
+the target has read token t, so the last committed token of an answer has none and stays outside.
 
 Shape letters: n rows, w = 3d feature width, K kept tokens, N nodes of a verification (the last committed token first,
 then the proposals), P = N − 1 proposals.
@@ -39,7 +39,7 @@ class Origin(NamedTuple):
 
 
 def mark(request: Any, header: str) -> None:
-    """Put the gateway's header into SGLang's model of the body, from which a router may have lost the same.
+    """Copy the gateway's header into SGLang's model of the body, whose own copy a router may have dropped.
 
     Raises ValueError for a header that the gateway did not write.
     """
@@ -49,24 +49,26 @@ def mark(request: Any, header: str) -> None:
 
 
 def mark_generation(generation: Any, header: str) -> None:
-    """The same of what SGLang makes of a body that has no field for it."""
+    """As `mark`, for a generation whose request body has no field for it."""
     marks = Marks.of_header(header)
     generation.rid = marks.rid
-    # 0.5.17 has one field for both.
+    # SGLang 0.5.17 has no cache_salt, only extra_key.
     setattr(generation, "cache_salt" if hasattr(generation, "cache_salt") else "extra_key", marks.cache_salt)
     generation.sampling_params["custom_params"] = {POLICY_KEY: marks.policy}
 
 
 def is_marked(custom_params: Mapping[str, Any] | None) -> bool:
-    """Whether the request has come through the gateway, and is still as it was there."""
+    """Whether the request carries what the gateway adds to each."""
     return bool(_ours(custom_params))
 
 
 def is_for_another_target(
     custom_params: Mapping[str, Any] | None, fingerprint: str, weight_version: Callable[[], str]
 ) -> bool:
-    """Whether the gateway means a target other than that of `fingerprint`, or newer weights than those with this
-    label; not where either says nothing.
+    """Whether the gateway asks for a target other than that of `fingerprint`, or for newer weights than this label
+    names.
+
+    False where the gateway asks for neither.
     """
     policy = _ours(custom_params)
     meant, least = policy.get(TARGET_KEY, ""), policy.get(TARGET_VERSION_KEY, 0)
@@ -92,7 +94,7 @@ def parent_of(custom_params: Mapping[str, Any] | None) -> Parent | None:
 
 
 def sampling_of(params: Any) -> SamplingParams:
-    """SGLang writes greedy as top-k 1, and "every token" as −1 or a huge top-k."""
+    """Convert SGLang's sampling parameters: it writes greedy as top-k 1, and "every token" as −1 or a huge top-k."""
     if params.top_k == _GREEDY_TOP_K:
         return SamplingParams(temperature=0.0)
     top_k = params.top_k if 0 < params.top_k < 1 << 20 else 0
@@ -100,7 +102,7 @@ def sampling_of(params: Any) -> SamplingParams:
 
 
 def came_ms(request: Any) -> int:
-    """When SGLang's scheduler got it: the same after a wait in its queue, and after a retraction."""
+    """When SGLang's scheduler received the request, in ms since 1970; the same after a wait and after a retraction."""
     waited_s: float = time.perf_counter() - request.time_stats.scheduler_recv_time
     return now_ms() - round(1000 * waited_s)
 
@@ -130,7 +132,7 @@ MAX_COMPLETION_TOKENS = 4096
 
 
 class InconsistentSpanError(Exception):
-    """What was captured contradicts the tokens that were served: a bug, or a hook that moved."""
+    """Captured rows or rounds contradict the served tokens: a bug, or a hook that no longer fits SGLang."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +146,7 @@ class SpanRequest:
     constrained: bool
     """A grammar, bias or penalty changes the distribution of the answer's tokens."""
     created_ms: int
-    """When it came."""
+    """When the request came, in ms since 1970."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,20 +178,20 @@ class Rounds:
     parents: np.ndarray
     num_accepted: np.ndarray
     path: np.ndarray
-    """[k, P] int32: in front, as many as were accepted, the tokens along the accepted path."""
+    """[k, P] int32: the tokens along the accepted path, valid up to `num_accepted`."""
     draft_version: np.ndarray
     """[k] int32"""
     rejected: BranchRows | None = None
-    """Their `round` counts these; `hidden` may be the bytes of float8_e4m3."""
+    """Their `round` is an index into these k; `hidden` may be the bytes of float8_e4m3."""
 
 
 @dataclass
 class RequestSpan:
-    """Owned by the thread that assembles traces."""
+    """What was captured of one request; owned by the assembler's thread."""
 
     request: SpanRequest
     target_version: int = 0
-    """In service when the request was first read."""
+    """The target's version when the request was first read."""
     rows: list[Rows] = field(default_factory=list)
     rounds: list[Rounds] = field(default_factory=list)
     num_bytes: int = 0
@@ -286,7 +288,7 @@ class RequestSpan:
         kept = position < end
         self._check_served(tokens, position[kept], path[kept], num_accepted[kept])
         parents = _padded([part.parents for part in parts], width, np.int8, 0)
-        # Beyond a round's proposals the parents say nothing, but must be valid: a chain's are.
+        # Padding behind a round's proposals needs valid parents, as in a chain.
         sizes = np.repeat([part.tokens.shape[1] for part in parts], [len(part.position) for part in parts])
         columns = np.arange(width)
         parents = np.where(columns < sizes.reshape(-1, 1), parents, columns - 1).astype(np.int8)
@@ -316,7 +318,7 @@ def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:
 
 
 def _padded(parts: list[np.ndarray], width: int, dtype: type, fill: int) -> np.ndarray:
-    """Tables of rounds below each other, as wide as the widest of them."""
+    """Stack the tables of rounds, filled up to `width` columns."""
     table: np.ndarray = np.full((sum(map(len, parts)), width), fill, dtype)
     start = 0
     for part in parts:
@@ -327,16 +329,16 @@ def _padded(parts: list[np.ndarray], width: int, dtype: type, fill: int) -> np.n
 
 @dataclass(eq=False)
 class Ticket:
-    """What hangs on a running request."""
+    """The capture state of a running request, an attribute of SGLang's request object."""
 
     span: RequestSpan | None
     """None where the request is not captured, and once its trace is built or dropped."""
     parent: Parent | None = None
-    """What the assembling's span is put under."""
+    """The parent of the tracing span of the trace's assembly."""
     dropped: str = ""
     """Why its trace will not be made; set by either thread, counted by the one that assembles."""
 
     @property
     def growing(self) -> RequestSpan | None:
-        """The span, where more of it is wanted."""
+        """The span, unless its trace was dropped."""
         return None if self.dropped else self.span

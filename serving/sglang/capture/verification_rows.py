@@ -1,4 +1,4 @@
-"""From the tensors of prefills and verifications, on the host, to the rows and the rounds of their requests."""
+"""Turn the host copies of prefills and verifications into the rows and rounds of their requests."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ T = TypeVar("T")
 
 
 def joined(hosts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-    """Verifications of trees of the same size, one after another, as if they had been one."""
+    """Concatenate verifications of trees of the same size, as if they had been one."""
     return hosts[0] if len(hosts) == 1 else {name: torch.cat([host[name] for host in hosts]) for name in hosts[0]}
 
 
 def reduced(host: dict[str, Tensor], top_tokens: TopTokens) -> dict[str, Tensor]:
-    """With the top tokens of what came as logits.
+    """Replace logits, if there are any, by their top tokens.
 
     Takes the logits out of `host`, so that they are freed one step after the other.
     """
@@ -31,10 +31,10 @@ def reduced(host: dict[str, Tensor], top_tokens: TopTokens) -> dict[str, Tensor]
 
 
 def prefilled(host: Mapping[str, Tensor], owned: Sequence[tuple[T, int, int]]) -> Iterator[tuple[T, Rows, None]]:
-    """The rows of each (owner, first position, number of rows), one after another in a prefill; it has no rounds.
+    """The rows of a prefill for each (owner, first position, number of rows), in their order in it; it has no rounds.
 
-    `host` holds features [n, w] of them all, with their scale [n] where they are in float8, and topk_ids and
-    topk_logprobs [B, K] of the last of each owner.
+    `host` holds features [n, w] of all rows, their scale [n] where they are float8, and topk_ids and topk_logprobs [B,
+    K] of the last row of each owner.
     """
     ids, logprobs = in_order(host["topk_ids"], host["topk_logprobs"])
     offset = 0
@@ -61,14 +61,17 @@ def committed(
     draft_version: int,
     is_tree: bool,
 ) -> Iterator[tuple[T, Rows, Rounds | None]]:
-    """The committed rows of each owner, and what the verifications say about its proposals.
+    """The committed rows of each owner, and the verdicts on its proposals.
 
-    Of B trees of N nodes `counts` [B] nodes were committed, and `sizes` [B] have rows, R in all: as many, or all nodes
-    of a chain whose rejected ones are kept. `host` holds of those, tree by tree along the accepted path, features
-    [R, w] (in float8 with their scale [R]), topk_ids and topk_logprobs [R, K]; of all trees seq_lens [B], and, for
-    N > 1, draft_token, next_token, next_sibling [B, N] and draft_logprobs [B, N − 1]; of trees that are no chains also
-    their path [B, A]; where earlier text was proposed, is_text and num_proposals [B]. Where nothing was proposed
-    (N = 1) there are no rounds. An owner of several trees in a row gets their rows in one piece.
+    Of B trees of N nodes `counts` [B] nodes were committed and `sizes` [B] have rows, R in all: as many, or all N of a
+    chain whose rejected rows are kept. `host` holds
+
+    * by row, tree by tree along the accepted path: features [R, w], scale [R] if float8, topk_ids, topk_logprobs [R, K]
+    * by tree: seq_lens [B]; for N > 1 also draft_token, next_token, next_sibling [B, N] and draft_logprobs [B, N − 1]
+    * by tree that is no chain: path [B, A]
+    * by tree, where earlier text was proposed: is_text and num_proposals [B]
+
+    Without proposals (N = 1) there are no rounds. An owner of several trees in a row gets their rows in one piece.
     """
     ids, logprobs = in_order(host["topk_ids"], host["topk_logprobs"])
     positions = host["seq_lens"].tolist()
@@ -103,12 +106,12 @@ def committed(
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Numbers that follow each other from each start on, as many as its length, one range behind the other."""
+    """Concatenate the ranges start, start + 1, … of these lengths."""
     return np.repeat(starts - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
 
 
 def _runs(owners: Sequence[T], positions: Sequence[int], counts: Sequence[int]) -> list[tuple[T, list[int]]]:
-    """Each owner's trees, as far as the positions of one follow those of the one before."""
+    """Each owner's trees, in runs of consecutive positions."""
     runs: list[tuple[T, list[int]]] = []
     current: dict[T, list[int]] = {}
     for tree, owner in enumerate(owners):
@@ -121,13 +124,13 @@ def _runs(owners: Sequence[T], positions: Sequence[int], counts: Sequence[int]) 
 
 
 def _rounds(host: Mapping[str, Tensor], counts: Sequence[int], draft_version: int, is_tree: bool) -> Rounds:
-    """What all B trees say about their proposals."""
+    """The rounds of all B trees."""
     nodes_BN = host["draft_token"].numpy().astype(np.int32)
     logprobs_BP = host["draft_logprobs"].float().numpy()
     if is_tree:
         links = zip(host["next_token"].tolist(), host["next_sibling"].tolist(), strict=True)
         parents_BP = np.array([tree_parents(children, siblings) for children, siblings in links], np.int64)
-        # Of the whole path so far: the node's own is what its parent's lacks.
+        # Scores are of the whole path: a node's own is the difference to its parent's.
         of_parents_BP = np.take_along_axis(logprobs_BP, np.maximum(parents_BP, 0), 1)
         logprobs_BP = logprobs_BP - np.where(parents_BP >= 0, of_parents_BP, 0)
         walked_BA = host["path"].numpy()[:, 1:].astype(np.int64)
@@ -139,7 +142,7 @@ def _rounds(host: Mapping[str, Tensor], counts: Sequence[int], draft_version: in
     tokens_BP, logprobs_BP = nodes_BN[:, 1:], np.minimum(logprobs_BP, 0).astype(np.float16)
     versions_B = np.full(len(nodes_BN), draft_version, np.int32)
     if "is_text" in host:
-        # What fills a row up was proposed by nobody; it may be accepted all the same.
+        # Blank out the filler behind a row's proposals, except filler that was accepted.
         sizes_B = np.maximum(host["num_proposals"].numpy(), np.array(counts) - 1)
         is_own_BP = np.arange(tokens_BP.shape[1]) < sizes_B[:, None]
         tokens_BP = np.where(is_own_BP, tokens_BP, np.int32(-1))
@@ -157,7 +160,7 @@ def _rounds(host: Mapping[str, Tensor], counts: Sequence[int], draft_version: in
 
 
 def _of_trees(rounds: Rounds, trees: np.ndarray) -> Rounds:
-    """Copies: a view would keep the rounds of the whole batch."""
+    """The rounds of these trees, copied: a view would keep those of the whole batch."""
     return Rounds(
         position=rounds.position[trees],
         tokens=rounds.tokens[trees],
@@ -170,14 +173,14 @@ def _of_trees(rounds: Rounds, trees: np.ndarray) -> Rounds:
 
 
 _ROWS_AT_A_TIME = 512
-"""Of log-probabilities in float32, which are 0.3 GB for a vocabulary of 152,000."""
+"""Rows whose log-probabilities are computed at once: in float32 0.3 GB for a vocabulary of 152,000."""
 
 
 class TopTokens:
     """Reduces logits to their likeliest tokens; used by one thread.
 
-    On a CPU it keeps the memory that it computes in: the kernel takes longer to hand out fresh pages than the softmax
-    takes to fill them. On a GPU PyTorch keeps it.
+    On a CPU it reuses its scratch memory: the operating system takes longer to hand out fresh pages than the softmax
+    takes to fill them. On a GPU PyTorch's allocator does that.
     """
 
     def __init__(self, count: int, *, on_host: bool = True) -> None:
@@ -194,11 +197,11 @@ class TopTokens:
         return {"topk_ids": ids.int(), "topk_logprobs": values}
 
     def _of_part(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        out = self._room(logits) if self._on_host else None
+        out = self._scratch(logits) if self._on_host else None
         logprobs = torch.log_softmax(logits, -1, dtype=torch.float32, out=out)
         return _largest(logprobs, min(self._count, logits.shape[-1]))
 
-    def _room(self, logits: Tensor) -> Tensor:
+    def _scratch(self, logits: Tensor) -> Tensor:
         if self._memory.numel() < logits.numel():
             self._memory = torch.empty(logits.numel())
         return self._memory[: logits.numel()].view(logits.shape)
@@ -230,7 +233,7 @@ def in_order(ids: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Rows [n, K] from the likeliest, as int32 and float16; of equal ones the lower id first, as argmax takes it."""
     host_ids, host_logprobs = ids.numpy(), logprobs.numpy()
     order = np.lexsort((host_ids, -host_logprobs), axis=-1)
-    # A rounding step above zero is no probability.
+    # Rounding may put a log-probability just above 0.
     sorted_logprobs = np.minimum(np.take_along_axis(host_logprobs, order, -1), 0).astype(np.float16)
     return np.take_along_axis(host_ids, order, -1), sorted_logprobs
 

@@ -1,1 +1,1 @@
-"""SGLang seen from outside: started, asked, and pooled behind routers."""
+"""SGLang from outside its processes: starting and querying it, pools behind routers, and rollouts."""

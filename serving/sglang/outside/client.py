@@ -1,7 +1,7 @@
 """SGLang seen from the gateway: its health over HTTP, and its draft through what the plugin reports to Redis.
 
-A thread of its own looks at both about once a second, so that nobody who asks waits for either. When Redis is away the
-last report stands until it would have expired; when SGLang is slow to answer it counts as alive for a while.
+A thread of its own polls both about once a second, so that no caller waits for either. When Redis is away the last
+report stands until it would have expired; when SGLang is slow to answer it counts as alive for a while.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ANSWER_LASTS_S = 15.0
 _HTTP_TIMEOUT_S = 5.0
 SWAP_POLL_S = 0.1
 _UPDATE_TIMEOUT_S = 600.0
-"""Of reading a large target's weights from a disk."""
+"""Enough to read a large target's weights from a disk."""
 
 
 class SglangClient:
@@ -63,9 +63,9 @@ class SglangClient:
         self._reported_s = 0.0
         self._redis_is_away = False
         self.on_look: Callable[[], object] = lambda: None
-        """Called at every look."""
+        """Called after every poll."""
         self.target_layout: Callable[[], TargetLayout] | None = None
-        """What new weights of the target must be like; None where that cannot be read here."""
+        """Returns the layout that new weights of the target must have; None where that cannot be read here."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sglang-client", daemon=True)
 
@@ -84,12 +84,12 @@ class SglangClient:
 
     @property
     def draft_version(self) -> int:
-        """The version last reported; while there is no report, the one before that."""
+        """The version last reported; it stays while there is no report."""
         return self._draft_version
 
     @property
     def report(self) -> EngineReport | None:
-        """None where the plugin has not reported lately: Redis is away, or it is."""
+        """The plugin's last report; None where that is too old, because Redis or the plugin is away."""
         return self._report
 
     def health(self) -> EngineHealth:
@@ -103,7 +103,7 @@ class SglangClient:
         )
 
     def set_depth(self, depth: int) -> None:
-        """As the protocol says. Raises RequestError for a depth that SGLang is not prepared for, StreamError."""
+        """Set the engine's depth. Raises RequestError for a depth that SGLang is not prepared for, StreamError."""
         self._check_depth(depth)
         self._pointer.set_depth(self._engine_id, depth)
 
@@ -114,7 +114,7 @@ class SglangClient:
     def install_draft(self, version: int) -> SwapReport:
         """Publish the version and wait until every engine runs it.
 
-        Raises DraftError where one refuses the version, EngineError where one says nothing in time, StreamError.
+        Raises DraftError where one refuses the version, EngineError where one does not report it in time, StreamError.
         """
         previous = self._draft_version
         self._pointer.publish(version)
@@ -127,7 +127,7 @@ class SglangClient:
         self._wait_for_all(runs, f"draft version {version}")
         report = self._report
         assert report is not None, "all of at least one"
-        # The steps of the report, which is a little later than the swap.
+        # The report's step count, taken a little after the swap.
         return SwapReport(
             version=version, previous=previous, stall_ms=report.last_stall_ms or 0.0, step=report.steps or 0
         )
@@ -138,14 +138,15 @@ class SglangClient:
 
     @property
     def least_target_version(self) -> int:
-        """No engine may answer that has older weights; 0 where weights come without a label that says their version."""
+        """The version of which older weights may not answer; 0 where the weights' labels name no version."""
         return (self._report.target_label if self._report is not None else None) or 0
 
     def move_target(self, version: int, folder: Path | None) -> TargetReport:
-        """As the protocol says: with a folder every server is given its weights, without one they have them already.
+        """Move all servers to a version of the target: load the weights in `folder`, or without one expect them there
+        already.
 
-        An engine that does not get them serves nothing of what the gateway sends until it does; so it is with one that
-        starts again. Raises TargetError for weights that do not fit.
+        An engine without the new weights, such as one that starts again, refuses the gateway's requests until it has
+        them. Raises TargetError for weights that do not fit.
         """
         previous, stall_ms = self.target_version, 0.0
         if folder is not None:
@@ -154,7 +155,7 @@ class SglangClient:
             stall_ms, failed = update_weights(self._servers(), version, folder, timeout_s=_UPDATE_TIMEOUT_S)
             if failed:
                 reasons = "; ".join(f"{url}: {reason}" for url, reason in sorted(failed.items()))
-                raise EngineError(f"target version {version} is not on {reasons}. Say it again to bring it there")
+                raise EngineError(f"target version {version} is not on {reasons}. Repeat the update to load it there")
         self._wait_for_all(
             lambda report: (report.target_version or 0) >= version,
             f"target version {version}, which SGLang knows by the weight_version of an update,",
@@ -162,7 +163,7 @@ class SglangClient:
         return TargetReport(version=version, previous=previous, stall_ms=stall_ms)
 
     def _servers(self) -> Sequence[str]:
-        """Where SGLang itself can be reached."""
+        """The base addresses of the SGLang servers."""
         return (str(self._http.base_url).rstrip("/"),)
 
     def _now(self) -> Mapping[str, EngineReport]:
@@ -182,7 +183,7 @@ class SglangClient:
         raise EngineError(f"{who} did not take {what} within {self._swap_timeout_s:.0f} s")
 
     def look(self) -> None:
-        """One look at SGLang and at its report."""
+        """Poll SGLang and its report once."""
         self._look_at_server()
         try:
             self._read_report()
@@ -201,8 +202,8 @@ class SglangClient:
             try:
                 self.look()
             except Exception as error:
-                # The age of what was seen last tells that it is old; the next look may succeed.
-                log.error("sglang not looked at", error=type_and_place(error))
+                # Health goes by the age of the last answer; the next poll may succeed.
+                log.error("sglang not polled", error=type_and_place(error))
 
     def _look_at_server(self) -> None:
         try:
@@ -235,7 +236,7 @@ class SglangClient:
         self._draft_version = version
 
     def _ask_info(self, max_depth: int) -> EngineInfo:
-        """SGLang lists the served model first, then its adapters."""
+        """What SGLang serves: it lists the served model first, then its adapters."""
         try:
             model = self._http.get("/v1/models").raise_for_status().json()["data"][0]
             return EngineInfo(
@@ -243,4 +244,4 @@ class SglangClient:
             )
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             self._http.close()
-            raise EngineDeadError(f"SGLang does not say what it serves: {type(error).__name__}") from error
+            raise EngineDeadError(f"SGLang's list of models cannot be read: {type(error).__name__}") from error

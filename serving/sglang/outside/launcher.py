@@ -1,4 +1,4 @@
-"""Starts SGLang beside us with the plugin configured, waits until it serves, and ends it with everything it started.
+"""Start SGLang as a child process with the plugin configured, wait until it serves, and end it with its workers.
 
 SGLang pins its own torch, so it usually has an environment of its own: `find_interpreter` and `check_interpreter` say
 whether the plugin is installed there. SGLang's processes share one process group of their own, so that Ctrl-C reaches
@@ -33,14 +33,14 @@ from speculator.errors import ConfigError, EngineDeadError
 from speculator.host import end_with, free_port
 
 REFUSAL = "slipstream: "
-"""How the plugin's one line begins when it does not let SGLang start."""
+"""How the plugin's line begins when it refuses to let SGLang start."""
 _RESERVED = (
     *("--model-path", "--model", "--served-model-name", "--host", "--port", "--api-key"),
     *("--speculative-draft-model-path", "--speculative-draft-model"),
 )
 """Flags that the gateway and the plugin rely on."""
-# The only backends whose CPU kernels know a draft's tree; without AMX, SGLang replaces the plain choice by another.
-# Asleep when idle, it leaves the cores to a trainer beside it.
+# The only backends whose CPU kernels can verify a tree; without AMX, SGLang overrides a plain `--attention-backend`.
+# `--sleep-on-idle` leaves the cores to a trainer beside it.
 _ON_CPU = (
     *("--attention-backend", "torch_native", "--prefill-attention-backend", "intel_amx"),
     *("--decode-attention-backend", "intel_amx", "--speculative-draft-attention-backend", "intel_amx"),
@@ -52,7 +52,7 @@ _TAIL_LINES = 30
 
 @dataclass(frozen=True, kw_only=True)
 class SglangStart:
-    """What an operator says of an SGLang server and of the plugin in it."""
+    """An operator's settings of an SGLang server and of the plugin in it."""
 
     python: Path | None
     """Interpreter of the environment that has SGLang and Slipstream; None looks for one."""
@@ -106,7 +106,7 @@ def command(options: SglangOptions, *, port: int, adaptive_config: Path, host: s
         *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(options.draft_dir)),
         *("--speculative-num-steps", str(options.depth), "--speculative-eagle-topk", "1"),
         *("--speculative-num-draft-tokens", str(options.depth + 1)),
-        # Or the draft would have what `extra` says of the target's file and weights.
+        # Otherwise options in `extra` for the target's weights would apply to the draft as well.
         *("--speculative-draft-model-quantization", "unquant", "--speculative-draft-load-format", "safetensors"),
         *("--speculative-adaptive", "--speculative-adaptive-config", str(adaptive_config)),
         *(_ON_CPU if options.device == "cpu" else ()),
@@ -115,7 +115,7 @@ def command(options: SglangOptions, *, port: int, adaptive_config: Path, host: s
 
 
 def tp_size(words: Sequence[str]) -> int:
-    """The number of GPUs that SGLang is told to part the target among."""
+    """The number of GPUs over which SGLang splits the target, by its arguments."""
     for flag, value in itertools.pairwise([part for word in words for part in word.split("=", 1)]):
         if flag in ("--tp-size", "--tp", "--tensor-parallel-size") and value.isdecimal():
             return max(int(value), 1)
@@ -123,8 +123,8 @@ def tp_size(words: Sequence[str]) -> int:
 
 
 def adaptive_config(depth: int, suffix_depth: int) -> dict[str, dict[str, list[int]]]:
-    """Depths between which the plugin chooses at every batch size: none, each twice the one before, and the deepest;
-    for earlier text half of its most proposals, and all.
+    """SGLang's config of candidate depths for every batch size: 0, each twice the one before, and `depth`; for earlier
+    text half of `suffix_depth`, and all of it.
 
     SGLang captures graphs of verification and of the draft for each of them at its start, and keeps their memory.
     """
@@ -154,7 +154,7 @@ def environment(options: SglangOptions, inherited: Mapping[str, str]) -> dict[st
         "SLIPSTREAM_STREAM_MAX_BYTES": str(options.stream_max_bytes),
         "SLIPSTREAM_TRACE_TTL_HOURS": str(options.trace_ttl_hours),
         "SLIPSTREAM_CAPTURE_FILTER": options.capture_filter or "",
-        # Asking for its health would otherwise make it generate a token each time.
+        # Otherwise it would generate a token at each health check.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     }
     on_cpu = {"SGLANG_USE_CPU_ENGINE": "1"} if options.device == "cpu" else {}
@@ -226,7 +226,7 @@ class SglangProcess:
         """Raise ConfigError when the plugin has refused, EngineDeadError when SGLang has ended for another reason."""
         status = self._exit_status()
         if status is not None:
-            # What its last processes printed is still on the way.
+            # Output of its last processes may still arrive.
             self._reader.join(timeout=2)
         if self._refusal is not None:
             raise ConfigError(self._refusal)
@@ -234,7 +234,7 @@ class SglangProcess:
             raise EngineDeadError(f"SGLang ended with code {status}; its last lines:\n{self._end()}")
 
     def stop(self, timeout_s: float = 30.0) -> None:
-        """Ask it to end, insist after `timeout_s`; its workers end with it."""
+        """Terminate SGLang, and after it has ended or after `timeout_s` kill it and its workers."""
         if self._process.returncode is None:
             self._process.terminate()
             deadline = time.monotonic() + timeout_s

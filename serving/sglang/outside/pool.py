@@ -1,7 +1,7 @@
 """Several SGLang servers behind sglang-routers, seen from the gateway as one.
 
-Requests and health are the routers'; of drafts they know nothing. Which engines there are, what each serves and what it
-counted stands in their reports to Redis, so an engine that joins or leaves needs no word here. `check_routers` tries
+The routers forward requests and report health, but know nothing of drafts. The engines' reports in Redis say which
+engines there are, what each serves and what it counted, so engines may join or leave at any time. `check_routers` tests
 with one request what a router must let through.
 """
 
@@ -26,10 +26,10 @@ from speculator.redis.control_plane import DraftPointer
 
 log = structlog.get_logger(__name__)
 _READINESS = "/readiness"
-"""Where sglang-router answers 200 while it has a healthy worker; at /health it speaks of itself alone."""
+"""Where sglang-router answers 200 while it has a healthy worker; /health is about the router alone."""
 _WORKERS = "/workers"
 _READINESS_TIMEOUT_S = 2.0
-"""It answers from memory, and routers are asked one after another."""
+"""A router answers from memory, and routers are queried one after another."""
 
 
 def is_ready(http: httpx.Client, router: str) -> bool:
@@ -88,7 +88,7 @@ class PoolClient(SglangClient):
 
     @property
     def num_engines(self) -> int:
-        """That reported lately: one that was killed counts until its report expires. 0 while Redis is away."""
+        """Engines that reported lately: one that was killed counts until its report expires. 0 while Redis is away."""
         return len(self._reports) if self._report is not None else 0
 
     @property
@@ -97,27 +97,27 @@ class PoolClient(SglangClient):
         return sum(report.version == self._draft_version for report in self._reports.values())
 
     def set_depth(self, depth: int) -> None:
-        """As the protocol says, for the engines that report now."""
+        """Set the depth of all engines that report now."""
         self._check_depth(depth)
         for engine_id in self._pointer.engines():
             self._pointer.set_depth(engine_id, depth)
 
     def _servers(self) -> Sequence[str]:
-        """Raises EngineError where no router says."""
+        """The addresses of the servers; raises EngineError where no router lists any."""
         servers = list_servers(self._http, self._routers)
         if not servers:
-            raise EngineError("no router says which servers there are")
+            raise EngineError("no router lists any servers")
         return servers
 
     def _now(self) -> Mapping[str, EngineReport]:
         return self._reports
 
     def _ask_info(self, max_depth: int) -> EngineInfo:
-        """By the reports: the router answers for models without the length of their context."""
+        """What the engines report: a router lists models without the length of their context."""
         report = Pool().take(self._parsed())
         if report is None or not report.model or report.context_length is None or report.max_depth is None:
             self._http.close()
-            raise EngineDeadError("no engine reports what it serves")
+            raise EngineDeadError("no engine reports its model in Redis")
         return EngineInfo(
             model=report.model,
             context_length=report.context_length,
@@ -171,7 +171,7 @@ def check_routers(urls: tuple[str, ...], model: str, target: str) -> None:
 
 
 def _check_router(url: str, model: str, target: str) -> None:
-    """Ask for one token as the gateway does; an answer under another id has lost the header and the fields of the body.
+    """Request one token as the gateway does; an answer under another id has lost the header and the fields of the body.
 
     Without them no opt-out and no tenant would reach an engine.
     """
@@ -193,6 +193,6 @@ def _check_router(url: str, model: str, target: str) -> None:
         )
     if answered != rid:
         raise ConfigError(
-            f"{url} loses what the gateway says about a request, its opt-out and its tenant: put sglang-router there, "
+            f"{url} loses the opt-out and the tenant that the gateway adds to a request: put sglang-router there, "
             "and behind it servers that were started with `slipstream sglang`"
         )

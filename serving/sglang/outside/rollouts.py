@@ -1,15 +1,15 @@
-"""SGLang servers as engines of rollouts: samples by token ids over HTTP, and room by each server's own figures.
+"""SGLang servers as engines of rollouts: samples by token ids over HTTP, capacity by each server's own figures.
 
 A lease is one request to `/generate`. It ends where the sample does, or when the scheduler takes it back, which aborts
-the request. What goes on later is a request for the prompt and the tokens so far, which the server's prefix cache has,
-but for the last token, unless something else needed the room. Events come every few tokens; what a server had not
-said when it died is generated again.
+the request. A sample resumes as a request for the prompt and the tokens so far. The server's prefix cache usually has
+all of these but the last token. Events come every few tokens; tokens that a server had not sent when it died are
+generated again.
 
-Servers are spoken to directly, also where a router stands before them: only so it is known which has a prefix. Which
-servers there are the router says, and each server how many requests and tokens it has room for (`/v1/loads`). What
-runs there and is none of ours goes first.
+Requests go to servers directly, even where a router stands before them, so that we know which server has a prefix. The
+router lists the servers, and each server says how many requests and tokens it has room for (`/v1/loads`). Requests of
+others there go first.
 
-What the servers run beside rollouts they tell with a delay, so the smaller of two looks counts.
+Servers report the requests of others with a delay, so the smaller of two polls counts.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ log = structlog.get_logger(__name__)
 LOOK_S = 0.5
 _TIMEOUT_S = 5.0
 _MISSED_LOOKS = 6
-"""In a row, after which a server counts as dead: one that reads a long prompt may answer late."""
+"""Failed polls in a row after which a server counts as dead: one that reads a long prompt may answer late."""
 _MOST_OPEN = 100_000
-"""The scheduler gives a server no more than it has room for."""
+"""So many connections that only the scheduler limits the requests of a server."""
 STREAM_INTERVAL = 8
 """Tokens between two events of a stream, each of which has all tokens so far."""
 _MAX_SEED = 2**31 - 1
@@ -60,16 +60,16 @@ class Wiring:
     target: str
     """Fingerprint of what they must serve."""
     share: float
-    """Of a server's requests, that rollouts may have."""
+    """The share of a server's requests and memory that rollouts may have."""
     target_version: Callable[[], int]
-    """Where SGLang's weights have no label that says it."""
+    """The target's version where the labels of SGLang's weights do not say it."""
     heeds_seed: Callable[[], bool]
     end_group: Callable[[str, str], None]
     """A tenant's prompt group has ended. Must not block."""
 
 
 class _Load(msgspec.Struct):
-    """Of one data-parallel rank; see SGLang's `managers/load_snapshot.py`."""
+    """The load of one data-parallel rank; see SGLang's `managers/load_snapshot.py`."""
 
     num_running_reqs: int
     num_waiting_reqs: int
@@ -87,7 +87,7 @@ class _Finish(msgspec.Struct):
 
 
 class _Span(msgspec.Struct):
-    """Of an answer: the tokens up to `end` that none before it has."""
+    """The tokens of an answer from the end of the span before up to `end`, all by one version of the weights."""
 
     version: str
     end: int
@@ -97,7 +97,7 @@ class _Meta(msgspec.Struct):
     finish_reason: _Finish | None = None
     output_token_logprobs: list[tuple[float, int, str | None]] = []
     weight_version: str = ""
-    """Of the last token."""
+    """The label of the weights that gave the last token."""
     weight_versions: list[_Span] = []
 
 
@@ -107,7 +107,7 @@ class _Failure(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """Of a stream: all tokens so far."""
+    """An event of a stream, with all tokens so far."""
 
     output_ids: list[int] = []
     meta_info: _Meta = msgspec.field(default_factory=_Meta)
@@ -131,11 +131,11 @@ class SglangRolloutEngine:
         self.target_label = 0
         """The version of its weights, where SGLang's label for them says it."""
         self._num_behind = 0
-        """Looks at which another server had newer ones."""
+        """Polls in a row at which another server had newer ones."""
         self._priority: int | None = None
-        """The lowest, where the server goes by priorities."""
+        """The lowest priority, where the server schedules by priority."""
         self._others = (0, 0)
-        """Requests of others at the last two looks."""
+        """Requests of others at the last two polls."""
         self._load = _Load(0, 0, 0, 0)
         self._aborting: set[asyncio.Task[None]] = set()
 
@@ -146,7 +146,7 @@ class SglangRolloutEngine:
     @property
     def num_slots(self) -> int:
         if self._num_behind:
-            # Nothing new; what runs goes on under the new weights, which may be a moment late.
+            # Start nothing new. What runs goes on: the new weights may only be a moment late.
             return self._num_open
         most = self._load.max_running_requests
         return max(0, min(max(1, int(self._wiring.share * most)), most - min(self._others)))
@@ -163,11 +163,13 @@ class SglangRolloutEngine:
         self._wiring.end_group(tenant, group_id)
 
     def compare(self, newest: int) -> None:
-        """With the newest weights in the pool: with older ones it takes nothing new, and in the end counts as dead."""
+        """Compare with the newest weights in the pool: a server with older ones takes nothing new, and finally counts
+        as dead.
+        """
         self._num_behind = self._num_behind + 1 if self.target_label < newest else 0
 
     async def look(self) -> None:
-        """Ask how much room there is. A server that does not say keeps what it had, until it counts as dead."""
+        """Poll how much room there is. Without an answer the last figures stand, until the server counts as dead."""
         num_open = self._num_open
         try:
             if self._num_missed >= _MISSED_LOOKS:
@@ -190,7 +192,7 @@ class SglangRolloutEngine:
         """As `serving.engine.Engine.generate`."""
         begun = request.prompt_token_ids[len(request.prompt_token_ids) - request.num_answered :]
         answer = _Answer(request, AnswerText(self._wiring.tokenizer, request.stop, begun), self._wiring)
-        # Of its own: one that is aborted may still be under way when the sample goes on here.
+        # A new id each time: an aborted request may still be under way when its sample resumes here.
         rid = f"{request.request_id}#{next(self._numbers)}"
         body = self._body(request, rid)
         self._num_open += 1
@@ -215,7 +217,7 @@ class SglangRolloutEngine:
                 task.add_done_callback(self._aborting.discard)
 
     async def close(self) -> None:
-        """Once the streams have ended that somebody has given up."""
+        """Close the connections once abandoned streams have ended."""
         deadline_s = time.monotonic() + _TIMEOUT_S
         while self._num_open and time.monotonic() < deadline_s:  # noqa: ASYNC110 - no stream knows that it is the last
             await asyncio.sleep(0.01)
@@ -228,8 +230,7 @@ class SglangRolloutEngine:
         sampling = request.sampling
         if request.logprobs and sampling.temperature and (sampling.top_p < 1 or sampling.top_k):
             raise RequestError(
-                "SGLang says logprobs of the whole distribution, and top_p or top_k cut it: leave them out, or pass "
-                "logprobs false",
+                "SGLang's logprobs leave top_p and top_k out of account: drop these two, or pass logprobs false",
                 param="logprobs",
             )
         policy = {**asdict(request.policy), **({TARGET_KEY: self._wiring.target} if self._wiring.target else {})}
@@ -272,8 +273,8 @@ class SglangRolloutEngine:
         try:
             await self._http.post("/abort_request", json={"rid": rid})
         except httpx.HTTPError as error:
-            # The connection is closed, which says the same a little later.
-            log.info("rollout_abort_not_heard", engine=self.name, error=type_and_place(error))
+            # Closing the connection aborts the request, too, a little later.
+            log.info("rollout_abort_failed", engine=self.name, error=type_and_place(error))
 
 
 _LAST = 10**6
@@ -298,7 +299,7 @@ def _as_error(status: int, message: str) -> Exception:
 
 @dataclass
 class _Answer:
-    """What one request has said so far."""
+    """One request's answer so far."""
 
     request: GenerateRequest
     text: AnswerText
@@ -306,7 +307,7 @@ class _Answer:
     num_tokens: int = 0
 
     def take(self, event: _Event) -> Iterator[Chunk]:
-        """The tokens that are new, up to what ends the answer; those of each target's version on their own."""
+        """Yield the new tokens, up to what ends the answer, in one chunk for each version of the target."""
         finish, meta = event.meta_info.finish_reason, event.meta_info
         said, newest = event.output_ids, version_of_label(meta.weight_version)
         spans = [(span.version, min(span.end, len(said))) for span in meta.weight_versions[:-1]]
@@ -385,7 +386,7 @@ class ServerPool:
         await asyncio.gather(*(engine.close() for engine in gone))
 
     async def _servers(self) -> Sequence[str]:
-        """Those known so far where no router answers."""
+        """The addresses of the servers; those known so far where no router answers."""
         listed = await asyncio.to_thread(list_servers, self._http, self.urls)
         return tuple(self._engines) if listed is None else listed
 
@@ -395,5 +396,5 @@ class ServerPool:
             try:
                 await self.look(on_change)
             except Exception as error:
-                log.error("rollout_servers_not_looked_at", error=type_and_place(error))
+                log.error("rollout_servers_not_polled", error=type_and_place(error))
             await asyncio.sleep(max(self.look_s - (time.monotonic() - began_s), 0.05))

@@ -1,10 +1,10 @@
-"""New weights for the target of SGLang servers: by SGLang's own update from disk, with what runs held still meanwhile.
+"""Load new target weights into SGLang servers, by SGLang's update from disk, while running requests are paused.
 
     pause ──▶ update: load, flush the cache, label ──▶ continue
-    what runs gives up its keys and values             its text so far is read under the new weights, and goes on
+    running requests drop their keys and values        their text so far is read under the new weights, and goes on
 
-All servers at once, each for itself: one that fails goes on with what it had, under its old label. Whoever is killed
-between the two ends leaves a server paused; doing it again heals that.
+All servers at once, each for itself: one that fails keeps its old weights and label. Where this process is killed in
+between, a server stays paused until the update is repeated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from speculator.target_folder import reason_of
 _CONNECT_TIMEOUT_S = 5.0
 
 
-class _Said(msgspec.Struct):
+class _UpdateAnswer(msgspec.Struct):
     success: bool
     message: str = ""
 
@@ -36,7 +36,7 @@ def update_weights(
 ) -> tuple[float, dict[str, str]]:
     """Give the servers the weights in `folder`, which they must see under the same path.
 
-    Returns for how many milliseconds the slowest stood still, and the reason of each server that does not have them.
+    Returns the longest pause in milliseconds, and the reason of each server that does not have them.
     """
     with ThreadPoolExecutor(len(urls)) as threads:
         done = list(threads.map(lambda url: _update(url, version, folder, timeout_s), urls))
@@ -61,12 +61,12 @@ def _update(url: str, version: int, folder: Path, timeout_s: float) -> tuple[flo
 
 
 def _load(http: httpx.Client, version: int, folder: Path) -> str:
-    """Empty where it has them, or had them already."""
+    """Load the weights unless the server has them; returns the reason of a failure, else an empty string."""
     info = http.get("/model_info").raise_for_status()
     if msgspec.json.decode(info.content, type=Weights).weight_version == str(version):
         return ""
     body = {"model_path": str(folder), "weight_version": str(version)}
     answer = http.post("/update_weights_from_disk", json=body)
     # SGLang says no with status 400 and a message.
-    said = msgspec.json.decode(answer.content, type=_Said)
+    said = msgspec.json.decode(answer.content, type=_UpdateAnswer)
     return "" if said.success else said.message or f"status {answer.status_code}"

@@ -1,4 +1,4 @@
-"""Starts that the plugin refuses, each with one line that says why and what to change."""
+"""Checks that refuse to start a server, each with one line that says why and what to change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from speculator.versions.store import DraftStore, Manifest
 
 EXIT_CODE = 2
 VERSIONS = ("0.5.17", "0.5.22", "0.5.23")
-"""Of SGLang, in which everything is there that is hooked, called or read. On a CPU only the last one is tried."""
+"""Versions of SGLang that have everything that the plugin uses. On a CPU only the last one is tested."""
 INSTALL = f"install sglang=={VERSIONS[-1]}"
 
 
@@ -36,7 +36,7 @@ def sglang_version() -> str:
 
 
 def check_server(args: Any, settings: PluginSettings) -> str:
-    """What can be told from the server's arguments alone, `resolved`; returns the fingerprint of its target.
+    """Check a server's arguments, `resolved`; returns the fingerprint of its target.
 
     Raises ConfigError or another SlipstreamError.
     """
@@ -56,11 +56,11 @@ def check_server(args: Any, settings: PluginSettings) -> str:
             "--enable-multi-layer-eagle runs a worker without hooks: Slipstream improves drafts of one layer"
         )
     if args.enable_memory_saver:
-        raise ConfigError("--enable-memory-saver takes weights away that a swap writes and a look reads: leave it out")
+        raise ConfigError("--enable-memory-saver releases weights that draft swaps write: leave it out")
     if settings.share_groups and settings.capture_filter:
         raise ConfigError(
-            f"{PREFIX}SHARE_GROUPS sends answers to Redis as they come, and {PREFIX}CAPTURE_FILTER is asked about "
-            "whole ones: unset one of them"
+            f"{PREFIX}SHARE_GROUPS sends answers to Redis as they come, but {PREFIX}CAPTURE_FILTER needs "
+            "whole answers: unset one of them"
         )
     is_wanted()
     manifest = version_of(args, settings)
@@ -85,14 +85,14 @@ def verification_of(args: Any) -> Verification:
 
 
 def check_draft_options(args: Any, settings: PluginSettings) -> None:
-    """Options of the target that SGLang uses for the draft as well, which breaks it; `args` are `resolved`.
+    """Refuse options of the target that SGLang applies to the draft as well, which breaks it; `args` are `resolved`.
 
     Raises ConfigError.
     """
     if args.speculative_draft_model_quantization is not None:
         raise ConfigError(
-            f"the draft would be quantized ({args.speculative_draft_model_quantization}), which its store is not: "
-            "add --speculative-draft-model-quantization unquant"
+            f"the draft would be quantized ({args.speculative_draft_model_quantization}), but the store's weights "
+            "are not: add --speculative-draft-model-quantization unquant"
         )
     if args.load_format not in ("auto", "safetensors"):
         if args.speculative_draft_load_format is None:
@@ -130,18 +130,18 @@ def _is_given(json_text: str | None) -> bool:
 
 
 def resolved(args: Any) -> Any:
-    """A server's arguments as far as SGLang has decided on them: what was not given is filled in."""
+    """A server's arguments with the values that SGLang has filled in so far."""
     from sglang.srt.arg_groups.overrides import resolved_view
 
     return resolved_view(args)
 
 
 def resolve(args: Any, values: dict[str, Any]) -> None:
-    """Decide on arguments of a server that has not read them yet."""
+    """Override a server's arguments before it reads them."""
     try:
         from sglang.srt.arg_groups.overrides import declare_resolution
     except ImportError:
-        # Before 0.5.22 SGLang decides on them in place.
+        # SGLang before 0.5.22 has no overrides: it sets the attributes themselves.
         for name, value in values.items():
             setattr(args, name, value)
     else:
@@ -149,7 +149,7 @@ def resolve(args: Any, values: dict[str, Any]) -> None:
 
 
 def version_of(args: Any, settings: PluginSettings) -> Manifest:
-    """The stored version that the server's draft is; raises where it is none, or does not fit the target."""
+    """The stored version that is the server's draft; raises for another folder, or a draft that does not fit."""
     folder = Path(args.speculative_draft_model_path).resolve()
     store = DraftStore(settings.store)
     versions = (settings.store / "versions").resolve()
@@ -170,12 +170,12 @@ def version_of(args: Any, settings: PluginSettings) -> Manifest:
 
 
 def refusing(check: Any, *arguments: Any) -> Any:
-    """Run a check; what an operator can fix ends the process with one line."""
+    """Run a check; an error ends the process with one line."""
     try:
         return check(*arguments)
     except (SlipstreamError, OSError) as error:
         refuse(str(error))
     except Exception as error:
-        # Something of SGLang that a hook relies on is not there, or not what it was.
+        # Something in SGLang that a hook relies on is missing or has changed.
         traceback.print_exc()
         refuse(f"cannot hook SGLang {sglang_version()} ({error!r}): {INSTALL}")

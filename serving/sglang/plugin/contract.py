@@ -1,7 +1,7 @@
-"""What the plugin relies on in SGLang: functions that it hooks or calls, and fields of what they hand over.
+"""What the plugin relies on in SGLang: functions that it hooks or calls, and fields that it reads.
 
-SGLang's plugin interface names no function, and none of these is public. So every start proves that all of them are
-there before any weights load, and that SGLang has put every hook in its place.
+SGLang's plugin interface names none of these functions, and none is public. So every start checks that all of them
+exist before any weights load, and later that SGLang has installed every hook.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STEP = SglangFunction(f"{_EAGLE}.forward_batch_generation", ("self", "batch"))
 SAMPLE = SglangFunction(
     "sglang.srt.model_executor.model_runner.ModelRunner.sample", ("self", "logits_output", "forward_batch")
 )
-"""After a prefill; it works in the memory of the logits."""
+"""Hooked after a prefill; it overwrites the logits."""
 VERIFY = SglangFunction(f"{_EAGLE}.verify", ("self", "batch"))
 VERIFIED = SglangFunction(f"{_EAGLE}.on_verify_complete_cpu", ("self", "num_correct_drafts_per_req"))
 SAMPLED_VERIFY = SglangFunction(
@@ -47,24 +47,24 @@ SAMPLED_VERIFY = SglangFunction(
 )
 """Returns what the target predicted, how many tokens it accepted, and the nodes along the accepted path."""
 SPEC = SglangFunction("sglang.srt.speculative.eagle_utils.get_spec", ())
-"""Called, not hooked: how this server speculates."""
+"""Called, not hooked: the server's options for speculation."""
 WALK = SglangFunction(
     "sglang.srt.speculative.eagle_utils.verify_tree_greedy_func",
     ("predicts", "accept_index", "accept_token_num", "candidates"),
 )
-"""Along the target's choices through the tree of proposals."""
+"""Walks through the tree of proposals along the target's choices."""
 DRAFT = SglangFunction(f"{_DRAFT}.draft", ("self", "batch"))
 """A step's proposals, as the input of their verification."""
 DRAFT_PASSES = SglangFunction(f"{_DRAFT}.draft_forward", ("self", "forward_batch"))
 DRAFT_BACKEND = SglangFunction(f"{_DRAFT}.init_attention_backend", ("self",))
 DRAFT_GRAPHS = SglangFunction(f"{_DRAFT}._capture_cuda_graphs", ("self",))
-"""Both for the depth that is prepared."""
+"""Both prepare the draft for one depth."""
 EXTEND_PREFILL = SglangFunction(
     f"{_DRAFT}._draft_extend_for_prefill", ("self", "batch", "target_hidden_states", "next_token_ids")
 )
 EXTEND_DECODE = SglangFunction(f"{_DRAFT}._draft_extend_for_decode", ("self", "batch", "batch_result"))
 SKIP_EXTEND = SglangFunction(f"{_EAGLE}._stub_skipped_draft_extend", ("self", "batch", "batch_output"))
-"""Called, not hooked: what SGLang puts in the place of the draft's reading."""
+"""Called, not hooked: SGLang's stub for a draft that skips its reading."""
 TREE = SglangFunction(f"{_WORKER}.organize_draft_results", ("score_list",))
 EXTEND_GRAPH = SglangFunction(
     "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner.execute",
@@ -73,7 +73,7 @@ EXTEND_GRAPH = SglangFunction(
 ARRIVAL = SglangFunction(
     "sglang.srt.managers.scheduler.Scheduler._maybe_namespace_elastic_radix_cache", ("self", "req")
 )
-"""Where SGLang itself keeps prefixes apart."""
+"""Where SGLang sets the namespace that separates a request's cached prefix from others."""
 RELEASE = SglangFunction("sglang.srt.mem_cache.common.release_kv_cache", ("req",))
 STEPS = SglangFunction(
     "sglang.srt.speculative.adaptive_spec_params.AdaptiveSpeculativeParams.get_steps_for_batch", ("self", "batch_size")
@@ -113,7 +113,7 @@ RESPONSE = SglangFunction(
     f"{_OPENAI}.serving_responses.OpenAIServingResponses._generate_with_builtin_tools",
     ("self", "request_id", "request_prompt", "adapted_request", "sampling_params", "context", "raw_request"),
 )
-"""Messages of Anthropic's endpoint become chats on their way, and are converted as those are."""
+"""Anthropic's endpoint needs no hook of its own: SGLang turns its messages into chats."""
 SGLANG_FUNCTIONS = (
     CHECK_ARGS,
     SPECULATIVE_ARGS,
@@ -145,18 +145,18 @@ SGLANG_FUNCTIONS = (
     RESPONSE,
 )
 CPU_FUNCTIONS = (CPU_PLAN, CPU_EXTEND, CPU_DECODE)
-"""A server on a GPU has no need of them, and one on a CPU none of the next."""
+"""Needed on a CPU only, as `GPU_FUNCTIONS` on a GPU only."""
 GPU_FUNCTIONS = (TRITON_PLAN, TRITON_GRAPH, TRITON_EXTEND, TRITON_DECODE)
 DRAFT_LAYER = SglangFunction(
     "sglang.srt.models.llama_eagle3.LlamaDecoderLayer.forward",
     ("self", "positions", "embeds", "hidden_states", "forward_batch", "residual"),
 )
 NORMED_RESIDUAL = (DRAFT_LAYER,)
-"""Only a server has need of it whose draft was trained with `norm_before_residual`."""
+"""Needed only for a draft that was trained with `norm_before_residual`."""
 
 
 def functions_of(environment: Mapping[str, str] = os.environ) -> tuple[SglangFunction, ...]:
-    """Those that are hooked or called in a process with these variables, of which one tells SGLang to use the CPU."""
+    """Functions that the plugin hooks or calls; `SGLANG_USE_CPU_ENGINE` says whether a CPU's or a GPU's."""
     is_cpu = environment.get("SGLANG_USE_CPU_ENGINE") == "1"
     return (*SGLANG_FUNCTIONS, *(CPU_FUNCTIONS if is_cpu else GPU_FUNCTIONS))
 
@@ -230,11 +230,11 @@ def check_sglang_functions(functions: Sequence[SglangFunction], sglang_version: 
 
 
 def check_sglang() -> str:
-    """Prove that all of it is in the SGLang of this interpreter, and say so in one line. Raises ConfigError."""
+    """Check that this interpreter's SGLang has all of it; returns one line that says so. Raises ConfigError."""
     used, version = functions_of(), sglang_version()
     check_sglang_functions(used, version)
     check_sglang_records(SGLANG_RECORDS, version)
-    return f"{version}, all {len(used)} places that the plugin hooks or calls are there"
+    return f"{version}, all {len(used)} functions that the plugin hooks or calls are there"
 
 
 def check_not_hooked(registry: Any) -> None:
@@ -245,7 +245,7 @@ def check_not_hooked(registry: Any) -> None:
 
 
 def check_hooked(registry: Any) -> None:
-    """Raises ConfigError where a hook that was registered is not in place: SGLang logs that and goes on."""
+    """Raises ConfigError where a registered hook is not in place: SGLang only logs that."""
     for used in functions_of():
         if registry._hooks.get(used.path) and used.path not in registry._patched:
             raise ConfigError(f"SGLang {sglang_version()} could not be hooked at {used.path}: its log says why")

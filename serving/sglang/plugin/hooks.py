@@ -98,7 +98,7 @@ def log_as_sglang() -> None:
 
 
 def _one_line(_: Any, __: str, fields: MutableMapping[str, Any]) -> str:
-    # The message of an exception may quote a prompt: our lines name its type and place themselves.
+    # An exception's message may quote a prompt: our lines give only its type and place.
     fields.pop("exc_info", None)
     return " ".join([str(fields.pop("event")), *(f"{name}={value}" for name, value in fields.items())])
 
@@ -165,14 +165,14 @@ def _check(args: Any, settings: PluginSettings) -> None:
 
 
 def _around_speculative_args(run: Any, args: Any) -> None:
-    """A server that drafts takes as many requests at a time as one that does not; SGLang's own default is 48."""
+    """Let a server that drafts run as many requests at once as one that does not; SGLang's own default is 48."""
     limit = refusing(lambda: resolved(args).max_running_requests)
     run(args)
     refusing(resolve, args, {"max_running_requests": limit})
 
 
 def _around_attach(run: Any, worker: Any, settings: PluginSettings, registry: Any) -> None:
-    """Around the capture of graphs, in which no other thread may use the device."""
+    """Build the runtime before SGLang captures graphs, start it after: meanwhile no other thread may use the device."""
     from serving.sglang.plugin.runtime import EngineRuntime
 
     refusing(check_hooked, registry)
@@ -182,12 +182,12 @@ def _around_attach(run: Any, worker: Any, settings: PluginSettings, registry: An
     _runtimes[id(draft)] = runtime
     runner, forward = draft.draft_runner, draft.draft_runner.forward
 
-    def forward_and_look(*args: Any, **kwargs: Any) -> Any:
+    def observed_forward(*args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
         runtime.saw_forward(lambda: output.logits_output)
         return output
 
-    runner.forward = forward_and_look
+    runner.forward = observed_forward
     run(worker)
     runtime.start()
 
@@ -273,7 +273,7 @@ def _around_steps(run: Any, params: Any, batch_size: int) -> int:
 
 
 def _around_weight_update(run: Any, updater: Any, request: Any) -> Any:
-    """New weights are the target's: SGLang loads them into the draft, too, whose shapes are others, and ends."""
+    """Load new weights into the target alone: SGLang would load them into the draft, too, and fail at its shapes."""
     if getattr(request, "selector", "") == "draft":
         return run(updater, request)
     draft, updater.draft_worker = updater.draft_worker, None
@@ -289,17 +289,17 @@ def _before_weights_updated(_: Any, request: Any, *args: Any, **kwargs: Any) -> 
 
 
 def before_conversion(endpoint: Any, request: Any, raw_request: Any = None) -> None:
-    """In SGLang's HTTP server, where a request still has its headers; what is raised here refuses it."""
+    """Mark a request as its gateway header says, in SGLang's HTTP server; an exception here refuses the request."""
     if raw_request is not None and (header := raw_request.headers.get(HEADER)) is not None:
         mark(request, header)
-    # A router may have lost the header; the body has the same.
+    # A router may have lost the header; the body has the same values.
     _check_target(endpoint, getattr(request, "custom_params", None))
 
 
 def before_response(
     endpoint: Any, _id: str, _prompt: Any, generation: Any, params: Any, _: Any, raw_request: Any = None, **__: Any
 ) -> None:
-    """The same where the body of a request has no field for what the gateway adds."""
+    """As `before_conversion`, for requests whose body has no field for the gateway's values."""
     if raw_request is not None and (header := raw_request.headers.get(HEADER)) is not None:
         mark_generation(generation, header)
     _check_target(endpoint, params.get("custom_params"))

@@ -1,15 +1,14 @@
-"""Heads that were trained with `norm_before_residual`, in SGLang, whose own draft layer does not compute that.
+"""Serve heads that were trained with `norm_before_residual`, which SGLang's own draft layer does not compute.
 
-SGLang's layer keeps the feature itself as what its attention's output is added to:
+SGLang's layer adds the output of its attention to the feature itself:
 
     residual = hidden_states
     hidden_states = self.hidden_norm(hidden_states)
     …
     hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
 
-Two hooks on its modules give the second norm the output of the first one as the residual, and leave all else to SGLang.
-They run while SGLang records its graphs, which then hold the exchange. A server whose draft is of the usual kind has
-none of this, and needs no such layer.
+Two hooks on its modules give the second norm the output of the first one as the residual. They run while SGLang records
+its graphs, which then include the change. Other drafts get no hooks, and their servers need no such layer.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def add_to_normed_features(model: nn.Module) -> None:
 
 
 class _NormedResidual:
-    """Ends the pass where SGLang does not call both norms as it must: proposals of another network would look fine."""
+    """Raises where SGLang does not call both norms as expected: it would silently compute another network."""
 
     def __init__(self, layer: Any) -> None:
         self._forward, self._name = layer.forward, f"{type(layer).__module__}.{type(layer).__name__}"
@@ -76,7 +75,7 @@ class _NormedResidual:
         return output
 
     def _changed(self) -> ConfigError:
-        return _unusable(f"{self._name} does not add to its feature as it did")
+        return _unusable(f"{self._name} does not add to its feature as expected")
 
 
 def _unusable(what: str) -> ConfigError:

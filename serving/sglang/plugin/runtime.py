@@ -1,11 +1,11 @@
 """Everything of Slipstream inside one SGLang scheduler process, called by the hooks.
 
 It is built before SGLang captures its graphs, started after it, and called at each step, each verification and each end
-of a request.
-What fails in a part of it turns that part off (`Fence`); it never ends a step of SGLang.
+of a request. An error in one part turns that part off (`Fence`) and leaves SGLang's step alone, unless several ranks
+must agree on the part.
 
-What may wait is elsewhere: the draft follower stages versions on its own thread, the assembler builds traces on its
-own, the recorder writes to Redis on its own. Here nothing blocks.
+Work that may wait has threads of its own: the draft follower stages versions, the assembler builds traces, the recorder
+writes to Redis. Here nothing blocks.
 """
 
 from __future__ import annotations
@@ -54,11 +54,13 @@ from speculator.versions.store import DraftStore, Manifest
 
 log = structlog.get_logger(__name__)
 _STEP_LASTS_S = 2.0
-"""After so long without another step nothing runs, or a long prompt is being read."""
+"""Without another step for so long, the engine reports that no request runs."""
 
 
 class EngineRuntime:
-    """Belongs to one `EAGLEWorkerV2`. Raises ConfigError or another SlipstreamError when the draft does not fit."""
+    """Slipstream's side of one `EAGLEWorkerV2`. Raises ConfigError or another SlipstreamError when the draft does not
+    fit.
+    """
 
     def __init__(self, worker: Any, settings: PluginSettings) -> None:
         self._worker = worker
@@ -73,7 +75,7 @@ class EngineRuntime:
         depths = depths_of(worker)
         self._head_depth = worker.speculative_num_steps if settings.suffix_depth else max(depths)
         self._served = {
-            # Without a name of its own it goes by the path.
+            # Without a served name, SGLang uses the path.
             "model": args.served_model_name or args.model_path,
             "context_length": target.model_config.context_len,
             "max_depth": max(depths),
@@ -88,11 +90,11 @@ class EngineRuntime:
         device = device_layer(device_of(worker))
         self.draft = _new_draft(worker, store, manifest, device, alone=alone)
         self._remembering = Fence("text")
-        # What it proposes all ranks have to verify.
+        # All ranks must verify the same proposals from earlier text.
         self._splicing = Fence("splice", off=self._stop_text, holds=alone)
-        # Without meetings nobody would tell the depth of a swap.
+        # Swaps happen in meetings, so an error there ends them.
         self._meeting = Fence("swap", off=self.draft.close, holds=alone)
-        # What it reads is recorded into every graph of the draft: only where somebody wants it.
+        # The probe's reads are recorded into every CUDA graph of the draft, so only capture has a probe.
         self.probe = _new_probe(worker, depths) if settings.capture and self._is_writer else None
         self.meter = SpeedupMeter()
         # One rank watches; the others stage what it stages.
@@ -101,7 +103,7 @@ class EngineRuntime:
         self.text, self._splice = _new_text(worker, settings, key, depths, device, is_writer=self._is_writer)
         self._depth_version = manifest.version
         self._asked_limit: int | None = None
-        """Of the depth, by the operator; in force from the next meeting on."""
+        """The operator's limit of the depth; in force from the next meeting on."""
         self.steps = 0
         self._running, self._began_s = 0, 0.0
         """Requests of the last step, and when it began."""
@@ -134,11 +136,11 @@ class EngineRuntime:
         atexit.register(self.close)
 
     def arrived(self, request: Any) -> None:
-        """SGLang has a new request, and looks for its prefix next."""
+        """Handle a new request, before SGLang looks for its cached prefix."""
         self._choosing(self.depth.arrived, request)
 
     def step(self, run: Callable[[], Any], batch: Any) -> Any:
-        """One `forward_batch_generation`: at its boundary a staged draft comes into service."""
+        """Run one `forward_batch_generation`; a staged draft comes into service before it."""
         with self.draft.stepping, self._load.stepping():
             return self._step(run, batch)
 
@@ -165,7 +167,7 @@ class EngineRuntime:
         return result
 
     def sampling(self, runner: Any, output: Any) -> None:
-        """SGLang has launched a pass of this runner, and is about to sample from its logits."""
+        """Handle a pass of this runner that was launched, before SGLang samples from its logits."""
         batch, self._prefilling = self._prefilling, None
         if batch is not None and runner is self._worker.target_worker.model_runner:
             self._capturing(self._read_prefill, batch, output)
@@ -181,22 +183,22 @@ class EngineRuntime:
         return result
 
     def walked(self, accept_index: torch.Tensor) -> None:
-        """SGLang has walked down the tree of proposals, in the midst of a verification.
+        """Keep the accepted path of the verification that is under way.
 
-        It hands the path on only from 0.5.22.
+        SGLang's own result has it only from 0.5.22.
         """
         self._accept_index = accept_index
 
     def verified(self, run: Callable[[], Any], accepted: list[int]) -> None:
         self._capturing(self._verdict, accepted)
-        # While ours is on SGLang's own policy is not asked: it would switch the depth behind it.
+        # Our depth control replaces SGLang's own policy, which would switch the depth as well.
         if self._choosing.is_off:
             run()
         else:
             self._choosing(self.depth.verified, accepted)
 
     def processed(self, batch: Any) -> None:
-        """The tokens of a step are with their requests."""
+        """Handle a step whose tokens SGLang has given to their requests."""
         if self.text is not None:
             self._remembering(self.text.processed, batch.reqs or ())
 
@@ -204,7 +206,7 @@ class EngineRuntime:
         """The depth of the next decode step; SGLang's own choice where ours is off."""
         depth = self._choosing(self.depth.steps_for, batch_size)
         if depth is None:
-            # For what is deeper SGLang has prepared no passes of the draft.
+            # For greater depths SGLang has prepared no passes of the draft.
             depth, plan = min(run(), self._head_depth), None
         else:
             plan = self.depth.plan
@@ -217,7 +219,7 @@ class EngineRuntime:
         return depth
 
     def propose(self, run: Callable[[], Any], batch: Any) -> Any:
-        """A step's proposals; SGLang verifies what comes back."""
+        """Run the drafting of a step and put earlier text into its proposals, which SGLang then verifies."""
         if self._splice is None or batch.forward_mode.is_idle():
             return run()
         verify_input = self._splice.around_draft(run, self._worker.draft_worker)
@@ -225,7 +227,9 @@ class EngineRuntime:
         return verify_input
 
     def preparing(self, run: Callable[[], Any]) -> Any:
-        """SGLang prepares the draft for a depth; for one of text alone no passes, which take memory by their number."""
+        """Let SGLang prepare the draft for a depth. One for earlier text alone gets a single pass: each pass takes
+        memory.
+        """
         draft = self._worker.draft_worker
         num_steps = draft.speculative_num_steps
         if num_steps <= self._head_depth:
@@ -237,7 +241,7 @@ class EngineRuntime:
             draft.speculative_num_steps = num_steps
 
     def catch_up(self, run: Callable[[], Any], batch: Any, result: Any) -> Any:
-        """The draft reads what the step has committed, unless there is nothing to gain from it."""
+        """Let the draft read the tokens that the step has committed, unless it gains nothing from them."""
         if self._choosing(self._skip_reading, batch, result):
             return None
         if self._is_headless:
@@ -247,7 +251,7 @@ class EngineRuntime:
         return caught_up
 
     def read_prompt(self, run: Callable[[], Any], batch: Any, next_tokens: torch.Tensor) -> Any:
-        """The draft reads what a prefill has computed, unless there is nothing to gain from it."""
+        """Let the draft read a prefill, unless it gains nothing from it."""
         if self._splice is not None and not batch.forward_mode.is_idle():
             self._splicing(self._splice.committed, batch.req_pool_indices, batch.seq_lens, next_tokens)
         unread = self._choosing(self._skip_prompt, batch, next_tokens)
@@ -258,14 +262,14 @@ class EngineRuntime:
         return read
 
     def drafting(self, run: Callable[[], Any], forward_batch: Any) -> Any:
-        """The passes of a round's proposals."""
+        """Run the draft's passes of a round."""
         passes = run if self.probe is None else partial(self.probe.around_draft, run)
         if self._splice is None:
             return passes()
         return self._splice.around_passes(passes, self._worker.draft_worker, forward_batch)
 
     def saw_forward(self, output: Callable[[], Any]) -> None:
-        """A pass of the draft, with this `logits_output`."""
+        """Note a pass of the draft; `output` returns its `logits_output`."""
         if (probe := self.probe) is not None:
             self._capturing(lambda: probe.saw_forward(output()))
 
@@ -278,7 +282,7 @@ class EngineRuntime:
             self._capturing(self._traces.capture.on_release, request)
 
     def target_updated(self, label: str | None) -> None:
-        """SGLang has given the target other weights, under this label if any."""
+        """Note new weights of the target, under this label if any."""
         self._target.updated(label, self.steps)
 
     # -- within the fences ------------------------------------------------------------------------------------------
@@ -309,34 +313,35 @@ class EngineRuntime:
             self.probe.saw_extended(batch.req_pool_indices)
 
     def _skip_reading(self, batch: Any, result: Any) -> bool:
-        """Whether the draft does not read what this step commits."""
+        """Skip the draft's reading of this step's tokens where it gains nothing; returns whether it was skipped."""
         if not self._is_headless or not self.depth.needs_no_reading(batch.reqs or ()):
             return False
-        self._leave_unread(batch, result)
+        self._stub_proposals(batch, result)
         return True
 
     def _skip_prompt(self, batch: Any, next_tokens: torch.Tensor) -> Any:
-        """What stands in the place of the draft's reading of a prefill; None where it reads."""
+        """Skip the draft's reading of a prefill; returns the stub that replaces it, or None where the draft reads."""
         if batch.forward_mode.is_idle() or self.depth.reads_prompt_of(batch.reqs):
             return None
         from sglang.srt.speculative.eagle_info import EagleDraftInput
 
         unread = EagleDraftInput(bonus_tokens=next_tokens, num_tokens_per_req=1, num_tokens_for_logprob_per_req=1)
-        self._leave_unread(batch, SimpleNamespace(next_draft_input=unread))
+        self._stub_proposals(batch, SimpleNamespace(next_draft_input=unread))
         return unread
 
-    def _leave_unread(self, batch: Any, result: Any) -> None:
-        """Put something in the place of what the draft would have proposed next."""
+    def _stub_proposals(self, batch: Any, result: Any) -> None:
+        """Put a stub in place of the draft's next proposals."""
         self._worker._stub_skipped_draft_extend(batch, result)
         if self._is_rejecting:
-            # The token that stands there was not drawn. Without a probability it is rejected, for one of the target's.
+            # The stub's token was not drawn from the draft: with probability 0 it is rejected, and the target draws its
+            # own.
             num_tokens = self._worker.target_worker.model_config.vocab_size
             stub = result.next_draft_input
             stub.draft_probs = torch.zeros(len(stub.topk_p), num_tokens, device=stub.topk_p.device)
 
     @property
     def _is_headless(self) -> bool:
-        """Whether the step goes without chains of the draft."""
+        """Whether the step runs none of the draft's passes."""
         of_text = self._splice is not None and self._splice.leaves_out_passes
         return of_text or self._worker.speculative_num_steps == 0
 
@@ -454,13 +459,13 @@ class EngineRuntime:
 def _new_text(
     worker: Any, settings: PluginSettings, key: str, depths: list[int], device: Device, *, is_writer: bool
 ) -> tuple[RememberedText | None, TextSplice | None]:
-    """What proposes earlier text, where the server can choose to verify it. One rank finds it for all."""
+    """What proposes earlier text, (None, None) where the server cannot verify it. Only rank 0 has a RememberedText."""
     if not settings.suffix_depth:
         if settings.share_groups:
-            log.warning("slipstream: no text of prompt groups is shared: SLIPSTREAM_SUFFIX_DEPTH is 0")
+            log.warning("slipstream: SLIPSTREAM_SHARE_GROUPS has no effect: SLIPSTREAM_SUFFIX_DEPTH is 0")
         return None, None
     if worker.adaptive_controller is None:
-        log.warning("slipstream: nothing is proposed from earlier text: it needs --speculative-adaptive")
+        log.warning("slipstream: no suffix drafts from earlier text: they need --speculative-adaptive")
         return None, None
     depth, overlaps = min(settings.suffix_depth, max(depths)), not resolved(worker.server_args).disable_overlap_schedule
     width = max(text_width(depth, overlaps=overlaps), *depths)
@@ -514,7 +519,7 @@ def _new_probe(worker: Any, depths: list[int]) -> DraftProbe:
 
 
 def depths_of(worker: Any) -> list[int]:
-    """Between which it can choose, the smallest first. Raises ConfigError where it could never go without the draft."""
+    """The depths that the server can choose, ascending. Raises ConfigError where 0 is not among them."""
     controller = worker.adaptive_controller
     depths = controller.candidate_steps if controller is not None else [worker.speculative_num_steps]
     if controller is not None and 0 not in depths:
@@ -538,13 +543,16 @@ T = TypeVar("T")
 
 
 class Fence:
-    """Around the calls of one part, on the scheduler's thread. SGLang's own functions are called outside of it."""
+    """Guards the calls into one part of the plugin: its first error turns the part off.
+
+    For the scheduler's thread. SGLang's own functions are never called inside.
+    """
 
     def __init__(self, part: str, *, off: Callable[[], object] = lambda: None, holds: bool = True) -> None:
         """`off` is called once, after the first failure: it frees what the part holds.
 
-        `holds` is False where other ranks would go on without this one: a failure then ends the server, since ranks
-        that part wait for each other for ever.
+        `holds` is False where ranks must agree on the part: a failure then ends the server, since ranks that disagree
+        wait for each other for ever.
         """
         self.part, self._off, self._holds = part, off, holds
         self.reason = ""
@@ -563,14 +571,14 @@ class Fence:
         except Exception as error:
             self.reason = type(error).__name__
             if not self._holds:
-                log.critical("slipstream: %s failed, and other ranks go on: %s", self.part, type_and_place(error))
+                log.critical("slipstream: %s failed on one rank, the server ends: %s", self.part, type_and_place(error))
                 raise
             log.error("slipstream: %s is off from now on, serving goes on: %s", self.part, type_and_place(error))
-        # Behind the handler: by now the tensors of the failed call are free.
+        # Outside the handler, so that the tensors of the failed call are free.
         try:
             self._off()
         except Exception as error:
-            log.error("slipstream: %s did not end in order: %s", self.part, type_and_place(error))
+            log.error("slipstream: %s could not free what it held: %s", self.part, type_and_place(error))
         return None
 
 

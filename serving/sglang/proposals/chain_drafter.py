@@ -1,13 +1,13 @@
 """Suffix chains of a whole batch in one compiled call, and the windows of text that they come from.
 
 It proposes what `speculator.proposals.suffix_drafter` proposes with trees of width 1 and calibration alone, from the
-same windows and with the same probabilities (tests/serving/sglang/proposals/test_chain_drafter.py compares them). The
-learned gate of trees has little to decide here (benchmarks/results/acceptance_gate.md). There each token of each
-request costs some microseconds of Python, which a scheduler of 64 requests has not. What is compiled is in
-serving/sglang/proposals/compiled_chains.py; Numba, which compiles it, is a dependency of SGLang's own.
+same windows and with the same probabilities (tests/serving/sglang/proposals/test_chain_drafter.py compares them). It
+leaves out the learned gate of trees, which has little to decide for chains (benchmarks/results/acceptance_gate.md). The
+suffix drafter takes some microseconds of Python for each token, too much for a scheduler of 64 requests. The compiled
+part is serving/sglang/proposals/compiled_chains.py; Numba is a dependency of SGLang's own.
 
-All windows lie in one arena, in blocks whose sizes are powers of two. Where there is no room for another the text that
-was asked for least recently goes.
+All windows lie in one arena, in blocks whose sizes are powers of two. When it is full, the least recently used text is
+evicted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from speculator.proposals.suffix_index import NEW_TEXT
 
 _LEAST_BLOCK = 512
 ARENA_TOKENS = 1 << 22
-"""In all windows, of 52 bytes each once they were used. Those of running requests' own text are among them."""
+"""Tokens in all windows, requests' own text included; each takes 52 bytes once it was used."""
 
 
 class _Blocks:
@@ -42,7 +42,7 @@ class _Blocks:
         self._free: dict[int, set[int]] = {size: {0}}
 
     def take(self, size: int) -> int | None:
-        """Where it begins; None where there is no room."""
+        """Take a block; returns where it begins, None where there is no room."""
         larger = min((each for each, places in self._free.items() if each >= size and places), default=None)
         if larger is None:
             return None
@@ -60,10 +60,10 @@ class _Blocks:
 
 
 class _Window:
-    """Stays as long as somebody uses it."""
+    """A window of text; its block is freed when nobody uses it."""
 
     def __init__(self, arena: Arena, windows: np.ndarray, number: int, place: int, size: int) -> None:
-        """In this row of `windows`."""
+        """`number` is its row in `windows`; `place` and `size` are its block in the arena."""
         self._arena, self._windows = arena, windows
         self.number, self.place, self.size = number, place, size
         self.num_users = 1
@@ -101,8 +101,8 @@ class ChainDrafter:
         self._free_tenants: list[int] = list(range(16))
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
         self.num_evicted = 0
-        """Windows of tenants and groups that made room, and requests' own for which there was none."""
-        # Compiled now, or taken from the cache: the first request would wait for it.
+        """Evicted windows of tenants and groups, and requests' own that found no room."""
+        # Compile now, so that the first request does not wait for it.
         slot = self.start([0, 0], max_answer=1, tenant="", shared=False)
         self.advance([slot], np.zeros(1, np.int64), [0, 1], [1])
         self.end(slot)
@@ -116,9 +116,9 @@ class ChainDrafter:
         """
         home = self._home(tenant) if shared else self._new_tenant(None)
         home.num_users += shared
-        # Held before room is made for others, which may take that of what nobody uses.
-        answers = _held(home.answers)
-        group = _held(self._group(home, group_id)) if shared and group_id else None
+        # Held before room is made for others, since eviction frees what nobody uses.
+        answers = _retained(home.answers)
+        group = _retained(self._group(home, group_id)) if shared and group_id else None
         tokens = np.array(prompt[-REQUEST_WINDOW:], np.int64)
         windows = [self._window(min(len(tokens) + max_answer, REQUEST_WINDOW)), group, answers]
         slot, requests = self._slot(), self._requests
@@ -137,11 +137,11 @@ class ChainDrafter:
         return slot
 
     def group_of(self, slot: int) -> _Window | None:
-        """The text of this request's prompt group; None where it has none."""
+        """The window of this request's prompt group; None where it has none."""
         return self._of_slot[slot][1][GROUP]
 
     def end(self, slot: int) -> None:
-        """The request is over; what it has written to its group and its tenant stays."""
+        """End a request; its text in the windows of its group and its tenant stays."""
         home, windows = self._of_slot.pop(slot)
         for window in windows:
             if window is not None:
@@ -152,11 +152,11 @@ class ChainDrafter:
     def advance(
         self, slots: Sequence[int], committed: np.ndarray, starts: Sequence[int], limits: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The answers in these slots, −1 for none, go on with what was committed, and perhaps as the result says.
+        """Append what was committed to the answers in these slots, −1 for none, and return their next chains.
 
         `committed` are int64, one answer after the other, of which answer i has those from `starts[i]` to
-        `starts[i + 1]`. The result is up to `limits` tokens [B, W] of each, the probability [B, W] that each is
-        accepted, once reached, and how many there are [B].
+        `starts[i + 1]`. Returns up to `limits` tokens [B, W] of each, the probability [B, W] that each is accepted,
+        once reached, and how many there are [B].
         """
         batch = len(slots)
         found = np.zeros((batch, self._width), np.int32)
@@ -180,28 +180,28 @@ class ChainDrafter:
 
     @property
     def num_tokens(self) -> int:
-        """In all windows."""
+        """Tokens in all windows."""
         used = self._windows[self._windows[:, 1] > 0]
         return int(np.minimum(used[:, 2], used[:, 1]).sum())
 
     def forget(self, tenants: Collection[str]) -> None:
-        """Drop all text of these tenants; what runs keeps what it reads until it ends."""
+        """Drop all text of these tenants; running requests use theirs until they end."""
         for name in tenants:
             if (home := self._tenants.pop(name, None)) is not None:
                 self._drop(home)
 
     def drop(self, tenant: str, group_id: str) -> None:
-        """Drop the text of a group that has ended; what runs keeps what it reads until it ends."""
+        """Drop the text of a group that has ended; running requests use it until they end."""
         home = self._tenants.get(tenant)
         if home is not None and (window := home.groups.pop(group_id, None)) is not None:
             self._release(window)
 
     def expire(self, ttl_s: float) -> None:
-        """Drop a tenant's windows, whole, when the first text in them may be so old."""
+        """Drop all windows of a tenant whose first text may be older than `ttl_s`."""
         self.forget([name for name, home in self._tenants.items() if time.monotonic() - home.born_s > ttl_s])
 
     def target_moved(self) -> None:
-        """Drop a tenant's windows, whole, when the first text in them is of a target that is too far away."""
+        """Count a new target, and drop all windows of a tenant whose first text is too many targets old."""
         for home in self._tenants.values():
             home.target_age += 1
         self.forget([name for name, home in self._tenants.items() if home.target_age > self._config.max_target_age])
@@ -236,7 +236,7 @@ class ChainDrafter:
         return home.groups[name]
 
     def _window(self, num_tokens: int) -> _Window | None:
-        """Room for the newest so many tokens; of older text, where there is no other."""
+        """A window for `num_tokens`, made by eviction where the arena is full; None where that does not help."""
         size = max(1 << max(num_tokens - 1, 0).bit_length(), _LEAST_BLOCK)
         place = self._blocks.take(size)
         while place is None:
@@ -251,7 +251,7 @@ class ChainDrafter:
         return _Window(self._arena, self._windows, number, place, size)
 
     def _evict(self) -> bool:
-        """Drop the group, or else the tenant, that was asked for least recently."""
+        """Drop the least recently used group, or else tenant; False where there is none."""
         for home in self._tenants.values():
             if home.groups:
                 self._release(home.groups.popitem(last=False)[1])
@@ -291,14 +291,14 @@ class ChainDrafter:
         return self._free_slots.pop()
 
 
-def _held(window: _Window | None) -> _Window | None:
+def _retained(window: _Window | None) -> _Window | None:
     if window is not None:
         window.num_users += 1
     return window
 
 
 def _doubled(table: np.ndarray, fill: Any) -> tuple[np.ndarray, range]:
-    """With twice as many rows, and which are new."""
+    """The table with twice as many rows, and the numbers of the new ones."""
     grown = np.full((2 * len(table), *table.shape[1:]), fill, table.dtype)
     grown[: len(table)] = table
     return grown, range(len(table), len(grown))

@@ -1,9 +1,10 @@
-"""Suffix chains, compiled by Numba: a ring of text, what matches the end of a request in it, and how it may go on.
+"""Suffix drafting compiled by Numba: rings of earlier text, places that match a request's last tokens, and the chains
+that follow them.
 
 All windows lie in one arena of arrays. A window is a ring of the newest tokens of any number of texts. `before` and
 `after` link the tokens of one text; hash chains link, newest first, the places with the same token and with the same
-two tokens. What they lead to is compared, since a bucket may hold others too, and a chain ends where the window does,
-so nothing has to be taken out of them. While this runs, other threads have Python's interpreter.
+two tokens. A bucket may hold other tokens too, so each place is compared. A hash chain ends where it leaves the window,
+so nothing has to be removed from it. The compiled functions release the GIL.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ T = TypeVar("T")
 OWN, GROUP = 0, 1
 """A request's sources: its own text, its group's; then comes its tenant's."""
 BITS = 8
-"""Of match lengths, that are corrected apart."""
+"""Classes of match lengths, each of which is calibrated separately."""
 _PLACES, _STEPS = 16, 256
-"""The newest places that are looked at, and how many a chain may have on the way to them."""
+"""The most places that are used, newest first, and the most links of a chain that are followed to find them."""
 _MEMORY, WEIGHT, _CERTAIN = 0.995, 8.0, 0.998
-"""Of `speculator.proposals.estimates.Calibration`."""
+"""As in `speculator.proposals.estimates.Calibration`."""
 
 
 def _compiled(function: Callable[..., T]) -> Callable[..., T]:
-    """Kept in the cache for the next start, where there is a folder for it."""
+    """Compile a function, cached for the next start where there is a folder for it."""
     try:
         made: Callable[..., T] = njit(nogil=True, cache=True)(function)
     except RuntimeError:
@@ -51,13 +52,13 @@ class Arena(NamedTuple):
 
     @classmethod
     def of(cls, num_tokens: int) -> Arena:
-        # Memory that nobody has written to is not there.
+        # Pages that nobody has written to take no memory.
         links = [np.empty(num_tokens, np.int64) for _ in range(6)]
         return cls(np.empty(num_tokens, np.int32), *links)
 
 
 class Requests(NamedTuple):
-    """By slot. W proposals at most; S sources: own text, group, tenant."""
+    """The state of requests, by slot. W proposals at most; S sources: own text, group, tenant."""
 
     windows: np.ndarray
     """[n, S] −1 where there is none."""
@@ -69,9 +70,11 @@ class Requests(NamedTuple):
     """[n, MAX_MATCH] the last tokens, the newest at the end."""
     num_context: np.ndarray
     sums: np.ndarray
-    """[n, 2] predicted and accepted, of what is predicted for the tenant's requests together."""
+    """[n, 2] sums of what is predicted as usual for the tenant, and of what was accepted."""
     tokens: np.ndarray
-    """[n, W + 1] its newest chain, and what was guessed behind it; `predicted`, `usual` and `kinds` of each."""
+    """[n, W + 1] its newest chain, and the guess after it; of each the probability from counts (`predicted`), the same
+    as calibrated for the tenant (`usual`), and its class of calibration (`kinds`).
+    """
     predicted: np.ndarray
     usual: np.ndarray
     kinds: np.ndarray
@@ -105,7 +108,7 @@ def _bucket(first: int, second: int, mask: int) -> int:
 
 @_compiled
 def append(arena: Arena, windows: np.ndarray, window: int, text: int, tokens: np.ndarray) -> int:
-    """Add tokens to the text with this last place, −1 for a new one; returns its last place."""
+    """Append tokens to the text whose last place is `text`, −1 for a new one; returns its new last place."""
     base, capacity, end = windows[window, 0], windows[window, 1], windows[window, 2]
     mask = capacity - 1
     for index in range(len(tokens)):
@@ -133,7 +136,9 @@ def append(arena: Arena, windows: np.ndarray, window: int, text: int, tokens: np
 def _match(
     arena: Arena, windows: np.ndarray, window: int, context: np.ndarray, num_context: int, places: np.ndarray
 ) -> tuple[int, int]:
-    """The longest end of the context that occurs with something after it: its length, and at how many `places`."""
+    """Find the longest suffix of the context that occurs with something after it; returns its length and the number of
+    `places`.
+    """
     base, capacity, end = windows[window, 0], windows[window, 1], windows[window, 2]
     mask, oldest, newest = capacity - 1, max(end - capacity, 0), len(context) - 1
     count = 0
@@ -179,7 +184,7 @@ def _extended(
     places: np.ndarray,
     count: int,
 ) -> tuple[int, int]:
-    """Keep the places that agree with the context furthest back, from a match of two tokens on."""
+    """Keep the places with the longest match, of two tokens or more; returns its length and their number."""
     firsts = np.empty(_PLACES, np.int64)
     earlier = np.empty(_PLACES, np.int64)
     for index in range(count):
@@ -207,9 +212,10 @@ def _extended(
 
 @_compiled
 def _vote(arena: Arena, base: int, mask: int, places: np.ndarray, count: int) -> tuple[int, int, int]:
-    """What comes next after these places: the most frequent token, how many say so, which `places` become, of how many.
+    """The most frequent token after these places, of equals the newest; its count; and how many places have a next
+    token.
 
-    Of equally frequent ones that which was seen last.
+    Moves `places` to the next token where it is this one.
     """
     heard = np.empty(_PLACES, np.int64)
     following = np.empty(_PLACES, np.int64)
@@ -246,7 +252,7 @@ def _bits(length: int) -> int:
 
 @_compiled
 def _learn(requests: Requests, tenants: np.ndarray, slot: int, committed: np.ndarray) -> None:
-    """The text went on like this: what was guessed behind each node that it has passed was right or not."""
+    """Update the calibration by committed tokens: each guess that they reached was right or wrong."""
     tenant = requests.tenant[slot]
     for node in range(min(len(committed), requests.num_guessed[slot])):
         accepted = requests.tokens[slot, node] == committed[node]
@@ -273,7 +279,7 @@ def _grow(
     min_reach: float,
     probabilities: np.ndarray,
 ) -> None:
-    """The chain behind a request's context: the likeliest of its sources, as far as it is likely enough."""
+    """Extend a request's text by a chain from its likeliest source, while that is likelier than `min_reach`."""
     tenant, sums = requests.tenant[slot], requests.sums[slot]
     places, best_places = np.empty(_PLACES, np.int64), np.empty(_PLACES, np.int64)
     best, best_count, best_window, length, deepest, source = 0.0, 0, -1, 0, 0, 0

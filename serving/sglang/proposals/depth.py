@@ -1,9 +1,9 @@
-"""Feeds SGLang's adaptive speculation: what each decode step proposes, and what the steps cost and earn.
+"""Choose what each of SGLang's decode steps proposes, and measure what the steps cost and earn.
 
 SGLang switches between prebuilt states, one for each candidate depth; depth 0 drafts nothing and keeps the draft's
-cache warm. Which one is next, and whether its proposals are the head's or earlier text's, the planner says
-(`speculator.proposals.length_planner`). Without `--speculative-adaptive` the depth is fixed, all proposals are the
-head's, and only the measuring remains.
+cache warm. The planner (`speculator.proposals.length_planner`) chooses the next depth, and whether the head or earlier
+text proposes. Without `--speculative-adaptive` the depth is fixed, all proposals are the head's, and only the measuring
+remains.
 
 A step's acceptance is known when its result is processed, its time when the device is through with it; with overlap
 scheduling both come after the next step was launched, in order.
@@ -31,13 +31,15 @@ from speculator.proposals.length_planner import LengthPlan, LengthPlanner
 from speculator.proposals.planner import FadingMean
 from speculator.tracing import Parent, record
 
-_ASKED = "_slipstream_asked"
+_ATTRIBUTE = "_slipstream_facts"
 _HEAD, _SUFFIX = SOURCES
 
 
 @dataclass(eq=False)
-class _Asked:
-    """What is measured apart: whose request it is, and what kind; and the span that its rounds' are put under."""
+class _RequestFacts:
+    """What the measurements need of a request: whose and of what kind it is, and the parent of its rounds' tracing
+    spans.
+    """
 
     group: Group
     kind: Stratum
@@ -45,7 +47,7 @@ class _Asked:
     num_prompt_tokens: int
     num_rounds: int = 0
     num_text_rounds: int = 0
-    """In which earlier text proposed."""
+    """Rounds in which earlier text proposed."""
 
     @property
     def stratum(self) -> Stratum:
@@ -61,14 +63,14 @@ class _Round:
     plan: LengthPlan
     is_control: bool
     arm: Arm
-    """Of the end-to-end speedup's A/B."""
+    """Its arm in the A/B test of the end-to-end speedup."""
     cold: tuple[bool, ...]
     requests: list[Any]
-    asked: tuple[_Asked, ...]
+    facts: tuple[_RequestFacts, ...]
     text: Continuations | None
     seconds: float | None = None
     prompts_s: float = 0.0
-    """What came before it."""
+    """Seconds of prefills before it."""
     accepted: Sequence[int] | None = None
     from_text: Sequence[bool] = ()
     """Which of its proposals were earlier text; known with what was accepted."""
@@ -83,23 +85,23 @@ class _Round:
 
     @property
     def head_depth(self) -> int:
-        """Of what is the head's. Without its passes it has made one proposal; what stands behind that is nobody's."""
+        """Proposals that are the head's. Without its passes it has made one; what follows that is filler."""
         return self.depth if self.uses_head else min(self.depth, 1)
 
 
 class TimedStep(NamedTuple):
-    """What a decode step took, `seconds` against those of a server without a draft."""
+    """The time of a decode step, `seconds` as comparable with a server without a draft."""
 
     batch: int
     depth: int
     seconds: float
     uses_head: bool = True
     reading_s: float = 0.0
-    """In which the draft has read what a step without chains of its own committed."""
+    """Seconds in which the draft has read the tokens of a step without its own chains."""
 
 
 class DepthControl:
-    """Used by the scheduler's thread."""
+    """Chooses the depth of each step, and measures the steps. Used by the scheduler's thread."""
 
     def __init__(
         self,
@@ -118,10 +120,9 @@ class DepthControl:
         """`depths` are those that can be chosen, 0 first; where 0 is not among them, the depth is fixed. Those beyond
         `head_depth` are for earlier text alone.
 
-        With `dormancy` a draft that does not pay is not kept up to date. `version` is the draft in service, `control`
-        the share of plain steps, `plain_share` that of stretches of them. Where a rank is not alone, all learn the same
-        times at meetings: `take_times`, `learn_times`. `on_round` is told what each step says about the draft and must
-        not block.
+        `dormancy` lets a draft that does not pay sleep. `version` is the draft in service, `control` the share of
+        control steps, `plain_share` that of plain stretches. Several ranks all learn the same times at meetings:
+        `take_times`, `learn_times`. `on_round` is called with what each step says about the draft and must not block.
         """
         self._depths, self._clock, self.meter, self._is_alone = depths, clock, meter, is_alone
         self._head_depth = head_depth
@@ -134,13 +135,13 @@ class DepthControl:
         self.end_to_end = StretchSpeedup(plain_share)
         self._arm = NO_AB
         self.text: Continuations | None = None
-        """How the texts of the next step's requests may go on."""
+        """Continuations for the requests of the next step."""
         self.plan = LengthPlan(batch=0)
-        """Of the next decode step."""
+        """The plan of the next decode step."""
         self._reading: defaultdict[int, FadingMean] = defaultdict(lambda: FadingMean(0.0))
         """What the draft's reading of a step without its chains takes, in plain steps, by depth."""
         self._are_cold = False
-        """All requests of the last step: what they accept is not observed, so nothing says that drafting pays."""
+        """Whether all requests of the last step are cold: the head is then not used."""
         self._rounds: deque[_Round] = deque()
         self._present: Sequence[Any] = ()
         """Requests of the last step, decode or prefill."""
@@ -154,7 +155,7 @@ class DepthControl:
         """Requests' verifications with proposals, and the tokens that they committed, bonus included."""
 
     def found(self, text: Continuations | None) -> None:
-        """Before a step is planned: how the texts of its requests may go on."""
+        """Set the continuations for the next step's requests, before it is planned."""
         self.text = text
 
     def steps_for(self, batch: int) -> int:
@@ -183,7 +184,7 @@ class DepthControl:
         return self._planner is not None and self._dormancy.is_asleep
 
     def needs_no_reading(self, requests: Sequence[Any]) -> bool:
-        """Whether the draft need not read what a step without its chains commits to these requests."""
+        """Whether the draft may skip the tokens that a step without its chains commits to these requests."""
         return self.is_asleep or (self._planner is not None and self._dormancy.are_cold(requests))
 
     def reads_prompt_of(self, requests: list[Any]) -> bool:
@@ -194,7 +195,7 @@ class DepthControl:
         return reads
 
     def arrived(self, request: Any) -> None:
-        """A request whose prefix SGLang has not looked for yet."""
+        """Choose the prefix cache of a request, before SGLang looks for its prefix."""
         namespace = "" if self._planner is None else self._dormancy.prefix_namespace
         if namespace:
             request.extra_key = f"{request.extra_key}|{namespace}" if request.extra_key else namespace
@@ -204,7 +205,7 @@ class DepthControl:
         self._clock.start()
 
     def committed(self) -> None:
-        """A step without the draft's chains has its tokens, and now the draft reads them.
+        """Mark that a step without the draft's chains has its tokens, before the draft reads them.
 
         A server without drafts would end here.
         """
@@ -216,7 +217,7 @@ class DepthControl:
         self._present = requests
 
     def launched(self, requests: list[Any], depth: int) -> None:
-        """A decode step with `depth` proposals a request has been launched; prefills are not told."""
+        """Note a decode step with `depth` proposals a request that has been launched; leave out prefills."""
         self.depth = depth
         if self.is_asleep:
             self._dormancy.mark(requests)
@@ -232,7 +233,7 @@ class DepthControl:
             self._arm,
             cold=tuple(self._dormancy.is_cold(request) for request in requests),
             requests=list(requests),
-            asked=tuple(_asked_by(request) for request in requests),
+            facts=tuple(_facts_of(request) for request in requests),
             text=self.text if plan.from_text else None,
         )
         self._are_cold = self._dormancy.are_cold(requests)
@@ -246,7 +247,7 @@ class DepthControl:
             done = timed.about
             done.seconds = timed.committed_s if done.is_control else timed.whole_s
             done.prompts_s = timed.before_s
-            # A server without a draft has no reading behind its steps.
+            # At depth 0 without the draft's reading: a server without a draft has none.
             seconds = timed.whole_s if done.depth else timed.committed_s
             reading_s = timed.whole_s - timed.committed_s
             self._times.append(TimedStep(done.batch, done.depth, seconds, done.uses_head, reading_s))
@@ -255,12 +256,12 @@ class DepthControl:
         self._settle()
 
     def take_times(self) -> list[TimedStep]:
-        """What this rank's steps took since this was last asked."""
+        """The times of this rank's steps since the last call."""
         times, self._times = self._times, []
         return times
 
     def learn_times(self, times: list[TimedStep]) -> None:
-        """Plan by these from now on, too."""
+        """Add these times to those that the planner goes by."""
         if self._planner is None:
             return
         for step in times:
@@ -283,10 +284,10 @@ class DepthControl:
         self._settle()
 
     def _count(self, done: _Round, accepted: Sequence[int]) -> None:
-        """What became of its proposals."""
-        for asked, count, is_cold, is_text in zip(done.asked, accepted, done.cold, done.from_text, strict=True):
-            asked.num_rounds += 1
-            asked.num_text_rounds += is_text
+        """Count the accepted proposals of a round."""
+        for facts, count, is_cold, is_text in zip(done.facts, accepted, done.cold, done.from_text, strict=True):
+            facts.num_rounds += 1
+            facts.num_text_rounds += is_text
             if self._planner is not None and not is_cold and not is_text:
                 self._planner.positions.add(done.head_depth, min(count, done.head_depth))
         self.num_verifications += done.batch
@@ -298,9 +299,9 @@ class DepthControl:
                 request.spec_num_cap_tokens += done.depth if is_text else done.head_depth
 
     def _count_by_length(self, done: _Round, accepted: Sequence[int]) -> None:
-        """But for what the head proposed without its passes, or of a request that it has not read."""
+        """Count accept lengths, without those of the head where it ran no passes, or had not read the request."""
         answers = np.array([len(request.output_ids) for request in done.requests])
-        contexts = answers + [asked.num_prompt_tokens for asked in done.asked]
+        contexts = answers + [facts.num_prompt_tokens for facts in done.facts]
         committed, from_text = np.add(accepted, 1), np.array(done.from_text)
         by_head = ~(from_text | np.array(done.cold)) & done.uses_head
         for source, rows in ((_HEAD, by_head), (_SUFFIX, from_text)):
@@ -308,9 +309,9 @@ class DepthControl:
                 self.by_length.add(source, contexts[rows], answers[rows], committed[rows])
 
     def _weigh(self, planner: LengthPlanner, done: _Round, num_accepted: int) -> None:
-        """Does the head save time, beside the best round without its chains?
+        """Weigh, for `Dormancy`, the time that the head saved against the best round without its chains.
 
-        By what all ranks know: expected times, and what was accepted.
+        It uses only what all ranks know: expected times, and what was accepted.
         """
         plain_s = planner.seconds(done.batch, 0, uses_head=False)
         if self.is_asleep or all(done.cold) or not plain_s:
@@ -375,7 +376,7 @@ class DepthControl:
             drafted=not done.is_control,
             seconds=seconds,
             committed=committed,
-            earned=[(asked.group, 1 + count) for asked, count in zip(done.asked, accepted, strict=True)],
+            earned=[(facts.group, 1 + count) for facts, count in zip(done.facts, accepted, strict=True)],
         )
         self.end_to_end.add(done.arm, batch=done.batch, seconds=seconds, committed=committed, prompts_s=done.prompts_s)
         self.tally.add(
@@ -399,21 +400,21 @@ def _joined(counts: Mapping[LengthKey, int]) -> str:
     return ",".join(f"{'/'.join(key)}={count}" for key, count in counts.items())
 
 
-def _asked_by(request: Any) -> _Asked:
-    """Read from a request once; it is kept with it."""
-    asked: _Asked | None = getattr(request, _ASKED, None)
-    if asked is None:
+def _facts_of(request: Any) -> _RequestFacts:
+    """What the measurements need of a request, read once and kept with it."""
+    facts: _RequestFacts | None = getattr(request, _ATTRIBUTE, None)
+    if facts is None:
         params = request.sampling_params
         policy = policy_of(params.custom_params)
         stratum = stratum_of(policy.domain, sampling_of(params))
         num_tokens = len(request.origin_input_ids)
-        asked = _Asked((policy.tenant, policy.domain), stratum, parent_of(params.custom_params), num_tokens)
-        setattr(request, _ASKED, asked)
-    return asked
+        facts = _RequestFacts((policy.tenant, policy.domain), stratum, parent_of(params.custom_params), num_tokens)
+        setattr(request, _ATTRIBUTE, facts)
+    return facts
 
 
 def _watched(done: _Round, seconds: float, accepted: Sequence[int]) -> WatchedRound:
-    rows = zip(done.requests, done.asked, accepted, done.cold, done.from_text, strict=True) if done.uses_head else ()
+    rows = zip(done.requests, done.facts, accepted, done.cold, done.from_text, strict=True) if done.uses_head else ()
     by_text = done.depth * sum(done.from_text)
     return WatchedRound(
         version=done.version,
@@ -424,8 +425,8 @@ def _watched(done: _Round, seconds: float, accepted: Sequence[int]) -> WatchedRo
         committed=done.batch + sum(accepted),
         proposed=Proposed(done.batch * done.depth - by_text, by_text) if done.uses_head else None,
         verifications=tuple(
-            Verification(str(request.rid), asked.stratum, count, done.depth)
-            for request, asked, count, is_cold, is_text in rows
+            Verification(str(request.rid), facts.stratum, count, done.depth)
+            for request, facts, count, is_cold, is_text in rows
             if not is_cold and not is_text
         ),
     )
@@ -433,9 +434,9 @@ def _watched(done: _Round, seconds: float, accepted: Sequence[int]) -> WatchedRo
 
 def _record(done: _Round, seconds: float, accepted: Sequence[int]) -> None:
     """A span in each answer that is traced. It ends now: with overlap scheduling up to a step after its round."""
-    for asked, count, is_text in zip(done.asked, accepted, done.from_text, strict=True):
+    for facts, count, is_text in zip(done.facts, accepted, done.from_text, strict=True):
         record(
-            asked.parent,
+            facts.parent,
             "verify",
             seconds,
             batch=done.batch,
@@ -447,7 +448,7 @@ def _record(done: _Round, seconds: float, accepted: Sequence[int]) -> None:
 
 
 class QuietSwitches(logging.Filter):
-    """SGLang logs every switch of the depth; control rounds would fill its log."""
+    """Drops the line that SGLang logs at every switch of the depth: control rounds would fill its log."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return "Switch adaptive runtime state" not in record.getMessage()

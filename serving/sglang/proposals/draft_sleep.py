@@ -1,16 +1,16 @@
-"""When the draft is not even kept up to date: nothing is gained from it, and reading along costs a pass a step.
+"""Let the draft sleep, which saves a pass a step, while nothing is gained from it.
 
-At depth 0 SGLang's draft still reads every committed token, so that it could propose again at once. A draft that has
-learnt nothing, or that has lately cost more time than it has saved, its reading included, sleeps instead. What a
-request commits meanwhile the draft never reads, so requests that ran while it slept are cold: alone they are decoded
-plainly, beside others they are drafted for with little hope, and they say nothing about how good the draft is. A new
-version wakes it, and so does time, to have a look at requests that are fresh.
+At depth 0 SGLang's draft still reads every committed token, so that it can propose again at once. A draft that has
+learnt nothing, or that has lately cost more time than it has saved, its reading included, sleeps instead. A sleeping
+draft never reads what a request commits meanwhile, so its KV cache for this request has a gap: the request is cold.
+Cold requests alone are decoded plainly, and beside others they are drafted for with little hope. They do not count in
+how good the draft is. A new version wakes the draft. So does time, to try it on fresh requests.
 
-One that has learnt nothing reads no prompts, either: keys and values of random weights are of no use to the version
-that comes after. One that has learnt goes on reading them, since time may wake it at any step.
+A draft that has learnt nothing reads no prompts, either: keys and values of random weights are of no use to the next
+version. One that has learnt goes on reading prompts, since time may wake it at any step.
 
-SGLang caches the prefixes of both. What a request left there before any version had learnt has no keys and values of
-the draft, so requests that come later have a prefix cache of their own.
+SGLang caches prefixes whether the draft has read them or not. Those from before the first version that has learnt lack
+the draft's keys and values, so later requests have a prefix cache of their own.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from collections.abc import Sequence
 from typing import Any
 
 SLEEP_AFTER_STEPS = 100
-"""At the earliest: as many does a draft get to show what it is worth."""
+"""Steps in which a draft may show what it is worth before it may sleep."""
 _MEMORY = 0.99
-"""What a step's saving still weighs after another: half after 69."""
+"""Weight of a step's saving after each later step: half after 69."""
 LOOK_EVERY_STEPS = 4000
 _COLD = "_slipstream_cold"
 
 
 class Dormancy:
-    """Counts decode steps; used by the scheduler's thread. Ranks that run in step sleep and wake together."""
+    """Decides when the draft sleeps; used by the scheduler's thread. It counts steps, so all ranks sleep and wake
+    together.
+    """
 
     def __init__(self, *, is_fresh: bool) -> None:
         """`is_fresh` says that the draft has learnt nothing: it sleeps until there is another version."""
@@ -35,7 +37,7 @@ class Dormancy:
         self._steps = 0
         """Since it fell asleep or awoke."""
         self._saved = 0.0
-        """Plain steps, fading."""
+        """Time saved lately, in plain steps; older savings fade."""
 
     @property
     def reads_prompts(self) -> bool:
@@ -43,11 +45,11 @@ class Dormancy:
 
     @property
     def prefix_namespace(self) -> str:
-        """Keeps prefixes apart that the draft has not read; empty where there are none."""
+        """Separates prefixes that the draft has read from older ones in SGLang's cache; empty where no such are."""
         return "read-by-draft" if self._began_fresh and not self._is_fresh else ""
 
     def slept(self) -> bool:
-        """A decode step while it is asleep; returns whether it woke the draft."""
+        """Count a decode step while it is asleep; returns whether it woke the draft."""
         self._steps += 1
         if not self._is_fresh and self._steps >= LOOK_EVERY_STEPS:
             self.wake()
@@ -55,9 +57,9 @@ class Dormancy:
         return False
 
     def saved(self, share: float) -> None:
-        """What a step while it is awake has saved, in plain steps; below zero it has cost as much.
+        """Count what a step while it is awake has saved, in plain steps; negative where it has cost time.
 
-        Steps in which all requests are cold are not told: nobody sees there how good the draft is.
+        Leave out steps in which all requests are cold: they do not show how good the draft is.
         """
         self._steps += 1
         self._saved = _MEMORY * self._saved + share
@@ -69,7 +71,7 @@ class Dormancy:
         self._steps, self._saved = 0, 0.0
 
     def mark(self, requests: list[Any]) -> None:
-        """Requests whose tokens the draft does not read now: they go cold."""
+        """Make these requests cold: the draft does not read their tokens."""
         for request in requests:
             setattr(request, _COLD, True)
 
@@ -78,5 +80,5 @@ class Dormancy:
         return getattr(request, _COLD, False)
 
     def are_cold(self, requests: Sequence[Any]) -> bool:
-        """All of them, if there are any."""
+        """Whether there are any, and all are cold."""
         return bool(requests) and all(self.is_cold(request) for request in requests)

@@ -1,17 +1,16 @@
-"""What earlier text says comes next: the suffix drafts of the requests of one scheduler.
+"""Suffix drafts of the requests of one scheduler: how earlier text says that theirs goes on.
 
-`RememberedText` follows each request's answer as SGLang commits it, and finds, before each decode step, how its text
-may go on: after its own prompt and answer, those of its prompt group, those of its tenant
-(serving/sglang/proposals/chain_drafter.py). With `GroupSharing` the group's are those of other engines, too.
+`RememberedText` follows each request's answer as SGLang commits it. Before each decode step it looks for continuations
+in the request's own prompt and answer, in its prompt group, and in its tenant's other requests
+(serving/sglang/proposals/chain_drafter.py). With `GroupSharing` the group includes the text of other engines.
 
 Where SGLang overlaps steps, a thread of its own looks while the device computes: once the scheduler has processed the
-result of a step, and before it launches the next one. By then the device is a step ahead, so what is found begins
-before the newest token, and is proposed where the tokens between have come as it says
-(serving/sglang/proposals/splice.py). Nobody waits for it: a step takes what was found last. Without overlap the
-scheduler looks itself, and knows all tokens.
+result of a step, and before it launches the next one. The device is then a step ahead, so a continuation begins before
+the newest token. It is proposed if the tokens since then match it (serving/sglang/proposals/splice.py). A step does not
+wait for the thread: it takes the newest result. Without overlap the scheduler looks itself, and knows all tokens.
 
-Who opts out of capture, or comes without a policy where all must have one, is continued from its own text alone and
-leaves nothing behind.
+A request that opts out of capture, or lacks a policy where all must have one, is continued from its own text alone and
+leaves no text for others.
 """
 
 from __future__ import annotations
@@ -36,23 +35,24 @@ from speculator.proposals.suffix_drafter import MAX_MATCH
 
 _ATTRIBUTE = "_slipstream_text"
 _COUNT_EVERY = 64
-"""Looks between two counts of the tokens that are kept."""
+"""Lookups between two counts of the kept tokens."""
 _MOST_JOBS = 4
 _CLOSING_S = 5.0
 _NO_TEXT = -1
 
 
 def text_width(depth: int, *, overlaps: bool) -> int:
-    """Tokens of text that are looked for where a step proposes at most `depth`.
+    """Most tokens of a continuation, where a step proposes at most `depth`.
 
-    With overlap the device is a step ahead, which may have committed as many as it proposed, and one more.
+    With overlap the device is a step ahead, and may have committed `depth` + 1 tokens by then.
     """
     return 2 * depth + 1 if overlaps else depth
 
 
 def ring_size(width: int) -> int:
-    """Tokens of each request that have to be kept, of texts of at most this width: as far back as one begins, and as
-    far ahead as a verification writes what it then does not commit.
+    """How many tokens of each request `CommittedTokens` keeps, for continuations of at most `width` tokens.
+
+    They reach back to where a continuation begins, and ahead to where a verification writes tokens that it may reject.
     """
     return 2 * (width + 1)
 
@@ -61,25 +61,25 @@ class _Followed:
     """One request's text, as far as it was read."""
 
     def __init__(self, slot: int = _NO_TEXT, publish: Publish | None = None) -> None:
-        """`publish` is told what comes, for the drafts of other engines."""
+        """`publish` takes new tokens, for the drafts of other engines."""
         self.slot, self.publish, self.num_read = slot, publish, 0
-        """Tokens of the answer that it has read."""
+        """Tokens of the answer that were read."""
 
 
 @dataclass(eq=False)
 class Continuations:
-    """How the texts of a batch may go on."""
+    """Continuations of the texts of a batch: what earlier text proposes for each request."""
 
     tokens: np.ndarray
     """[B, W] of each request."""
     probabilities: np.ndarray
-    """[B, W] that each is accepted, once reached."""
+    """[B, W] the probability that each is accepted, once reached."""
     counts: np.ndarray
-    """[B] how many there are."""
+    """[B] the number of tokens of each."""
     first: np.ndarray
     """[B] the position of its first token."""
     num_answered: Sequence[int]
-    """Tokens of each request's answer behind which it goes on like this."""
+    """The length of each request's answer at which its continuation begins."""
     expected: np.ndarray = field(init=False)
     """[B, W + 1] how many of the first ones are expected to be accepted."""
     table: np.ndarray = field(init=False)
@@ -106,13 +106,13 @@ class Continuations:
 
     @classmethod
     def unpacked(cls, packed: np.ndarray, requests: Sequence[Any]) -> Continuations:
-        """Of the texts of these requests."""
+        """The continuations of these requests again."""
         (counts, first), (tokens, bits) = packed[:, :2].T.astype(np.int64), np.split(packed[:, 2:], 2, axis=1)
         answered = [int(at) - len(request.origin_input_ids) for at, request in zip(first, requests, strict=True)]
         return cls(tokens, bits.view(np.float32).astype(float), counts, first, answered)
 
     def of(self, rows: np.ndarray) -> Continuations:
-        """Of these rows, −1 for a request of which nothing is known."""
+        """The continuations of these rows, none for −1."""
         is_known = rows >= 0
         return Continuations(
             self.tokens[rows],
@@ -123,12 +123,15 @@ class Continuations:
         )
 
     def gains(self, lengths: Sequence[int]) -> np.ndarray:
-        """[B, L] how many are expected to be accepted, of so many proposals."""
+        """[B, L] how many tokens are expected to be accepted of so many proposals."""
         most = self.expected.shape[1] - 1
         return self.expected.take([min(length, most) for length in lengths], 1)
 
     def agree(self, requests: Sequence[Any], chosen: Sequence[bool]) -> list[bool]:
-        """Which of the chosen ones have come true so far, now that the host knows what the device knew at the time."""
+        """Which of the chosen continuations the device has proposed: those that match the tokens committed since.
+
+        Call it when the host has the tokens that the device had then.
+        """
         agreed = [False] * len(requests)
         for row, is_chosen in enumerate(chosen):
             if is_chosen:
@@ -141,12 +144,12 @@ class Continuations:
 class _Found(NamedTuple):
     continuations: Continuations
     requests: list[Any]
-    """They stay as long as this: another one could have the id of one that is gone."""
+    """Kept alive with this, or another request could get the `id` of one that is gone."""
     ids: list[int]
 
 
 class RememberedText:
-    """Used by the scheduler's thread, but for what says otherwise."""
+    """Finds continuations for the scheduler's requests. For its thread, except where a method says otherwise."""
 
     def __init__(
         self,
@@ -159,7 +162,7 @@ class RememberedText:
         sharing: GroupSharing | None = None,
     ) -> None:
         """At most `depth` proposals a round, in arrays of at least `width`. Text that may be older than `ttl_s` is
-        dropped; 0 sets no limit. `sharing` brings the text of prompt groups to other engines, and theirs here.
+        dropped; 0 sets no limit. `sharing` exchanges the text of prompt groups with other engines.
         """
         self._most = text_width(depth, overlaps=overlaps)
         self.width = max(self._most, width)
@@ -170,7 +173,7 @@ class RememberedText:
         self._ended: deque[int] = deque()
         self._num_looks = 0
         self.num_tokens = self.num_evicted = 0
-        """Tokens that are kept, and windows that made room for others; may be read by any thread."""
+        """Kept tokens, and evicted windows; may be read by any thread."""
         self._found: _Found | None = None
         self._error: Exception | None = None
         self._jobs: queue.SimpleQueue[tuple[list[Any], list[int]] | None] = queue.SimpleQueue()
@@ -179,13 +182,13 @@ class RememberedText:
             self._thread.start()
 
     def processed(self, requests: Sequence[Any]) -> None:
-        """A step's result has reached these, or they are read for the first time: look how their texts may go on."""
-        # Who is behind looks at what is newest: nothing is missed but the ends of texts.
+        """Queue a lookup for these requests, after a step's result or at their prefill."""
+        # A later lookup makes up for one that is skipped; only the ends of texts are missed.
         if self._thread is not None and requests and self._jobs.qsize() < _MOST_JOBS:
             self._jobs.put((list(requests), [len(request.output_ids) for request in requests]))
 
     def find(self, requests: Sequence[Any]) -> Continuations | None:
-        """How these texts may go on; None where nothing is known of any. Raises what the thread has ended with."""
+        """Continuations for these requests; None without any. Raises the error that has ended the thread."""
         if self._error is not None:
             raise self._error
         if self._thread is None:
@@ -218,7 +221,7 @@ class RememberedText:
             self._error = error
 
     def _look(self, requests: Sequence[Any], lengths: Sequence[int]) -> _Found:
-        """After so many tokens of each answer."""
+        """Look up continuations at these lengths of the answers."""
         self._tidy()
         slots, limits, first, starts = [], [], [], [0]
         committed = array("q")
@@ -240,20 +243,20 @@ class RememberedText:
         return _Found(continuations, list(requests), list(map(id, requests)))
 
     def forget(self, tenants: Collection[str]) -> None:
-        """Drop all text of these tenants, before the next look; for any thread but those that look."""
-        # First: what it has taken until now goes with the windows.
+        """Drop all text of these tenants before the next lookup; for any thread but those that look up."""
+        # Sharing first: what it has already taken is dropped with the windows.
         if self.sharing is not None:
             self.sharing.forget(tenants)
         self._tasks.append(lambda drafter: drafter.forget(tenants))
 
     def drop(self, tenant: str, group_id: str) -> None:
-        """A prompt group has ended: drop its text before the next look, and in Redis; for any thread."""
+        """Drop the text of a prompt group that has ended, before the next lookup and in Redis; for any thread."""
         if self.sharing is not None:
             self.sharing.drop(tenant, group_id)
         self._tasks.append(lambda drafter: drafter.drop(tenant, group_id))
 
     def target_renewed(self, version: int) -> None:
-        """For any thread."""
+        """Note a new version of the target; for any thread."""
         if self.sharing is not None:
             self.sharing.set_target_version(version)
         self._tasks.append(ChainDrafter.target_moved)
@@ -276,13 +279,13 @@ class RememberedText:
         followed = self._follow(request)
         setattr(request, _ATTRIBUTE, followed)
         if followed.slot != _NO_TEXT:
-            # Whatever becomes of the request: with it goes what hangs on it.
+            # The slot is freed with the request, however it ends.
             weakref.finalize(followed, self._ended.append, followed.slot).atexit = False
         return followed
 
     def _follow(self, request: Any) -> _Followed:
         if request.multimodal_inputs is not None or request.input_embeds is not None:
-            # What stands for pictures in a prompt, or for embeddings, is no text.
+            # Placeholder tokens of images or embeddings are no text.
             return _Followed()
         marks, prompt = request.sampling_params.custom_params, request.origin_input_ids
         policy = policy_of(marks)

@@ -1,16 +1,16 @@
-"""Earlier text in the place of the head's proposals, on the device.
+"""Put earlier text in the place of the head's proposals, on the device.
 
-What a step proposes lies in SGLang's input of its verification, one row a request: the newest token, then a chain. In
-the rows that propose earlier text the chain is overwritten, before the verification is launched. Where no row needs the
-head's chain, its passes are left out; the one proposal that it has made already, when it was brought up to date, stays.
+SGLang's input of a verification has one row a request: the newest token, then a chain. In the rows that propose earlier
+text the chain is overwritten before the verification is launched. Where no row needs the head's chain, its passes are
+skipped. Its first proposal stays, since the catch-up pass has already made it.
 
-With overlap scheduling the host has found the text before it knows the newest tokens, and does not wait for them: it
-uploads the text with the position that it belongs to. `CommittedTokens` keeps the last tokens of each request on the
-device, where they are compared with the text: it is proposed from behind them where they agree, and not at all where
-they differ. One small copy a step, and no waiting.
+With overlap scheduling the host has found the text before it knows the newest tokens, and does not wait for them. It
+uploads the text with its position. `CommittedTokens` keeps the last tokens of each request on the device, where they
+are compared with the text. Where they agree, the text after them is proposed, else nothing. That costs one small copy a
+step.
 
-With rejection sampling a proposal's probability is that of the distribution that it was drawn from, and text is
-certain: probability 1, so the target takes it as often as it would have drawn it.
+Rejection sampling needs the probability with which a proposal was drawn. That of text is 1, so the target accepts it as
+often as it would have drawn it.
 
 Shape letters: B requests, N tokens that are verified of each, P = N − 1 proposals, W tokens of text, V vocabulary.
 """
@@ -38,7 +38,7 @@ class CommittedTokens:
         self._ahead = torch.arange(num_kept, device=device)
 
     def add(self, slots_B: Tensor, seq_lens_B: Tensor, tokens_BN: Tensor, *, ahead: int) -> None:
-        """From `ahead` of these lengths on. What was not committed is overwritten by what is, before it is read."""
+        """Store tokens from `ahead` of these lengths on. Uncommitted ones are overwritten before they are read."""
         places_BN = (seq_lens_B[:, None] + self._ahead[ahead : ahead + tokens_BN.shape[1]]) % self._kept
         self._tokens[slots_B.long()[:, None], places_BN] = tokens_BN.long()
 
@@ -48,7 +48,7 @@ class CommittedTokens:
 
 
 class _NoPasses:
-    """In the place of the attention of passes that are left out."""
+    """Stands in for the attention backend of the head's passes where they are skipped."""
 
     def init_forward_metadata(self, _: Any) -> None:
         pass
@@ -66,12 +66,12 @@ class TextSplice:
         """`Continuations.table` on the device."""
         self._places = device.index(tuple(range(width)))
         self.leaves_out_passes = False
-        """Of the head, in the step that comes now."""
+        """Whether the next step skips the head's passes."""
         self.rows: TextRows | None = None
-        """Of the step that was drafted last."""
+        """Which proposals are text, in the step that was drafted last."""
 
     def stage(self, plan: LengthPlan, text: Continuations | None) -> None:
-        """What the step that comes now proposes."""
+        """Upload the text that the next step proposes."""
         self.drop()
         if text is not None and plan.num_proposals and any(plan.from_text):
             table = text.table.copy()
@@ -82,7 +82,7 @@ class TextSplice:
         self.rows = self._staged = None
 
     def around_draft(self, run: Callable[[], Any], draft: Any) -> Any:
-        """SGLang's drafting of a step."""
+        """Hook of SGLang's drafting of a step."""
         if not self.leaves_out_passes:
             return run()
         kept = draft.cuda_graph_runner, draft.draft_attn_backend
@@ -93,8 +93,10 @@ class TextSplice:
             draft.cuda_graph_runner, draft.draft_attn_backend = kept
 
     def around_passes(self, run: Callable[[], Any], draft: Any, forward_batch: Any) -> Any:
-        """What SGLang's `draft_forward` returns: the parents of a chain, its nodes in order, its tokens [B, P], and
-        the distributions [B, P, V] that they were drawn from, where the verification asks for them.
+        """Hook of SGLang's `draft_forward`.
+
+        Returns the parents of a chain, its nodes in order, its tokens [B, P], and the distributions [B, P, V] that they
+        were drawn from, where the verification asks for them.
         """
         if not self.leaves_out_passes or forward_batch.forward_mode.is_idle():
             return run()
@@ -105,14 +107,14 @@ class TextSplice:
         tokens_BP[:, :1] = first_B1
         probs = None
         if spec.draft_probs is not None and not forward_batch.sampling_info.is_all_greedy:
-            # What nobody has proposed has no probability, and is rejected.
+            # Filler has no probability, and is rejected.
             probs = spec.draft_probs.new_zeros(num_requests, num_steps, spec.draft_probs.shape[-1])
             probs[:, 0] = spec.draft_probs
         nodes = torch.arange(num_steps, device=first_B1.device).repeat(num_requests, 1)
         return nodes[:, : num_steps if num_steps > 1 else 0] - 1, nodes, tokens_BP, probs
 
     def committed(self, slots_B: Tensor, seq_lens_B: Tensor, tokens: Tensor, *, ahead: int = 0) -> None:
-        """What a step of requests in these slots has sampled, from `ahead` of their length on: as many of each."""
+        """Store what a step has sampled for requests in these slots, equally many tokens each; `ahead` as for `add`."""
         if self._committed is not None:
             self._committed.add(slots_B, seq_lens_B, tokens.view(len(slots_B), -1), ahead=ahead)
 
@@ -131,7 +133,7 @@ class TextSplice:
         self.rows = TextRows(is_text_BP, logprobs_BP, of_head)
 
     def _aligned(self, batch: Any, staged: Tensor, num_proposals: int) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, P] tokens, their log-probabilities, and where there are any, from behind the newest token of each."""
+        """[B, P] the text's tokens behind each newest token, their log-probabilities, and where there are any."""
         places_P = self._places[:num_proposals]
         counts_B1, found_B3W = staged[:, :1], staged[:, 2:].view(len(staged), 3, self.width)
         if self._committed is None:

@@ -1,4 +1,4 @@
-"""How long decode steps take, and what they add up to."""
+"""Time decode steps on the device, and sum them up."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from serving.sglang.device import Device, Mark
 
 @dataclass(frozen=True)
 class StepTime:
-    """One measured step, with whatever `stop` was told about it."""
+    """One measured step, and what was passed to `stop` for it."""
 
     committed_s: float
-    """Until it had its tokens."""
+    """Seconds until it had its tokens."""
     whole_s: float
-    """With the draft's reading of them."""
+    """Seconds with the draft's reading of its tokens."""
     before_s: float
-    """What else ran between the step before and this one, as prefills do."""
+    """Seconds of other work, such as prefills, between the step before and this one."""
     about: Any
 
 
 _LONGEST_GAP_S = 1.0
-"""Between two steps. What waits longer was held up by something else than its steps."""
+"""The longest gap between two steps that counts as part of the second; a longer one has other causes."""
 
 
 class StepClock:
-    """How long decode steps take on the device, where one may run on when the next one starts; used by one thread.
+    """Times decode steps on the device, where one may still run when the next one starts; used by one thread.
 
-    A step begins where the one before it ended: what SGLang does in between, and a client waits for, is part of it.
+    A step begins where the one before it ended: SGLang's work in between is part of it, since clients wait for that,
+    too.
     """
 
     def __init__(self, device: Device) -> None:
@@ -43,7 +44,7 @@ class StepClock:
         self._last: Mark | None = None
         """The end of the step before, where nothing has come between."""
         self._between: Mark | None = None
-        """When what came between began."""
+        """When other work after the step before began."""
         self._stopped_s = 0.0
         self._running: deque[tuple[Mark, Mark, Mark, Mark, Any]] = deque()
 
@@ -54,7 +55,7 @@ class StepClock:
         self._committed = None
 
     def commit(self) -> None:
-        """The step has its tokens, before `stop`; where nobody says so, it has them at its end."""
+        """Mark that the step has its tokens, before `stop`; without this call, it has them at its end."""
         self._committed = self._device.mark()
 
     def stop(self, about: Any) -> None:
@@ -65,7 +66,7 @@ class StepClock:
         self._between = None
 
     def interrupt(self, *, is_idle: bool) -> None:
-        """Something else runs before the next step; `is_idle` where nothing was there to run until now."""
+        """Mark that other work runs before the next step; `is_idle` where there was nothing to run until now."""
         if is_idle or (self._between is None and self._last is None):
             self._between = self._device.mark()
         elif self._between is None:
@@ -84,11 +85,11 @@ class StepClock:
 
 _MODES = ("speculative", "control")
 _MOST_PROPOSALS = 64
-"""That are counted by position."""
+"""Positions that are counted."""
 
 
 class RoundTally:
-    """What decode steps add up to since the start. Written by the scheduler's thread, read by the follower's."""
+    """Sums over the decode steps since the start. Written by the scheduler's thread, read by the follower's."""
 
     def __init__(self) -> None:
         self._rounds, self._tokens = dict.fromkeys(_MODES, 0), dict.fromkeys(_MODES, 0)
@@ -105,9 +106,9 @@ class RoundTally:
         accepted: Sequence[int],
         from_text: Sequence[bool],
     ) -> None:
-        """A step of so many accepted proposals; `from_text` are the requests whose proposals are earlier text.
+        """Add a step, with the accepted proposals of each request; `from_text` says whose proposals were earlier text.
 
-        `depths` of the others, which are the head's, and of these.
+        `depths` are the proposals of a request from the head, and from earlier text.
         """
         mode = "speculative" if drafted else "control"
         self._rounds[mode] += 1

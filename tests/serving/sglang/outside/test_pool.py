@@ -237,7 +237,7 @@ def test_new_weights_go_to_every_server_that_a_router_lists(
             opened.callback(stop)
             urls.append(url)
         monkeypatch.setattr(scene.fake, "workers", urls)
-        with pytest.raises(EngineError, match=rf"version 6 is not on {urls[1]}: no room\. Say it again"):
+        with pytest.raises(EngineError, match=rf"version 6 is not on {urls[1]}: no room\. Repeat the update"):
             scene.client.move_target(6, tmp_path)
         assert [server.label for server in servers] == ["6", "default", "6"]
         assert all(server.calls[-1] == "/continue_generation" and not server.is_paused for server in servers)

@@ -235,8 +235,8 @@ def test_servers_join_and_leave(tokenizer: LocalTokenizer, size: int) -> None:
         ({"refusal": JSONResponse({"unknown": "shape"}, 400)}, {}, "refuses"),
         ({"refusal": JSONResponse({"error": {"message": "nested"}}, 400)}, {}, "nested"),
         ({"events": [b'data: {"error": {"message": "too long", "code": 400}}\n\n']}, {}, "too long"),
-        ({"events": [b"data: {]\n\n"]}, {}, "again and again"),
-        ({"events": []}, {}, "again and again"),
+        ({"events": [b"data: {]\n\n"]}, {}, "repeatedly"),
+        ({"events": []}, {}, "repeatedly"),
         ({}, {"sampling": SamplingParams(temperature=1.0, top_p=0.9)}, "top_p"),
     ],
 )
