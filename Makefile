@@ -1,5 +1,5 @@
-# Every target sets up what it needs, once: `.venv` holds the locked environment of everything but SGLang, which has
-# `.venv-sglang` for itself, because it pins the versions of much that we leave open.
+# Every target sets up what it needs, once. `.venv` is the locked environment of everything but SGLang, which has its
+# own `.venv-sglang`, because it pins versions of many packages that we leave open.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-sglang chaos soak gpu gpu-wheels llama-cpp lint check format lock audit release test-wheel clean containers docs secrets site system-packages up
@@ -7,10 +7,11 @@ SHELL := /bin/bash
 PYTHON := .venv/bin/python
 UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
 ARGS ?=
-# A process for each core, which takes whole files, so that what a file's tests share starts once; ARGS="-n 0" for one.
+# One process a core. Each runs whole files, so that servers shared within a file start once; ARGS="-n 0" for one
+# process.
 IN_PARALLEL := -n logical --maxprocesses 4 --dist loadfile
 MINUTES ?= 10
-# Debian's; tests that need one are skipped where it is missing.
+# Debian packages; tests that need one are skipped where it is missing.
 SYSTEM_PACKAGES := chromium g++ prometheus redis-tools
 
 help: ## what there is
@@ -27,23 +28,23 @@ test: .venv/.installed ## all tests, on a real Redis; ARGS="-k name"
 test-sglang: .venv-sglang/.installed .venv-sglang/versions/.unpacked ## the tests that run real SGLang on the CPU (10 GB of disk); ARGS="-k name"
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE .venv-sglang/bin/python -m pytest tests/sglang $(IN_PARALLEL) $(ARGS)
 
-chaos: .venv/.installed ## faults put into the running loop, one after another, and what was seen; ARGS="--quick"
+chaos: .venv/.installed ## inject faults into the running loop, one after another, and report effects; ARGS="--quick"
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PYTHON) -m benchmarks.chaos $(ARGS)
 
-# Where PyTorch and SGLang are installed by others, PYTHON=python3 names their interpreter.
-gpu: ## what only a GPU shows, in five stages; ARGS="--stage 1 4 --device cpu --quick"
+# PYTHON=python3 uses an interpreter that has PyTorch and SGLang already.
+gpu: ## checks and measurements that need a GPU, in five stages; ARGS="--stage 1 4 --device cpu --quick"
 	@[ "$(origin PYTHON)" != file ] || $(MAKE) --no-print-directory .venv-sglang/.installed
 	$(if $(filter file,$(origin PYTHON)),.venv-sglang/bin/python,$(PYTHON)) -m benchmarks.gpu $(ARGS)
 
-gpu-wheels: $(UV) ## what make gpu needs on a machine without a network, in parts of 60 MB
+gpu-wheels: $(UV) ## wheels for make gpu on a machine without a network, in parts of 60 MB
 	python3 -m benchmarks.gpu.wheels --uv $(UV) $(ARGS)
 
-# Compiled for this CPU. No dependency of anything: it takes two cores five minutes.
-llama-cpp: .venv/.installed ## llama.cpp into .venv, for benchmarks.serving to compare with
+# Compiled for this CPU. No other target depends on it: it takes five minutes on two cores.
+llama-cpp: .venv/.installed ## install llama.cpp into .venv, for benchmarks.serving to compare with
 	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF" \
 	  $(UV) pip install --quiet --python $(PYTHON) --require-hashes --no-binary llama-cpp-python -r deploy/llama-cpp.lock
 
-soak: .venv/.installed ## the loop under steady load: what grows? MINUTES=10
+soak: .venv/.installed ## run the loop under steady load and report memory and other growth; MINUTES=10
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PYTHON) -m benchmarks.soak --minutes $(MINUTES) $(ARGS)
 
 secrets: ## write .env and, into deploy/secrets, the passwords of docker-compose.yml, where there are none yet
@@ -68,11 +69,11 @@ format: .venv/.installed ## rewrite the code in the project's format
 	$(PYTHON) -m ruff format .
 	$(PYTHON) -m ruff check --fix .
 
-docs: .venv/.installed ## write the generated pages again
+docs: .venv/.installed ## regenerate the tables in docs/reference and the alert rules for Kubernetes
 	$(PYTHON) -m docs.tables
 	$(PYTHON) -m deploy.kubernetes.rules
 
-site: .venv/.installed ## dist/site: the documents as a site; a link to nowhere or a name that nothing has fails
+site: .venv/.installed ## build the site into dist/site; fails on a broken link or an unknown flag, setting or metric
 	$(PYTHON) -m sphinx -q -E -W --keep-going -c docs . dist/site
 
 lock: $(UV) ## compile the lock files again from pyproject.toml (names, versions and hashes only)
@@ -92,19 +93,19 @@ release: .venv-release/.installed $(UV) ## dist/: source archive, wheel and SBOM
 test-wheel: $(UV) ## the wheel in an empty environment, and a demo of a minute from it; MINUTES=1
 	@deploy/test-wheel.sh $(UV) $(if $(filter command line,$(origin MINUTES)),$(MINUTES),1)
 
-audit: .venv-audit/.installed ## known vulnerabilities of everything that is locked, asked of osv.dev
+audit: .venv-audit/.installed ## look up known vulnerabilities of all locked packages at osv.dev
 	@deploy/audit.sh .venv-audit/bin/pip-audit requirements*.lock deploy/*.lock
 
-system-packages: ## Debian packages that some tests need, where apt-get and root are there; prometheus takes port 9090
+system-packages: ## install Debian packages that some tests need (apt-get, root); prometheus takes port 9090
 	@if dpkg -s $(SYSTEM_PACKAGES) >/dev/null 2>&1; then exit 0; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(SYSTEM_PACKAGES); \
-	else echo "left out, tests that need them are skipped: $(SYSTEM_PACKAGES)" >&2; fi
+	else echo "not installed (needs root and apt-get), tests that need them are skipped: $(SYSTEM_PACKAGES)" >&2; fi
 
 clean: ## remove the environments
 	rm -rf .venv .venv-sglang .venv-audit .venv-release .tools dist
 
-# uv where it is missing: into a directory of its own, which also works where the system's pip is externally managed.
+# Install uv where it is missing, with --target, which also works where the system's pip is externally managed.
 .tools/bin/uv:
 	@python3 -m pip --version >/dev/null 2>&1 || { echo "python3 has no pip: install python3-pip, or uv itself" >&2; exit 2; }
 	python3 -m pip install --quiet --disable-pip-version-check --target .tools uv
@@ -122,7 +123,7 @@ endef
 .venv-sglang/.installed: requirements-sglang.lock pyproject.toml | $(UV)
 	$(install)
 
-# Read, not installed: what the plugin relies on has to be in them, too.
+# Other SGLang versions, unpacked only for tests to read: the functions that the plugin hooks must be in them, too.
 .venv-sglang/versions/.unpacked: $(wildcard tests/sglang/versions/*.lock) .venv-sglang/.installed
 	for lock in tests/sglang/versions/*.lock; do \
 	  $(UV) pip install --quiet --target $(@D)/$$(basename $$lock .lock) --no-deps --require-hashes --link-mode copy \
@@ -130,7 +131,7 @@ endef
 	done
 	@touch $@
 
-# By itself: what judges the others is none of them.
+# In an environment of its own, so that the audited packages are not part of the auditor.
 .venv-audit/.installed: deploy/audit.lock
 .venv-release/.installed: deploy/release.lock
 .venv-audit/.installed .venv-release/.installed: | $(UV)

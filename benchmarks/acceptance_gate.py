@@ -1,4 +1,4 @@
-"""What the learned gate on suffix proposals brings over calibration alone, and what a gate that knows all would.
+"""Gain of the learned gate on suffix proposals over calibration alone, and the upper bound of a perfect gate.
 
     python -m benchmarks.acceptance_gate [--quick] [--json FILE] [--prompts FILE.jsonl] [--traces FILE.rec] …
 
@@ -8,8 +8,8 @@ would. Each arm replays all answers, `--clients` of them at a time, with a suffi
 those of the engines:
 
     calibration   `SuffixConfig(learns=False)`
-    gate          what ships: the gate begins with nothing and learns from each verdict
-    oracle        proposes what is right of the same trees: what no gate can pass
+    gate          the default: the gate begins untrained and learns from each verdict
+    oracle        proposes exactly the right nodes of the same trees: the upper bound of any gate
 
 `tree` is the local engine: a round takes `--step-ms`, and `--row-share` of that for each token in it, and the processor
 time in which proposals were made and learned from. `chain` is SGLang: one length for all requests, whose rows all
@@ -45,15 +45,15 @@ from speculator.recording import RecordingReader
 MOST = 16
 """Proposals of a request in a round: the local engine's default."""
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8)
-"""Of SGLang's chains."""
+"""Lengths of SGLang's chains."""
 ARMS = "calibration", "gate", "oracle"
 NOTHING = -1
-"""What the target emits behind an answer."""
+"""Stands for the token after an answer's end."""
 
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """Tokens of a prompt, or its end, and of its greedy answer."""
+    """Tokens of a prompt (or its tail) and of its greedy answer."""
 
     prompt: list[int]
     tokens: list[int]
@@ -61,10 +61,10 @@ class Answer:
 
 @dataclass(eq=False)
 class Totals:
-    """Of one arm."""
+    """Results of one arm."""
 
     tokens: np.ndarray
-    """By answer; so is `seconds`."""
+    """One element an answer; so is `seconds`."""
     seconds: np.ndarray
     rounds: int = 0
     proposed: int = 0
@@ -98,7 +98,7 @@ class Arm:
         self.totals = Totals(np.zeros(len(answers)), np.zeros(len(answers)))
 
     def serve(self, until: int) -> None:
-        """Rounds until the answers before this one have begun, or with the last of them, ended."""
+        """Run rounds until all answers before number `until` have begun; for the last, until they have ended."""
         while self._next < until or (until == len(self._answers) and self._running):
             while len(self._running) < self._options.clients and self._next < until:
                 answer = self._answers[self._next]
@@ -145,7 +145,7 @@ class Arm:
         totals.drafting_s += drafting_s
 
     def _in_trees(self, grown: Sequence[DraftTree]) -> tuple[list[DraftTree], list[int], float]:
-        """What the planner verifies of trees, rows of each request, and what the round takes."""
+        """(pruned trees that the planner verifies, rows of each request, seconds of the round)."""
         batch = len(grown)
         plan = self._rounds.plan(
             [""] * batch, batch, [tree.reaches for tree in grown], head_depth=0, unread=[0] * batch
@@ -157,7 +157,7 @@ class Arm:
         return trees, rows, seconds
 
     def _in_chains(self, grown: Sequence[DraftTree]) -> tuple[list[DraftTree], list[int], float]:
-        """The same of chains of one length."""
+        """The same for chains of one length."""
         batch = len(grown)
         gains_BL = np.array([[sum(tree.reaches[:length]) for length in LENGTHS] for tree in grown])
         plan = self._lengths.plan(batch, LENGTHS, head_lengths=[0], text_gains_BL=gains_BL)
@@ -176,14 +176,14 @@ class Arm:
 
 
 def _right_of(tree: DraftTree, one: _Running) -> list[int]:
-    """The nodes that the answer goes on with."""
+    """The nodes of the tree that continue the recorded answer."""
     rest = one.answer.tokens[one.done :]
     return tree.walk(lambda _, depth: rest[depth] if depth < len(rest) else NOTHING)[1]
 
 
 @dataclass(frozen=True)
 class Gain:
-    """In tokens a second of one arm over another, and its 95% interval."""
+    """Relative gain in tokens a second of one arm over another, with its 95% interval."""
 
     value: float
     lower: float

@@ -1,4 +1,4 @@
-"""Recorded greedy answers as traffic: recorded once, read back, and asked for in turn."""
+"""Recorded greedy answers as traffic: recorded once, read back, and requested in turn."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RECORDING_DEFAULTS = {"answers": (64, 480), "max_tokens": (64, 160)}
 CHAIN = 4
 """Proposals a round of the draft that serves while answers are recorded."""
 FEWEST = 48
-"""Answers below which there is no traffic to speak of."""
+"""Least number of usable answers in a recording."""
 
 
 def add_recording_options(options: argparse.ArgumentParser) -> None:
@@ -89,7 +89,7 @@ def recording(
     """
     prompts = read_prompts(arguments.prompts) if arguments.prompts else built_in_prompts()
     chosen, fingerprint = choose(prompts, arguments.answers), target_fingerprint(model_dir)
-    # Nobody waits for a stream here, so prompts are read in long chunks.
+    # Latency does not matter here, so prompts are prefilled in long chunks.
     settings = {
         "depth": 0,
         "control_share": 0.0,
@@ -176,7 +176,7 @@ def read_answers(path: Path, draft: Eagle3Draft) -> list[Answer]:
 
 
 class Traffic:
-    """Which answer is asked for: of the domain of a random one, the answer that was asked for least so far."""
+    """Chooses the next answer: in a random answer's domain, the one that was requested least so far."""
 
     def __init__(self, answers: Sequence[Answer], *, seed: int) -> None:
         self._answers, self._rng = answers, random.Random(seed)

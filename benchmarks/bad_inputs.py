@@ -1,4 +1,4 @@
-"""Inputs made to do harm, by the thousand: what became of each, surface by surface.
+"""Fuzz every input surface with thousands of hostile inputs, and count failures and hangs.
 
     python -m benchmarks.bad_inputs [--quick] [--json FILE] [--seed N]
 
@@ -101,7 +101,7 @@ def local_engine(folder: Path, counts: Mapping[str, int], seed: int) -> Iterator
 
 
 def _is_well(url: str) -> Tally:
-    """After all that the gateway still serves."""
+    """Check that the gateway still serves afterwards."""
     tally = Tally("HTTP: a good request afterwards")
 
     def attempt() -> Outcome:
@@ -150,7 +150,7 @@ def settings_and_files(folder: Path, socket_url: str, counts: Mapping[str, int],
 
 
 def hot_swap(folder: Path) -> Iterator[Tally]:
-    """The corpus of drafts, installed into a running engine: none may change its version or what it says."""
+    """Install each damaged draft into a running engine: none may change its version or its answers."""
     tally = Tally("hot swap: corpus of drafts")
     model_dir = make_toy_model(folder / "toy")
     draft = random_draft(model_dir, seed=0)

@@ -1,4 +1,4 @@
-"""Faults, one after another, put into the running loop: what is promised, and what was seen.
+"""Inject faults into the running loop, one after another, and compare what was promised with what was observed.
 
     python -m benchmarks.chaos [--quick] [--json FILE] [--only WORD] [--model DIR_OR_ID]
 
@@ -29,12 +29,12 @@ from speculator.errors import SlipstreamError
 from tests.fixtures.toy import make_toy_model
 
 Seen = dict[str, Observed | str]
-"""What was observed of a fault, or what went wrong with it."""
+"""By fault: its observation, or the error that ended it."""
 _NO_SMALL_DISK = Observed(told="left out: no tmpfs may be mounted here", checks={})
 _NO_GOOD_DRAFT = Observed(told="left out: hardly worse than what a toy's draft learns; --model tries it", checks={})
 _LEFT_OUT = (_NO_SMALL_DISK, _NO_GOOD_DRAFT)
 _BOTH = ("--suffix-depth", "0")
-"""Suffixes know half of the questions by heart, and leave the draft little to do."""
+"""Suffix drafts off: half of the questions repeat, so they would leave the head almost no work."""
 _TOY = (*_BOTH, "--dtype", "float64", "--draft-vocab-size", "24", "--context-length", "256")
 _REAL = (*_BOTH, "--dtype", "float32", "--draft-vocab-size", "2048", "--context-length", "512")
 FAULTS = (
@@ -97,14 +97,14 @@ def _run(folder: Path, model: str | None, chosen: list[Fault]) -> Seen:
             except TimeoutError as error:
                 seen[fault.name] = str(error)
             except SlipstreamError as error:
-                # A process has ended: what would follow says nothing.
+                # A process has ended, so later observations would mean nothing.
                 seen[fault.name] = str(error)
                 break
     return seen
 
 
 def _with_losses(observed: Observed, num_lost: int) -> Observed:
-    """Nothing else removes what the trainer has not used: there is no time to live here, and nobody erases."""
+    """Add the check that no trace was lost: here neither expiry nor erasure removes unused traces."""
     if not num_lost:
         return observed
     told = f"{observed.told}; {num_lost} traces too many for the stream's {STREAM_MAX_BYTES >> 20} MiB, counted as lost"

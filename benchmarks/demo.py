@@ -1,4 +1,4 @@
-"""What a user sees after ten minutes: `slipstream demo` from a draft with random weights, on three workloads in turn.
+"""Measure `slipstream demo` after ten minutes, from a draft with random weights, on three workloads in turn.
 
     python -m benchmarks.demo [--quick] [--json FILE] [--prompts FILE.jsonl] [--model NAME] [--minutes 10]
                               [--workloads mixed editing groups] [--plots DIR]
@@ -122,7 +122,7 @@ def _functions_of_this_project() -> list[str]:
 
 
 def _run(workload: Workload, arguments: argparse.Namespace, plot: tuple[str, ...]) -> dict[str, Any]:
-    """The figures of one demo, whose lines go to the terminal."""
+    """Run one demo, with its output on the terminal, and return its figures."""
     with tempfile.TemporaryDirectory(prefix="slipstream-") as scratch:
         asked, written = Path(scratch) / "prompts.jsonl", Path(scratch) / "figures.json"
         lines = [json.dumps({"domain": one.domain, "prompt": one.text}) for one in workload.prompts]

@@ -1,4 +1,4 @@
-"""What rounds would have taken if equal rounds took equally long.
+"""Compare ways of decoding as if rounds of equal shape took equally long.
 
 On a shared machine the same rounds take 15% more in one minute than in the next, which hides what a better choice of
 rounds earns. So a round is charged the median of all rounds of its shape, whoever ran them: what is left of a
@@ -14,7 +14,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 _COMMON = 8
-"""Rounds of one shape whose median is trusted."""
+"""Least number of rounds of one shape for their median to be used."""
 
 
 class Round(NamedTuple):
@@ -25,16 +25,16 @@ class Round(NamedTuple):
     batch: int
     num_proposals: int
     num_steps: int
-    """Of the head; 0 where it was not asked."""
+    """Steps of the head; 0 where it was not used."""
     num_pairs: int
-    """That the head read before."""
+    """Pairs that the head read first."""
     verify_s: float | None
-    """None where a prompt was read in the same pass: it is charged as others of its shape."""
+    """None where the same pass also prefilled a prompt: the round is charged as others of its shape."""
     draft_s: float
 
 
 def at_equal_cost(runs: Sequence[Sequence[Round]]) -> list[float]:
-    """Seconds of each run."""
+    """Seconds of each run at equal cost."""
     verify, draft = defaultdict[tuple[int, int], list[float]](list), defaultdict[Hashable, list[float]](list)
     for run in runs:
         for one in run:
@@ -61,7 +61,7 @@ def _verified(one: Round) -> tuple[int, int]:
 
 
 def _drafted(one: Round) -> Hashable:
-    # A head that was not asked for a while reads much at once.
+    # A head that was not used for a while reads many pairs at once.
     return one.batch, one.num_steps, one.num_pairs if one.num_pairs > 4 * one.batch else 0
 
 

@@ -1,4 +1,4 @@
-"""The gauge against the truth: the speedup that an SGLang server says of itself, and that over one without drafts.
+"""Compare the speedup that an SGLang server reports about itself with that measured over a server without drafts.
 
 .venv-sglang/bin/python -m benchmarks.gauge [--quick] [--json FILE] [--prompts FILE.jsonl] [--blocks 6]
                                             [--drafts random poor good] [--clients 1 8]
@@ -28,7 +28,7 @@ from benchmarks.sglang_cpu_scene import LIVE_ID, Scene, prepared
 from tests.sglang.server import SglangServer
 
 ACCEPT_LENGTHS = {"random": None, "poor": 1.2, "good": 2.0}
-"""Simulated ones."""
+"""Simulated accept lengths; None: a real draft."""
 BLOCK_S = 125.0
 _REPORTED_AFTER_S = 2.0
 _TURN_TOKENS = 96
@@ -40,7 +40,7 @@ _T90 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8:
 
 @dataclass(frozen=True)
 class Block:
-    """Ratios of the decoding rates of each turn, and what the gauge said at the end."""
+    """Ratios of the decoding rates of each turn, and the reported speedup at the end."""
 
     ratios: list[float]
     gauge: float
@@ -48,7 +48,7 @@ class Block:
 
     @property
     def error(self) -> float:
-        """Logarithm of gauge over truth."""
+        """Logarithm of reported over measured speedup."""
         return math.log(self.gauge / statistics.median(self.ratios))
 
 
@@ -124,7 +124,7 @@ def main() -> None:
 
 
 _FLAGS = ("--stream-interval", "4")
-"""Two cores serve and ask: fewer events, more of the time is the server's."""
+"""Server and clients share two cores: fewer stream events leave more time to the server."""
 
 
 def _server(scene: Scene, draft: str) -> SglangServer:
@@ -134,14 +134,14 @@ def _server(scene: Scene, draft: str) -> SglangServer:
     simulated = {
         "SGLANG_SIMULATE_ACC_LEN": str(accept_length),
         "SGLANG_SIMULATE_ACC_METHOD": "match-expected",
-        # Its verdicts are not the target's: nothing may learn from them.
+        # Simulated verdicts are not the target's, so nothing may be captured.
         "SLIPSTREAM_CAPTURE": "0",
     }
     return scene.live_server(scene.add_random(), _FLAGS, simulated)
 
 
 def _prompts(scene: Scene) -> Iterator[list[int]]:
-    """Each with another number in front: where they come again, no server has read them."""
+    """Prompts, each with a different number in front, so that no prefix cache has a repeated one."""
     for number in itertools.count():
         prompt = scene.prompts[number % len(scene.prompts)]
         yield scene.ids(f"Question {number:05d}: {prompt.text}"[: 3 * _LONGEST_PROMPT])
@@ -156,7 +156,7 @@ def _measure(
     num_blocks: int,
     prompts: Iterator[list[int]],
 ) -> Cell:
-    """The first block warms up: the gauge forgets what was before, and the policy finds its depth."""
+    """Measure blocks of turns. The first is a warm-up, in which the policy finds its depth."""
     blocks = []
     for number in range(1 + num_blocks):
         ratios: list[float] = []
@@ -171,7 +171,7 @@ def _measure(
             ratios.append(rates[live.port] / rates[plain.port])
         time.sleep(_REPORTED_AFTER_S)
         report = scene.report(LIVE_ID)
-        # Of a draft that sleeps throughout nothing is measured: it claims to be a server without one.
+        # With a draft that sleeps throughout the server measures no speedup: count it as 1.
         gauge = 1.0 if report["asleep"] == "1" else float(report["speedup"])
         if number:
             blocks.append(Block(ratios, gauge, float(report.get("accept_length", 1.0))))

@@ -1,4 +1,4 @@
-"""A run in which nothing lives for long: trainer, engine and Redis are killed with SIGKILL at random moments.
+"""Kill trainer, engine and Redis with SIGKILL at random moments, and account for every acknowledged trace.
 
     python -m benchmarks.kills [--kills 120] [--fsync always] [--seed 0] [--quick] [--json FILE]
 
@@ -73,7 +73,7 @@ class Scene:
         )
         self.trainer = Service(folder, "trainer", ["train", *common, "--state", str(self._state)])
         self.produced: set[str] = set()
-        """What the producer was told that it has appended."""
+        """Ids of the traces whose append Redis confirmed to the producer."""
         self._stopping = threading.Event()
 
     @contextlib.contextmanager
@@ -94,7 +94,7 @@ class Scene:
             self.redis.stop()
 
     def kill(self, victim: str) -> bool:
-        """False where it has ended by itself, as a service does that finds no Redis at its start."""
+        """Kill it; False where it had ended by itself, as a service does that finds no Redis at its start."""
         if victim == "redis":
             os.kill(self.redis.pid, signal.SIGKILL)
             time.sleep(self._rng.uniform(0, 0.3))
@@ -111,13 +111,13 @@ class Scene:
         return {"engine": self.engine, "trainer": self.trainer}[name]
 
     def revive(self) -> None:
-        """As a supervisor would: what has ended is started again."""
+        """Restart all processes that have ended, as a supervisor would."""
         for service in (self.engine, self.trainer):
             if not service.is_alive:
                 service.start()
 
     def answers_again(self) -> bool:
-        """Whether something was answered in the last seconds; meanwhile what ends is started again."""
+        """Whether a request was answered in the last seconds; restarts processes that have ended."""
         self.revive()
         return bool(self.load.last(2).outcomes[OK])
 
@@ -131,7 +131,7 @@ class Scene:
             yield TraceStream(client, self.model_key, max_bytes=STREAM_MAX_BYTES, consumer="witness")
 
     def is_settled(self) -> bool:
-        """The recorder's queue and the stream are empty; what has ended meanwhile is started again."""
+        """Whether the recorder's queue and the stream's backlog are empty; restarts processes that have ended."""
         self.revive()
         try:
             metrics = httpx.get(f"{self.load.url}/metrics", timeout=5, trust_env=False).text
@@ -142,7 +142,7 @@ class Scene:
         return "slipstream_traces_pending 0.0" in metrics and lag.pending + lag.undelivered == 0
 
     def accounts(self) -> tuple[Accounts, int]:
-        """And how many traces the trainer's checkpoint counts."""
+        """(the accounts, number of traces in the trainer's checkpoint)."""
         acknowledged = acknowledged_in(self.engine.notes()) | self.produced
         with self.stream() as stream:
             lag = stream.lag()
@@ -155,7 +155,7 @@ class Scene:
         return redis
 
     def _has_traces(self) -> bool:
-        """Answers of the engine, from which the producer makes its own."""
+        """Whether the stream has traces of the engine, from which the producer makes its own."""
         self.revive()
         body = {"model": MODEL, "prompt": "first", "max_tokens": 32}
         with contextlib.suppress(httpx.HTTPError):
@@ -173,7 +173,7 @@ class Scene:
             if number % 20 == 0:
                 payload = rng.choice(list(corrupted(payload, rng).values()))
             while not self._stopping.is_set():
-                # Until it is told that it has: at least once.
+                # Repeat until Redis confirms the append: at least once.
                 with contextlib.suppress(StreamError), self.stream() as stream:
                     stream.append(payload, trace_id=trace_id)
                     self.produced.add(trace_id)
@@ -181,7 +181,7 @@ class Scene:
 
 
 def another(payload: bytes, trace_id: str, rng: random.Random) -> bytes:
-    """A trace of another text."""
+    """The trace with another text and id."""
     trace = decode_trace(payload)
     tokens = np.random.default_rng(rng.getrandbits(32)).permutation(trace.token_ids)
     header = msgspec.structs.replace(trace.header, trace_id=trace_id)
@@ -192,15 +192,15 @@ def another(payload: bytes, trace_id: str, rng: random.Random) -> bytes:
 class Outcome:
     accounts: Accounts
     counted: int
-    """Traces in the trainer's own count."""
+    """Traces as the trainer's checkpoint counts them."""
     victims: Counter[str]
     requests: Window
     settled_s: float
-    """From the last answer until nothing waited any more."""
+    """Seconds from the last answer until no trace waited."""
 
 
 def run(folder: Path, *, num_kills: int, fsync: str, seed: int) -> Outcome:
-    """Raises TimeoutError where the services do not come back, or traces do not arrive."""
+    """Run the benchmark. Raises TimeoutError where services do not come back, or traces do not arrive."""
     started_s = time.monotonic()
     rng, victims = random.Random(seed), Counter[str]()
     scene = Scene(folder, fsync, rng)

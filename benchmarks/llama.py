@@ -20,10 +20,10 @@ _ROOM = 2048
 """Tokens of a prompt and its answer."""
 
 _OF_THE_FILE = ("general.architecture", "general.file_type", "general.quantization_version")
-"""What describes it and not the model is the writer's to say."""
+"""Fields about the file, not the model: the GGUF writer sets them itself."""
 
 Generate = Callable[[Sequence[int], int], int]
-"""A prompt and the most tokens of its greedy answer → how many there were."""
+"""(prompt, max tokens) → number of tokens in the greedy answer."""
 
 
 def is_installed() -> bool:
@@ -31,12 +31,12 @@ def is_installed() -> bool:
 
 
 def llama_ways(threads: int) -> dict[str, Generate]:
-    """By name. Raises ConfigError without the package that brings the model."""
+    """Greedy generators by name. Raises ConfigError without the package of the model."""
     original = bundled_file()
     with tempfile.TemporaryDirectory() as folder:
         wide = Path(folder) / "bfloat16.gguf"
         _widen(original, wide)
-        # A file may go once it is mapped.
+        # A file may be removed once it is mapped.
         return {"llama_cpp": _greedy(wide, threads), "llama_cpp_4_bits": _greedy(original, threads)}
 
 

@@ -1,4 +1,4 @@
-"""What each loss of the trainer is worth: accept length after equal trained tokens, against the default.
+"""Compare the trainer's losses: accept length after equal trained tokens, against the default loss.
 
     python -m benchmarks.losses [--quick] [--json FILE] [--prompts FILE.jsonl] [--traces FILE.rec] [--runs FILE.jsonl]
                                 [--arms default null margin …] [--steps 150] [--seeds 3] [--first-seed 0]
@@ -119,7 +119,7 @@ def main() -> None:
 
 
 def _kept(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a replay's document, what the comparison reads. Eight digits tell the traces of one recording apart."""
+    """The fields of a replay's document that the comparison reads, with trace ids cut to eight digits."""
     return {
         "accept_length": run["accept_length"],
         "trained_tokens": run["trained_tokens"],
@@ -138,7 +138,7 @@ def _recorded(arguments: argparse.Namespace, model_dir: Path) -> Path:
 
 
 def _usable(arms: list[str], path: Path) -> list[str]:
-    """`default` first. Raises ConfigError where an arm learns from what the recording has none of."""
+    """The arms, `default` first. Raises ConfigError where the recording lacks data that an arm learns from."""
     judges = [arm for arm in arms if arm.endswith("_recorded")]
     branches = [arm for arm in arms if arm.startswith("branches_")]
     if judges or branches:

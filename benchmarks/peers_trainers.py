@@ -1,4 +1,4 @@
-"""This project's trainer beside those of `speculators` and `specforge`, on the same traces, with their own code.
+"""Compare our trainer with those of `speculators` and `specforge`, on the same traces, with their own code.
 
     python -m benchmarks.peers_trainers [--quick] [--json FILE] [--prompts FILE.jsonl] [--traces FILE.rec]
                                         [--runs FILE.jsonl] [--domains code math] [--tokens 15000 60000 …]
@@ -70,7 +70,7 @@ DEPTH = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """A project, and what differs from its defaults."""
+    """A project, and changes of its default settings."""
 
     project: str
     changes: Mapping[str, Any]
@@ -90,19 +90,19 @@ ARMS = {
 OURS = "ours"
 _LEAST_TRACES = 8
 _MORE_CPU = 1.1
-"""From one evaluation of ours to the next, its CPU seconds grow by this, behind a quarter of all."""
+"""Factor of CPU seconds from one evaluation of our trainer to the next, after the first quarter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What all trainers learn, and what they are scored on."""
+    """Training steps and held-out traces, the same for all trainers."""
 
     domain: str
     seed: int
     tokens: int
     config: TrainerConfig
     examples: Sequence[Example]
-    """Learned from."""
+    """Training examples."""
     held_out: Sequence[Example]
     steps: Sequence[Sequence[Window]]
     num_tokens: int
@@ -170,7 +170,7 @@ class _Log:
             self._known = {line["key"]: line["run"] for _, line in lines}
 
     def run(self, key: str, make: Callable[[], dict[str, Any]], *, least_s: float | None = None) -> dict[str, Any]:
-        """The run that the file has; made now where it has none, or one whose curve ends before `least_s`."""
+        """The run from the file; made now where it has none, or one whose curve ends before `least_s`."""
         key = f"{key}, {self._about}"
         known = self._known.get(key)
         if known is None or (least_s is not None and known["curve"][-1][0] < least_s):
@@ -214,7 +214,7 @@ def read_task(path: Path, model_dir: Path, *, domain: str, seed: int, tokens: in
 
 
 def scored(draft: Eagle3Draft, task: Task) -> Acceptance:
-    """What it would commit on the held-out traces."""
+    """Acceptance of a draft on the held-out traces."""
     rows = held_out_scores(draft, task.held_out, task.config, depths=[DEPTH])
     return sum((row[DEPTH] for row in rows), Acceptance())
 
@@ -244,7 +244,7 @@ def train_ours(task: Task, model_dir: Path, most_s: float) -> dict[str, Any]:
 
 
 def _endless(task: Task) -> Iterator[Sequence[Window]]:
-    """The task's steps, then more of the same traces, all of them known."""
+    """The task's steps, then endless further ones over the same traces."""
     yield from task.steps
     feed = Feed(task.examples, task.config, num_steps=1, seed=task.seed + 1)
     while True:
@@ -252,14 +252,14 @@ def _endless(task: Task) -> Iterator[Sequence[Window]]:
 
 
 class _Peers:
-    """The projects in their environments, and a folder through which they are told what to learn."""
+    """The projects in their environments, and the folder with their input and output."""
 
     def __init__(self, folder: Path, environments: Path, model_dir: Path, arguments: argparse.Namespace) -> None:
         self._folder, self._environments, self._model_dir = folder, environments, model_dir
         self._arguments = arguments
 
     def write(self, task: Task) -> None:
-        """What all arms learn, for `benchmarks/common/peer_trainers.py`."""
+        """Write the task for `benchmarks/common/peer_trainers.py`."""
         places = {id(example): number for number, example in enumerate(task.examples)}
         used = {id(window.example) for windows in task.steps for window in windows}
         (self._folder / "traces").mkdir()

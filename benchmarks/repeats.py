@@ -1,4 +1,4 @@
-"""Verdicts of watch and trainer on drafts that are known to be good or bad, again and again, on recorded answers.
+"""Error rates of watch and review: their verdicts on drafts known to be good or bad, repeated on recorded answers.
 
     python -m benchmarks.repeats [--quick] [--json FILE] [--prompts FILE.jsonl] [--traces FILE.rec] …
 
@@ -66,7 +66,7 @@ from trainer.release.live_review import ACTOR, Review
 from trainer.replay.memory import Stored, provenance_of
 
 POLL_S = 0.5
-"""Virtual seconds between two looks of the follower: its default."""
+"""Virtual seconds between two polls of the follower: its default."""
 PER_MINUTE = 27.0
 PLAIN_MS, ROUND_MS, SPREAD = (27.9, 31.8), (34.1, 44.2), 0.15
 """For one client and two, measured in the demo with two: 15.9 ms a token plainly, 1.23 times as fast with 1.71 tokens a
@@ -74,17 +74,17 @@ verification. The spread is that of rounds of one batch size, 0.11 to 0.16."""
 LONGEST_TRIAL_S = 3600.0
 """Virtual."""
 REVIEWED_ROUNDS = 3000
-"""Until then a version that the watch has kept may still be rolled back by the review."""
+"""Rounds within which the review may still roll back a version that the watch has kept."""
 LATEST_SHIFT_S = 20.0
 """After the swap; virtual, too."""
 SHIFTS = {"more remembered": (0.0, 0.8), "less remembered": (0.8, 0.0)}
-"""Share of the tokens that earlier text proposes, before and after."""
+"""Share of the tokens that earlier text proposes (before, after) the shift."""
 GAIN = 0.35
 
 
 @dataclass(frozen=True)
 class Tried:
-    """What became of a version, and how long it served until then."""
+    """Outcome of a version's trial, and how long it served until then."""
 
     last: Transition
     rounds: int
@@ -96,7 +96,7 @@ class Tried:
 
 
 def noisy(draft: Eagle3Draft, share: float, seed: int = 1) -> dict[str, Tensor]:
-    """The draft's tensors with noise of `share` of their spread; `share` infinite is noise alone."""
+    """The draft's tensors with noise of `share` times their spread; an infinite `share` gives noise alone."""
     generator = torch.Generator().manual_seed(seed)
     state = draft_state(draft)
     for name, tensor in state.items():
@@ -110,7 +110,7 @@ def noisy(draft: Eagle3Draft, share: float, seed: int = 1) -> dict[str, Tensor]:
 def subtly_worse(
     draft: Eagle3Draft, examples: Sequence[Example], loss: float, *, seed: int = 1
 ) -> tuple[dict[str, Tensor], float]:
-    """Tensors with as much noise as takes `loss` of the accept length on these answers, and what it does take."""
+    """(tensors with so much noise that the accept length on these answers falls by `loss`, its actual fall)."""
 
     def length(state: dict[str, Tensor]) -> float:
         copy = Eagle3Draft(draft.config, draft.embed, draft.d2t)
@@ -143,7 +143,7 @@ class Shifts:
         self._table = Table()
 
     def try_out(self, told: str, before: float, after: float, *, seed: int) -> Tried:
-        """What becomes of the better draft. Raises TimeoutError."""
+        """Try the better draft until it is kept or rolled back. Raises TimeoutError."""
         store, good = DraftStore(self._folder / told), self._good
         first = Eagle3Draft(good.config, good.embed, good.d2t)
         apply_state(first, self._weak)
@@ -195,7 +195,7 @@ class Trials:
     is_alone: bool
 
     def try_out(self, state: dict[str, Tensor], *, told: str) -> Tried:
-        """What becomes of a version with these weights. Raises TimeoutError."""
+        """Try a version with these weights until it is kept or rolled back. Raises TimeoutError."""
         version = add_version(self.store, state, self.good, self.fingerprint)
         self.pointer.publish(version)
         end_s = self.engine.clock_s + LONGEST_TRIAL_S
@@ -218,7 +218,7 @@ class Trials:
         raise TimeoutError(f"{told} is {last.state.value} after {LONGEST_TRIAL_S:.0f} virtual seconds")
 
     def _is_reviewed(self, version: int) -> bool:
-        """Whether the review at this version has ended, or had its time; there is none with `--alone`."""
+        """Whether the review of this version has ended or timed out; always true with `--alone`."""
         events = self.store.lifecycle.events.tail(20)
         told = (event.fields.get("version") for event in events if event.kind == "review")
         return self.is_alone or version in told or self.engine.rounds_of[version] >= REVIEWED_ROUNDS
@@ -286,7 +286,7 @@ def main() -> None:
 
 
 def _config(model_dir: Path, *, alone: bool) -> TrainerConfig:
-    """The trainer's as its environment says, of which only the review is asked for."""
+    """The trainer's settings from the environment, of which only the review's are used."""
     values: dict[str, Any] = {"redis_url": "", "model_key": "", "store_dir": Path(), "state_dir": Path()}
     return load_config(model_dir=model_dir, **values, **({"review_traces": 0} if alone else {}))
 

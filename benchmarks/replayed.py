@@ -1,4 +1,4 @@
-"""An engine that decodes recorded answers again: real drafts, real acceptance, and a clock that its rounds wind.
+"""An engine that decodes recorded answers again: real drafts, real acceptance, and a virtual clock.
 
 Under drafter-invariant verification the text does not depend on the draft, so a greedy answer that was recorded once
 can be served again with any draft: each round accepts as many proposals as are the text
@@ -43,7 +43,7 @@ _ALL_CONTEXT = 1 << 31
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A recorded answer; `number` is its own."""
+    """A recorded answer and its number."""
 
     number: int
     trace: Trace = field(repr=False)
@@ -57,8 +57,8 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Chains:
-    """What a draft proposes behind every token of an answer: `tokens` [N, K] int32 and `logprobs` [N, K] float16 up to
-    the first one that is rejected, −1 and 0 behind it; `accepted` [N].
+    """A draft's proposals after every token of an answer: `tokens` [N, K] int32 and `logprobs` [N, K] float16 up to the
+    first rejected one, −1 and 0 after it; `accepted` [N].
     """
 
     tokens: np.ndarray
@@ -74,7 +74,7 @@ def decode_again(
     depth: int = DEPTH,
     autocast: bool = True,
 ) -> Chains:
-    """The chains of a greedy answer's every position; `autocast` multiplies matrices in bfloat16 where that is fast."""
+    """Chains at every position of a greedy answer; `autocast` multiplies matrices in bfloat16 where that is fast."""
     num = example.num_bases - example.answer_base
     window = Window(example=example, start=example.answer_base, num_bases=num)
     batch = pack([window], max_context=_ALL_CONTEXT)
@@ -99,7 +99,7 @@ class Served:
 
 
 class Table:
-    """The chains of every version and answer that was asked for; some 4 KiB each."""
+    """Cache of chains by version and answer; some 4 KiB each."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], Chains] = {}
@@ -112,7 +112,7 @@ class Table:
         return self._known[key]
 
     def text(self, answer: Answer, share: float) -> np.ndarray:
-        """[N] how many tokens from each place on are remembered, `TEXT_DEPTH` at most."""
+        """[N] how many tokens from each position on are remembered, `TEXT_DEPTH` at most."""
         key = answer.number, share
         if key not in self._texts:
             header, num = answer.trace.header, answer.length
@@ -134,7 +134,7 @@ class Costs:
     plain_ms: tuple[float, ...]
     round_ms: tuple[float, ...]
     spread: float
-    """Standard deviation of a round's logarithm; the mean stays."""
+    """Standard deviation of the logarithm of a round's time, around an unchanged mean."""
 
     def draw_s(self, rng: random.Random, *, batch: int, drafted: bool) -> float:
         mean_ms = (self.round_ms if drafted else self.plain_ms)[batch - 1]
@@ -150,11 +150,11 @@ class _Running:
     num_of_text: int = 0
     """Rounds in which earlier text proposed."""
     rounds: list[tuple[int, int, Chains]] = field(default_factory=list)
-    """(place, version, its chains) where something was proposed."""
+    """(position, version, its chains) of each round with proposals."""
 
 
 class ReplayEngine:
-    """Serves `traffic()` to a number of clients; has what `DraftFollower` drives. For one thread.
+    """Serves `traffic()` to a number of clients, with the methods that `DraftFollower` calls. For one thread.
 
     `clients` is the number of costs. A client asks as soon as its answer has ended, all of them together at most
     `per_minute` times a minute. An install takes as long as loading did, and meanwhile the rounds go on.
@@ -173,16 +173,16 @@ class ReplayEngine:
         seed: int = 0,
         table: Table | None = None,
     ) -> None:
-        """`table` is another engine's whose versions have the same weights."""
+        """`table` may be shared with another engine whose versions have the same weights."""
         self.served = Served(version, load(version))
         self.table = table or Table()
         self.remembered = 0.0
-        """Share of every answer's tokens that earlier text proposes; whoever likes may set it."""
+        """Share of every answer's tokens that earlier text proposes; callers may set it."""
         self.clock_s = 0.0
         self.num_requests = self.num_rounds = 0
         self.rounds_of: Counter[int] = Counter()
         self.seconds_of: defaultdict[int, float] = defaultdict(float)
-        """By version, in service."""
+        """Seconds in service by version."""
         self._load, self._traffic, self._costs = load, traffic, costs
         self._clients, self._interval_s, self._next_s = len(costs.round_ms), 60 / per_minute, 0.0
         self._on_round, self._on_trace = on_round, on_trace

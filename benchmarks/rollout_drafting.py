@@ -1,4 +1,4 @@
-"""How deep each request of a batch drafts: by what it earns, and how long it will still run.
+"""Choose the draft depth of a simulated batch at which a token costs the least time.
 
 A verification that is offered γ proposals, each accepted with probability α when it is reached, commits
 (1 − α^{γ+1}) / (1 − α) tokens, the bonus included. Seer (arXiv 2511.14617, adaptive grouped speculative decoding) takes
@@ -19,12 +19,12 @@ MAX_DEPTH = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What one request of a batch could do with proposals."""
+    """A request's expected benefit from proposals."""
 
     acceptance: float
-    """α: that a proposal is accepted, if those before it were."""
+    """α: probability that a proposal is accepted, if those before it were."""
     most: int = MAX_DEPTH
-    """Proposals that its suffixes have."""
+    """Most proposals that its suffix drafts have."""
 
 
 def committed_tokens(acceptance: float, depth: int) -> float:

@@ -1,4 +1,4 @@
-"""Samples that talk with slow environments: each on its own, against batches that take their turns in lockstep.
+"""Rollouts with slow environments: samples that go on independently, compared with batches in lockstep.
 
     python -m benchmarks.rollout_environments [--quick] [--json FILE] [--prompts FILE.jsonl] [--engine local|sglang]
                                               [--groups 12] [--samples 4] [--turns 4] [--repeats 3] [-- ARGUMENTS]
@@ -48,14 +48,14 @@ _HOPELESS_S = 600.0
 
 
 def latency_s(key: SampleKey, turn: int, seed: int) -> float | None:
-    """Of a step; None for one that never answers. The same for all ways."""
+    """Latency of an environment's step; None for one that never answers. The same in all ways."""
     rng = random.Random(f"{seed} {key.group_id} {key.sample} {turn}")
     return None if rng.random() < _NEVER else min(_SHORTEST_S * rng.paretovariate(_ALPHA), _LONGEST_S)
 
 
 @dataclass
 class Together:
-    """Lets nobody go on before all that are left have arrived."""
+    """A barrier: all participants that have not left wait for each other."""
 
     num_left: int
     _num_here: int = 0
@@ -80,7 +80,7 @@ class Together:
 
 @dataclass
 class Slow:
-    """Answers `turns` times, each after its latency."""
+    """An environment that answers `turns` times, each after its latency."""
 
     key: SampleKey
     turns: int
@@ -120,7 +120,7 @@ class Played:
 
 
 class Idle:
-    """Looks how many slots no sample has while samples wait."""
+    """Measures how many slots are free while samples wait."""
 
     def __init__(self, url: str, num_slots: int) -> None:
         self._url, self._num_slots = url, num_slots
@@ -229,7 +229,7 @@ def _serving(options: argparse.Namespace) -> Iterator[str]:
         words = ["--model", options.model, "--redis-url", redis.url, "--store", f"{name}/drafts", "--port", str(port)]
         words += ["--engine", options.engine, *(["--slots", str(options.slots)] if is_local else [])]
         words += options.serve if is_local else ["--", "--max-running-requests", str(options.slots), *options.serve]
-        # Nobody else asks.
+        # Rollouts may use all slots: there are no other requests.
         with running_child("serve", words, Path(name), SLIPSTREAM_GATEWAY_ROLLOUT_SLOTS_SHARE="1") as server:
             wait_until_ready(url, [server], timeout_s=_HOPELESS_S)
             yield url

@@ -1,4 +1,4 @@
-"""A simulated engine and its clock, for benchmarks/rollout_sim.py: the scheduler is the real one, an engine is a table.
+"""Simulated engines and clock for benchmarks/rollout_sim.py, with the real scheduler and a table of measured costs.
 
 Between two events that matter to the scheduler an engine runs some rounds of the same batch. A round takes what the
 table says for so many requests, tokens each and keys; every request gets the tokens that a verification commits on
@@ -24,12 +24,12 @@ from serving.rollout.samples import GroupRequest, Lease, SampleId
 from serving.rollout.scheduler import Policy, Scheduler
 
 MAX_ROUNDS = 8
-"""After so many rounds at the latest a busy engine fills its free slots and decides on its drafts anew."""
+"""Most rounds before a busy engine fills its free slots and chooses its draft depths again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """Proposals of one kind of round; the kind with no length has none."""
+    """Suffix proposals at one moment; length 0: none."""
 
     share: float
     length: float
@@ -75,12 +75,12 @@ class Costs:
         return low + self._place(context) * (high - low)
 
     def read_s(self, num_tokens: int) -> float:
-        """Reading a context: the price of a token at its middle, times their number."""
+        """Seconds to prefill a context: the cost of a token at its middle, times the number of tokens."""
         low, high = self._prefill_s[0], self._prefill_s[-1]
         return num_tokens * (low + self._place(num_tokens / 2) * (high - low))
 
     def draw_chain(self, siblings: int, rng: random.Random) -> Chain:
-        """What the suffix index may know of a request with so many finished siblings, at one moment."""
+        """Draw the suffix proposals of a request with so many finished siblings."""
         right = bisect_left(self._siblings, siblings)
         if 0 < right < len(self._siblings):
             low, high = self._siblings[right - 1], self._siblings[right]
@@ -94,7 +94,7 @@ class Costs:
 
 
 def _linear(points: Sequence[float], values: Sequence[float], at: float) -> float:
-    """Between the points; beyond them the value of the last."""
+    """Linear interpolation between the points; beyond them the value of the last."""
     right = bisect_left(points, at)
     if right == 0:
         return values[0]
@@ -115,7 +115,7 @@ class Drafting:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """The machines, and how they are used."""
+    """The simulated machines and their settings."""
 
     costs: Costs
     num_engines: int
@@ -126,18 +126,18 @@ class Setup:
 
 @dataclass
 class Outcome:
-    """What a simulated rollout took."""
+    """Times and counts of a simulated rollout."""
 
     num_tokens: int = 0
     ends_s: list[float] = field(default_factory=list)
-    """Of every sample, in order."""
+    """End of every sample, in order."""
     ends_by_job_s: dict[str, float] = field(default_factory=dict)
-    """Of the last sample of each."""
+    """End of the last sample of each job."""
     tokens_read: int = 0
-    """Prompts and what was read again because a sample moved."""
+    """Prefilled tokens: prompts, and contexts of samples that moved."""
 
     def add(self, other: Outcome) -> None:
-        """Another rollout that ran beside it, on engines of its own."""
+        """Add another rollout that ran at the same time on other engines."""
         self.num_tokens += other.num_tokens
         self.tokens_read += other.tokens_read
         self.ends_s = sorted(self.ends_s + other.ends_s)
@@ -160,20 +160,20 @@ class Outcome:
 class _Run:
     lease: Lease
     length: int
-    """Of the whole answer: known to the simulation, not to the scheduler."""
+    """Tokens of the whole answer: known to the simulation, not to the scheduler."""
     done: int
     boundary: int
-    """Tokens at which the scheduler is told: the end, or the end of a chunk."""
+    """Number of tokens at which the engine reports to the scheduler: the end of the answer or of a chunk."""
     unread: int
-    """Tokens that the engine must read before the next round."""
+    """Tokens that the engine must prefill before the next round."""
     carry: float = 0.0
     depth: int = 0
     committed: float = 1.0
-    """Tokens of a round."""
+    """Tokens that a round commits."""
 
 
 class _Engine:
-    """One simulated engine: rounds of what it runs, from event to event."""
+    """One simulated engine: advances its running samples from event to event."""
 
     def __init__(self, name: str, setup: Setup, scheduler: Scheduler, lengths: dict[SampleId, int]) -> None:
         self.name, self._setup, self._scheduler, self._lengths = name, setup, scheduler, lengths
@@ -199,7 +199,7 @@ class _Engine:
         run.boundary = min(self._scheduler.sample(run.lease.sample_id).chunk_end, run.length)
 
     def start(self, outcome: Outcome) -> float:
-        """Begin the next rounds; the seconds until they are over. Something runs."""
+        """Begin the next rounds; returns the seconds until they end. Needs a running sample."""
         self._choose_depths()
         seconds = sum(self._setup.costs.read_s(run.unread) for run in self.runs)
         for run in self.runs:
@@ -213,7 +213,7 @@ class _Engine:
         return seconds + self._num_rounds * (self._setup.costs.round_s(batch, width, context) + drafting_s)
 
     def finish(self, now_s: float, outcome: Outcome) -> None:
-        """The rounds are over: tell the scheduler."""
+        """End the rounds and report to the scheduler."""
         for run in list(self.runs):
             exact = run.carry + self._num_rounds * run.committed
             tokens = min(int(exact), run.boundary - run.done)
@@ -255,7 +255,7 @@ class _Engine:
 
 
 def simulate(groups: Sequence[GroupRequest], lengths: dict[SampleId, int], policy: Policy, setup: Setup) -> Outcome:
-    """A rollout of these groups, all submitted at once, sample by sample to its known length."""
+    """Simulate a rollout of these groups, all submitted at once; each sample ends at its known length."""
     scheduler, outcome = Scheduler(policy), Outcome()
     for group in groups:
         scheduler.submit(group)

@@ -1,4 +1,4 @@
-"""Groups of rollouts on many engines, simulated: the real scheduler, engines that are tables of measured costs.
+"""Simulate rollouts on many engines: the real scheduler, with engines modelled by tables of measured costs.
 
     python -m benchmarks.rollout_sim [--quick] [--json FILE] [--engines 1 4 16 64] [--costs FILE.json] …
 
@@ -76,7 +76,7 @@ class Workload:
         return cls(groups=groups, lengths=lengths)
 
     def of_job(self, job: str) -> Workload:
-        """The same, under names that no other job has."""
+        """The same workload under names that are unique to the job."""
         groups = [replace(group, group_id=f"{job}-{group.group_id}", job=job) for group in self.groups]
         return Workload(
             groups=groups, lengths={SampleId(f"{job}-{i}", n): length for (i, n), length in self.lengths.items()}
@@ -84,7 +84,7 @@ class Workload:
 
 
 class Oracle:
-    """Knows how long every sample will be; the longest remaining goes first."""
+    """A policy that knows the length of every sample; the longest remaining goes first."""
 
     def __init__(self, lengths: dict[SampleId, int]) -> None:
         self._lengths = lengths
@@ -121,7 +121,7 @@ class Way:
 
 
 def ways(work: Workload, chunk_tokens: int) -> dict[str, Way]:
-    """By the names of this module's docstring."""
+    """All ways, by the names in this module's docstring."""
     fifo = Policy(order=Fifo(), chunk_tokens=max(group.max_tokens for group in work.groups))
     aware = Policy(order=ContextAware(), chunk_tokens=chunk_tokens)
     oracle = Policy(order=Oracle(work.lengths), chunk_tokens=chunk_tokens)
@@ -137,7 +137,7 @@ def ways(work: Workload, chunk_tokens: int) -> dict[str, Way]:
 
 
 def run_all(arguments: argparse.Namespace, costs: Costs, num_engines: int) -> dict[str, list[Outcome]]:
-    """What every policy makes of the same workloads, by name and seed."""
+    """Outcomes of every way on the same workloads, by name and seed."""
     outcomes: dict[str, list[Outcome]] = {}
     for seed in range(arguments.seeds):
         work = Workload.draw(arguments, num_engines, seed)
@@ -150,7 +150,7 @@ def run_all(arguments: argparse.Namespace, costs: Costs, num_engines: int) -> di
 
 
 def two_jobs(arguments: argparse.Namespace, costs: Costs, num_engines: int, seed: int) -> dict[str, float]:
-    """How many times as soon the last sample of both jobs, and on average of each, comes on one pool as on halves."""
+    """How many times sooner the last sample of both jobs, and on average of each, ends on one pool than on halves."""
     half = num_engines // 2
     policy = Policy(order=ContextAware(), chunk_tokens=arguments.chunk)
     setup = Setup(

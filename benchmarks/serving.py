@@ -1,4 +1,4 @@
-"""What a user gets: tokens a second by workload, with every source of proposals and without, beside others.
+"""Tokens a second by workload, with each source of proposals and without, compared with other projects.
 
     python -m benchmarks.serving [--quick] [--json FILE] [--prompts FILE.jsonl] [--answers FILE] [--store DIR]
                                  [--parts workloads hugging_face llama_cpp shifting random wrong]
@@ -55,11 +55,11 @@ from speculator.trace import Trace
 
 LOOKUP = 10
 EARLY_EXIT = 3
-"""Of thirty layers: least slow of 3, 6, 12 and 20."""
+"""Early-exit layer, of thirty: the fastest of 3, 6, 12 and 20."""
 PARTS = ("workloads", "hugging_face", "llama_cpp", "shifting", "random", "wrong")
 OTHERS = ("generate", "lookup", "assisted", "llama_cpp", "llama_cpp_4_bits")
 SHIFT_AFTER = 4
-"""Prompts of one workload, before those of the next come."""
+"""Prompts of one workload before the traffic shifts to the next."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Rates:
 
     by_kind: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     runs: dict[tuple[str, str], list[Run]] = field(default_factory=dict)
-    """Of this project's own ways."""
+    """Runs of our own ways."""
 
     def add(self, work: Work, kind: str, num_tokens: int, seconds: float) -> None:
         self.by_kind.setdefault((work.workload, kind), []).append(num_tokens / seconds)
@@ -81,7 +81,7 @@ class Rates:
         return Spread.of([rate / base for rate, base in pairs])
 
     def ratio_at_equal_cost(self, workload: str, kind: str, other: str) -> Spread:
-        """The same, with equal rounds at equal cost, and each way's own planning."""
+        """The same with equal rounds at equal cost, and each way's own planning time."""
         ways = [way for one, way in self.runs if one == workload]
         runs = [run for way in ways for run in self.runs[workload, way]]
         seconds = iter(at_equal_cost([run.rounds for run in runs]))
@@ -137,7 +137,7 @@ def _learnt(model_dir: Path, arguments: Any, taught: Sequence[Work]) -> Eagle3Dr
 
 
 def useless(kind: str, draft: Eagle3Draft, model_dir: Path) -> Eagle3Draft:
-    """A draft that accepts next to nothing: random, or sure of itself and wrong."""
+    """A draft of which almost nothing is accepted: random, or confident and wrong."""
     if kind == "random":
         return fresh_draft(model_dir, seed=3)
     ids = draft.target_ids.roll(1)
@@ -147,7 +147,7 @@ def useless(kind: str, draft: Eagle3Draft, model_dir: Path) -> Eagle3Draft:
 
 
 def windows(runs: Sequence[tuple[Run, Run]], window_s: float, seconds: Callable[[Run], float]) -> list[float]:
-    """Rates of one engine over another's, over every stretch of runs in which the other took at least `window_s`."""
+    """Ratios of two engines' rates over consecutive windows of runs in which the other took at least `window_s`."""
     ratios = []
     for first in range(len(runs)):
         tokens = took = others = other_s = 0.0
@@ -162,10 +162,10 @@ def windows(runs: Sequence[tuple[Run, Run]], window_s: float, seconds: Callable[
 
 @dataclass(frozen=True)
 class Beside:
-    """By window, over the rates of a plain engine: those of an engine, and those of a second plain one."""
+    """Rates by window, relative to a plain engine: of an engine, and of a second plain one (noise)."""
 
     equal_cost: Spread
-    """With equal rounds at equal cost, and each engine's own planning."""
+    """With equal rounds at equal cost, and each engine's own planning time."""
     wall: Spread
     cpu: Spread
     plain_wall: Spread
@@ -176,7 +176,7 @@ class Beside:
 
 
 def _shifting(taught: Sequence[Work]) -> list[Work]:
-    """A few prompts of each workload in turn, which no engine with suffixes has answered."""
+    """A few prompts of each workload in turn, none of which an engine with suffix drafts has answered before."""
     by_workload: dict[str, list[Work]] = {}
     for work in taught:
         if work.num_samples == 1:
@@ -229,7 +229,7 @@ def main() -> None:
     if not {"hugging_face", "llama_cpp"}.isdisjoint(arguments.parts) and "workloads" not in arguments.parts:
         options.error("hugging_face and llama_cpp are timed beside workloads")
     if "llama_cpp" in arguments.parts and not is_installed():
-        options.error("llama_cpp is not here: make llama-cpp")
+        options.error("llama_cpp is not installed: make llama-cpp")
     fill_in(arguments, {"train_steps": (40, 300), "count": (1, 6), "window": (2.0, 30.0)})
     count, window_s = arguments.count, arguments.window
     torch.set_num_threads(arguments.threads)
@@ -264,7 +264,7 @@ def main() -> None:
 def _time(
     ways: Ways, others: Mapping[str, Callable[[Work], int]], timed: Mapping[str, Sequence[Work]], rates: Rates
 ) -> None:
-    # Workloads take turns: what a cold engine costs is nobody's alone.
+    # Workloads take turns, so that the cost of a cold engine is spread over all.
     in_turn = [work for row in itertools.zip_longest(*timed.values()) for work in row if work is not None]
     for number, work in enumerate(in_turn):
         names = [*WAYS, *others] if work.num_samples == 1 else list(WAYS)

@@ -1,4 +1,4 @@
-"""Slipstream's choice of the depth against SGLang's own, by SGLang's own benchmarks.
+"""Compare Slipstream's adaptive depth with SGLang's own, by SGLang's own benchmarks.
 
 .venv-sglang/bin/python -m benchmarks.sglang_adaptive [--script bench_adaptive_speculative.py] [--quick] [--json FILE]
                                                       [--prompts FILE.jsonl] [--drafts FOLDER] [--turns 5]
@@ -30,7 +30,7 @@ from tests.sglang.server import SglangServer, speculative_flags
 
 _STATIC = (1, 3)
 _LONGEST_PROMPT = 3500
-"""Characters, from its end."""
+"""Longest prompt in characters; a longer one is cut at its beginning."""
 _OVERALL = re.compile(r"^OVERALL\s+([\d.]+)/s\s+[\d.]+s\s+([\d.]+|nan)$", re.MULTILINE)
 
 
@@ -91,7 +91,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _servers(scene: Scene, version: int, *, remembers: bool) -> Iterator[Mapping[str, SglangServer]]:
-    # Requests come without a policy: what may not be captured leaves no text for others.
+    # These requests have no capture policy; with UNMARKED=0 their text is not remembered for other requests.
     alone = {"SLIPSTREAM_CAPTURE": "0", "SLIPSTREAM_CAPTURE_UNMARKED": str(int(remembers))}
     draft_dir = scene.store.root / "versions" / f"{version:06d}"
     flags = {
@@ -123,7 +123,7 @@ def _bench_serving(
     """Tokens a second and accept length of the prompts of a turn, four at a time."""
     prompts = scene.prompts[turn * num_requests : (turn + 1) * num_requests]
     asked, found = scene.folder / "asked.jsonl", scene.folder / "found.jsonl"
-    # What follows the prompt is not sent.
+    # bench_serving does not send the second message.
     turns = ([{"content": prompt.text[-_LONGEST_PROMPT:]}, {"content": "An answer."}] for prompt in prompts)
     asked.write_text("".join(json.dumps({"conversations": turn}) + "\n" for turn in turns))
     found.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The loop through real SGLang on a machine without a GPU: what it costs on day 0, what it learns, what a swap does.
+"""The whole loop with real SGLang on a CPU: cost with an untrained draft, gain from learning, effect of swaps.
 
 .venv-sglang/bin/python -m benchmarks.sglang_cpu [--quick] [--json FILE] [--prompts FILE.jsonl] [--minutes 15]
                                                   [--parts day_0 swaps capture unseen]
@@ -65,7 +65,7 @@ def main() -> None:
 
 @dataclass
 class Found:
-    """What the phases have found so far: the table, the targets, and the JSON document."""
+    """Results of the phases so far: the table, the targets, and the JSON document."""
 
     rows: list[tuple[str, object]]
     targets: list[Target]

@@ -1,4 +1,4 @@
-"""The phases of benchmarks/sglang_cpu.py: what each asks of which servers, and what it measures."""
+"""The phases of benchmarks/sglang_cpu.py: the requests and measurements of each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WARM_UP_TURNS = 2
 _AFTERWARDS_S = 0.5
 _UNSEEN_TOKENS = 96
 Kind = tuple[SglangServer, Mapping[str, Any]]
-"""A server, and the sampling parameters that make the difference."""
+"""(server, sampling parameters) of one compared kind."""
 SILENT = {"custom_params": {"slipstream": {"capture": False}}}
 
 
@@ -36,7 +36,7 @@ def _answers(kind: Kind, prompts: Sequence[list[int]], **sampling: Any) -> tuple
 
 
 def _from(kinds: Mapping[str, Kind], turn: int) -> list[str]:
-    """Their names, each turn beginning with another one."""
+    """Names of the kinds; each turn begins with another one."""
     shift = turn % len(kinds)
     return [*list(kinds)[shift:], *list(kinds)[:shift]]
 
@@ -50,9 +50,9 @@ class Turns:
 
     rates: dict[str, list[float]]
     num_prompts: int
-    """Asked in a turn."""
+    """Prompts of a turn."""
     report: dict[str, str]
-    """Of the server with the plugin, afterwards."""
+    """Report of the server with the plugin, after the last turn."""
 
     @property
     def num_turns(self) -> int:
@@ -60,20 +60,20 @@ class Turns:
 
     @property
     def num_requests(self) -> int:
-        """Of each kind, the turns that warm up included."""
+        """Requests of each kind, warm-up included."""
         return (self.num_turns + _WARM_UP_TURNS) * self.num_prompts
 
     def spreads(self) -> dict[str, Spread]:
         return {kind: Spread.of(rates) for kind, rates in self.rates.items()}
 
     def ratio(self, above: str, below: str) -> Median:
-        """Of the rates of the same turn."""
+        """Ratio of two kinds' rates in the same turn."""
         pairs = zip(self.rates[above], self.rates[below], strict=True)
         return Median.of([first / second for first, second in pairs])
 
 
 def day_0(scene: Scene, plain: SglangServer, live: SglangServer, num_turns: int) -> Turns:
-    """Without speculation, with a random draft and capture, and with capture off."""
+    """Compare no speculation, a random draft with capture, and one without capture."""
     kinds: dict[str, Kind] = {"plain": (plain, {}), "captured": (live, {}), "silent": (live, SILENT)}
     num_prompts = CLIENTS
     rates = _in_turns(scene, kinds, num_turns, num_prompts)
@@ -81,7 +81,7 @@ def day_0(scene: Scene, plain: SglangServer, live: SglangServer, num_turns: int)
 
 
 def capture(scene: Scene, fixed: SglangServer, num_turns: int) -> Turns:
-    """With capture and without, of one server that drafts in every round."""
+    """Compare capture on and off, on one server that drafts in every round."""
     kinds: dict[str, Kind] = {"captured": (fixed, {}), "silent": (fixed, SILENT)}
     num_prompts = 2 * CLIENTS  # so that half of the traces are made beside decoding
     rates = _in_turns(scene, kinds, num_turns, num_prompts)
@@ -89,7 +89,7 @@ def capture(scene: Scene, fixed: SglangServer, num_turns: int) -> Turns:
 
 
 def _in_turns(scene: Scene, kinds: Mapping[str, Kind], num_turns: int, num_prompts: int) -> dict[str, list[float]]:
-    """In a turn all are asked the same, with another number in front, so that no server has read it before."""
+    """In each turn all kinds get the same prompts, with a new number in front, so that no prefix cache has them."""
     rates: dict[str, list[float]] = {kind: [] for kind in kinds}
     for turn in range(-_WARM_UP_TURNS, num_turns):
         first = num_prompts * (turn + _WARM_UP_TURNS) % IN_TURNS.stop
@@ -99,7 +99,7 @@ def _in_turns(scene: Scene, kinds: Mapping[str, Kind], num_turns: int, num_promp
             number = f"{turn + _WARM_UP_TURNS:03d}{order.index(kind)}"
             asked = [scene.ids(f"Question {number}: {prompt.text[:1500]}") for prompt in prompts]
             _, rate = _answers(kinds[kind], asked, max_new_tokens=TURN_TOKENS, ignore_eos=True)
-            # What is left to do for the traces of this turn is not to fall into the next.
+            # Work on this turn's traces must not fall into the next turn.
             time.sleep(_AFTERWARDS_S)
             if turn >= 0:
                 rates[kind].append(rate)
@@ -151,7 +151,7 @@ def learn(scene: Scene, live: SglangServer, minutes: float, prompts: Iterable[Pr
 
 @dataclass(frozen=True)
 class Gaps:
-    """Between the chunks of endless streams."""
+    """Gaps between the chunks of endless streams."""
 
     ms: list[float]
     failed_requests: int
@@ -160,7 +160,7 @@ class Gaps:
 @dataclass(frozen=True)
 class Swaps:
     seconds: float
-    """Without swaps, and as many with them."""
+    """Duration without swaps, and again with swaps."""
     calm: Gaps
     swapping: Gaps
     num_swaps: int
@@ -216,18 +216,18 @@ def _gaps(scene: Scene, live: SglangServer, seconds: float, *, swap: Callable[[]
 @dataclass(frozen=True)
 class Unseen:
     accept_length: float
-    """By SGLang's own count, at fixed depth."""
+    """Accept length at fixed depth, as SGLang counts it."""
     accept_length_by_domain: dict[str, float]
     speedup: dict[str, Spread]
-    """Token/s beside plain decoding."""
+    """Tokens a second over those of plain decoding."""
     num_prompts: int
     same_text: int
-    """Answers at fixed depth that are those of plain decoding."""
+    """Number of answers at fixed depth that equal those of plain decoding."""
     report: dict[str, str]
 
 
 def unseen(scene: Scene, plain: SglangServer, fixed: SglangServer, live: SglangServer) -> Unseen:
-    """Prompts that nobody has learnt from."""
+    """Measure prompts that the draft has not learnt from."""
     kinds: dict[str, Kind] = {"plain": (plain, {}), "fixed": (fixed, SILENT), "live": (live, {})}
     prompts = scene.prompts[UNSEEN]
     rates: dict[str, list[float]] = {kind: [] for kind in kinds}

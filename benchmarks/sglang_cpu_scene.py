@@ -1,4 +1,4 @@
-"""The servers of benchmarks/sglang_cpu.py, what they share, and the prompts that each phase takes."""
+"""Servers, shared Redis and store, and prompts of benchmarks/sglang_cpu.py."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from tests.sglang.server import SglangServer, speculative_flags
 
 DEPTH = 3
 LIVE_ID, FIXED_ID = "benchmark", "fixed"
-"""Of the servers with the plugin."""
+"""Engine ids of the servers with the plugin."""
 IN_TURNS, UNSEEN, LEARNT_FROM = slice(96), slice(100, 148), slice(200, 2000)
-"""Of the prompts: those that turns ask, those that nobody has learnt from, and those of live traffic."""
+"""Slices of the prompts: for turns, for unseen prompts, and for live traffic, from which the draft learns."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Redis and the store are there; each server is started with `with`."""
+    """Redis and a store, and context managers that start the servers."""
 
     folder: Path
     model_dir: Path
@@ -48,16 +48,16 @@ class Scene:
     tokenizer: Any
 
     def ids(self, text: str) -> list[int]:
-        """Of the question in the model's chat template; the last 1024."""
+        """Token ids of the question in the model's chat template; the last 1024."""
         messages = [{"role": "user", "content": text}]
         return list(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))[-1024:]
 
     def report(self, engine_id: str = LIVE_ID) -> dict[str, str]:
-        """What the server said last about itself; empty before it has."""
+        """The server's last report in Redis; empty before the first."""
         return self.pointer.engines().get(engine_id, {})
 
     def settled_report(self, engine_id: str) -> dict[str, str]:
-        """Once two in a row, some seconds apart, say the same about capture."""
+        """The report, once two in a row, some seconds apart, have equal capture counts."""
         before: dict[str, str] = {}
         for _ in range(20):
             report = self.report(engine_id)
@@ -76,7 +76,7 @@ class Scene:
     # -- servers
 
     def plain_server(self, *flags: str, name: str = "plain") -> SglangServer:
-        """Without the plugin."""
+        """A server without the plugin."""
         return SglangServer(self.model_dir, log_path=self.folder / f"{name}.log", flags=flags)
 
     def live_server(
@@ -88,7 +88,7 @@ class Scene:
         name: str = "live",
         suffix_depth: int = 0,
     ) -> SglangServer:
-        """It chooses its depth."""
+        """A server with the plugin and adaptive depth."""
         config = self.folder / f"{name}.json"
         config.write_text(json.dumps(adaptive_config(DEPTH, suffix_depth)))
         adaptive = ["--speculative-adaptive", "--speculative-adaptive-config", str(config)]
@@ -113,9 +113,9 @@ class Scene:
                 "SLIPSTREAM_STORE": str(self.store.root),
                 "SLIPSTREAM_ENGINE_ID": engine_id,
                 "SLIPSTREAM_CAPTURE": "1",
-                # All of it, also where no trainer reads.
+                # Capture all traces, also where no trainer reads them.
                 "SLIPSTREAM_CAPTURE_FLOOR": "1",
-                # Swaps are measured here, and come in quick succession.
+                # No watch: swaps are measured here, and come in quick succession.
                 "SLIPSTREAM_WATCH": "0",
                 **(env or {}),
             },
@@ -124,7 +124,7 @@ class Scene:
 
 @contextlib.contextmanager
 def prepared(model: str, prompts: Path | None) -> Iterator[Scene]:
-    """The store holds a fresh random draft, which is in service."""
+    """Start Redis and make a store whose version in service is a fresh random draft."""
     model_dir = resolve_model(model)
     fingerprint = target_fingerprint(model_dir)
     with tempfile.TemporaryDirectory() as name, EmbeddedRedis(Path(name) / "redis") as redis:

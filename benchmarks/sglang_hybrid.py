@@ -1,4 +1,4 @@
-"""Earlier text beside the head in SGLang, against either alone and against SGLang's own n-grams.
+"""Compare head and suffix drafts together in SGLang with either alone, and with SGLang's own n-gram drafts.
 
 .venv-sglang/bin/python -m benchmarks.sglang_hybrid [--quick] [--json FILE] [--prompts FILE.jsonl] [--minutes 5]
                                                     [--drafts FOLDER] [--turns 20] [--warm-up 2] [--clients 2]
@@ -37,22 +37,22 @@ from tests.sglang.server import SglangServer
 SUFFIX_DEPTH = 16
 _TOKENS = 128
 _LONGEST_PROMPT = 3500
-"""Characters, from its end."""
+"""Longest prompt in characters; a longer one is cut at its beginning."""
 _FLAGS = ("--stream-interval", "4", "--dtype", "float32")
-"""In which all of them write the same: the accept length of a turn depends on what is written."""
+"""In float32 all servers write the same text, on which the accept length of a turn depends."""
 _BETTER = {"editing": 1.3, "rag": 1.3, "mixed": 1.1}
-"""Both, over the head alone."""
+"""Targets: rate with both sources over that of the head alone."""
 
 
 @dataclass
 class Measured:
-    """Of each server, by turn."""
+    """Measurements of each server, by turn."""
 
     rates: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     accept_lengths: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def ratio(self, below: str) -> Median:
-        """Of the rates of a turn, that of both in the numerator."""
+        """Rate of `both` over that of `below`, turn by turn."""
         return Median.of([ours / other for ours, other in zip(self.rates["hybrid"], self.rates[below], strict=True)])
 
     def to_dict(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def _halves(prompts: Sequence[Prompt]) -> tuple[list[Prompt], dict[str, list[Prompt]]]:
-    """Those that the head learns from, domain after domain, and those that are asked for, by domain."""
+    """(prompts to learn from, domain after domain; prompts for the turns, by domain)."""
     by_domain: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in prompts:
         by_domain[prompt.domain].append(prompt)
@@ -149,7 +149,7 @@ def _prompts(workload: str, by_domain: Mapping[str, Sequence[Prompt]]) -> list[s
 
 
 def _program(text: str) -> str:
-    """What stands in the first block of code."""
+    """The first code block of the text."""
     parts = text.split("```")
     return parts[1].removeprefix("python").strip("\n") if len(parts) > 2 else text
 

@@ -1,4 +1,4 @@
-"""A live loop on SGLang as a plot: accept length, who proposed what was accepted, and both speedups.
+"""Plot a live loop on SGLang: accept length, accepted tokens by source, and both speedups.
 
 .venv-sglang/bin/python -m benchmarks.sglang_learning [--quick] [--json FILE] [--prompts FILE.jsonl] [--minutes 10]
                                                       [--head FOLDER] [--plot FILE.png] [--clients 4]
@@ -38,9 +38,9 @@ _OPS = Path(__file__).parents[1] / "tests" / "sglang" / "ops"
 """Kernels for a CPU that SGLang's own package lacks."""
 _SCRAPE_S = 5.0
 _WINDOW_S = 30.0
-"""What one point of the plot sums up."""
+"""Window that a point of the plot covers."""
 _PLAIN_SHARE = 0.1
-"""Of the steps, for the end-to-end speedup: more than a server has by default, since ten minutes have few stretches."""
+"""Share of steps in plain stretches: above a server's default, since ten minutes have few stretches."""
 _MAX_TOKENS = 160
 _READY_S = 400.0
 
@@ -52,7 +52,7 @@ class Run:
     requests: int
     scrapes: list[Scrape]
     versions: int
-    """That came into service."""
+    """Number of versions that came into service."""
 
     def curve(self) -> list[dict[str, float | None]]:
         """A point for each scrape, of the window before it; speedups are those that the gateway shows then."""
@@ -142,7 +142,7 @@ def _run(start: str, head: Path | None, prompts: list[Prompt], arguments: argpar
         store, model = folder / "drafts", ["--model", str(model_dir)]
         places = [*model, "--redis-url", redis.url, "--store", str(store)]
         if head is not None:
-            # It ends when it is done.
+            # This child ends by itself.
             with running_child("drafts", ["import", str(head), *model, "--store", str(store)], folder) as importing:
                 while importing.returncode is None:
                     time.sleep(0.1)
@@ -225,7 +225,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 
 
 def _shown(scrape: Scrape, name: str) -> float | None:
-    """Of a gauge that is there only once it was measured."""
+    """Value of a gauge; None before its first measurement."""
     return scrape.total(name) or None
 
 

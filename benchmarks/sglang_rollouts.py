@@ -1,4 +1,4 @@
-"""Groups of samples on two SGLang servers: divided and ordered rollouts against requests in the order of submission.
+"""Rollouts on two SGLang servers: in chunks by `/v1/rollouts`, against plain requests in order of submission.
 
 .venv-sglang/bin/python -m benchmarks.sglang_rollouts [--quick] [--json FILE] [--prompts FILE.jsonl] [--drafts FOLDER]
                                                       [--groups 12] [--samples 8] [--max-tokens 512] [--turns 3]
@@ -55,7 +55,7 @@ _HTTP = httpx.Timeout(None, connect=10.0)
 
 @dataclass(frozen=True)
 class Ended:
-    """One way of one turn: tokens, when each sample ended, and how much was read again."""
+    """Result of one way in one turn: tokens, end of each sample, and tokens prefilled again."""
 
     tokens: int
     ends_s: list[float]
@@ -87,7 +87,7 @@ class Stage:
         self, http: httpx.AsyncClient, urls: Sequence[str], groups: Sequence[list[int]], arguments: argparse.Namespace
     ) -> Ended:
         began_s, ends_s = time.perf_counter(), list[float]()
-        # Captured text would be the group's, too.
+        # Not captured: captured text would also be remembered for the group.
         marks = {POLICY_KEY: {"capture": False, "tenant": "fifo", "group_id": "", "domain": ""}}
         params = {"max_new_tokens": arguments.max_tokens, "temperature": arguments.temperature, "custom_params": marks}
 
@@ -196,7 +196,7 @@ def _staged(scene: Scene, version: int, slots: int) -> Iterator[Stage]:
     with contextlib.ExitStack() as opened:
         servers = {
             **{
-                # What is recorded would cost one way and not the others.
+                # No capture, whose cost would fall on some ways only.
                 name: scene.live_server(
                     version, flags, {"SLIPSTREAM_CAPTURE": "0"}, name=name, suffix_depth=SUFFIX_DEPTH
                 )
@@ -227,7 +227,7 @@ def _staged(scene: Scene, version: int, slots: int) -> Iterator[Stage]:
 
 
 def _pin(process_group: int, core: int) -> None:
-    """All threads of all processes of a server."""
+    """Pin all threads of all processes of a server to a core."""
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             if int(status.read_text().rpartition(")")[2].split()[2]) == process_group:
@@ -237,7 +237,7 @@ def _pin(process_group: int, core: int) -> None:
 
 @contextlib.contextmanager
 def _running(words: Sequence[str], log: Path) -> Iterator[None]:
-    # Nobody else asks: rollouts may have all slots, as the others have.
+    # Rollouts may use all slots, as the other ways do: there are no other requests.
     env = {**os.environ, "SLIPSTREAM_GATEWAY_ROLLOUT_SLOTS_SHARE": "1"}
     with log.open("ab") as output, subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=env) as process:
         try:

@@ -1,4 +1,4 @@
-"""What slimmer heads cost of a target's step, and what they bring: accept length after equal training.
+"""Compare slimmer heads: cost as a share of a target's step, and accept length after equal training.
 
     python -m benchmarks.slim_heads [--quick] [--json FILE] [--prompts FILE.jsonl] [--traces FILE.rec]
                                     [--runs FILE.jsonl] [--arms 8192x1536 4096x512 …] [--steps 150] [--seeds 2] …
@@ -53,9 +53,9 @@ JUDGED = "2048x512"
 DEPTHS = (1, 3)
 BATCHES = (1, 4)
 _CONTEXT = 300
-"""Pairs that a timed round has before it."""
+"""Context length of a timed round, in pairs."""
 _ROW = 0.037
-"""Of a step, for a row that is verified (benchmarks/results/step.md)."""
+"""Cost of a verified row as a share of a step (benchmarks/results/step.md)."""
 
 
 class Arm(NamedTuple):
@@ -65,7 +65,7 @@ class Arm(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> Arm:
-        """Raises ValueError for what is no arm."""
+        """Parse SIZExWIDTH[rank]. Raises ValueError for another form."""
         size, width = name.removesuffix("rank").split("x")
         return cls(int(size), int(width), name.endswith("rank"))
 
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def learnt(name: str, seed: int, path: Path, model_dir: Path, num_steps: int) -> dict[str, Any]:
-    """The document of one replay that begins with a fresh draft of this arm."""
+    """Replay with a fresh draft of this arm; returns the document."""
     arm = Arm.parse(name)
     split = read_split([path], model_dir, fresh_draft(model_dir, seed=seed), seed=seed)
     with tempfile.TemporaryDirectory() as root:
@@ -136,7 +136,7 @@ def learnt(name: str, seed: int, path: Path, model_dir: Path, num_steps: int) ->
 
 @torch.inference_mode()
 def shares(arms: Sequence[str], model_dir: Path, *, num_rounds: int, threads: int) -> tuple[Costs, dict[int, float]]:
-    """What the arms' proposals take of a target's step, and the step's milliseconds by batch size."""
+    """(time of each arm's proposals as a share of a target's step, milliseconds of the step by batch size)."""
     compute_with(threads)
     clock = time.thread_time if threads == 1 else time.perf_counter
     most = max(BATCHES)

@@ -1,4 +1,4 @@
-"""Whether a series of samples grows: a line through the medians of six stretches, and how far noise may bend it."""
+"""Test whether a series of samples grows: slope of a line through the medians of six stretches, with an interval."""
 
 from __future__ import annotations
 
@@ -36,11 +36,10 @@ class Slope:
 def slope(at_s: Sequence[float], values: Sequence[float]) -> Slope:
     """The least-squares line through the medians of six stretches of time; outliers do not move those.
 
-    What the medians differ from the line is the noise. Samples are like their neighbours, so that an interval from all
-    of them would be far too narrow; stretches that are ten times as long as the likeness are nearly independent. At 99%
-    a flat series is called growing in one of 200 runs then, and in 3 of 100 where a stretch is no longer than the
-    likeness: a soak judges a dozen of them at once. Samples come at equal distances. Raises ValueError for fewer than
-    six.
+    The noise is the distance of the medians from the line. Samples are autocorrelated, so that an interval from all of
+    them would be far too narrow; stretches of ten times the correlation time are nearly independent. At 99% a flat
+    series then counts as growing in 1 of 200 runs, and in 3 of 100 where a stretch is only as long as the correlation
+    time; a soak judges a dozen series. Samples must be equally spaced. Raises ValueError for fewer than six.
     """
     if len(at_s) < _NUM_STRETCHES:
         raise ValueError(f"{len(at_s)} samples are too few for a slope: measure for longer")

@@ -1,4 +1,4 @@
-"""Whether anything grows that should not: the real loop under steady load, sampled, and the slope of each series.
+"""Soak test: run the real loop under steady load, sample memory, descriptors, threads and latency, and test for growth.
 
     make soak MINUTES=10
     python -m benchmarks.soak [--minutes 10] [--quick] [--json FILE] [--model NAME] [--rate R]
@@ -75,7 +75,7 @@ TOY = "toy"
 READY_S = 180.0
 _MEMORY_TOLERANCE = 0.001
 _LEAKING_SHARE = 0.005
-"""Of the traces: more than so many that stay in the stream for ever would be a leak; fewer follow how busy it is."""
+"""Share of the traces: a backlog that grows by more is a leak; less follows from varying load."""
 _EXACT_MEMORY = {
     "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0",
     "MALLOC_ARENA_MAX": "1",
@@ -104,7 +104,7 @@ class Load:
     _rng: random.Random = field(default_factory=lambda: random.Random(0))
 
     async def run(self, started_s: float, duration_s: float) -> None:
-        # Not as long as the gateway keeps idle ones: a request on a connection that is just being closed fails.
+        # Shorter than the gateway keeps idle connections: a request on one that it is closing would fail.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2)
         async with (
             httpx.AsyncClient(base_url=self.url, limits=limits, timeout=60) as http,
@@ -130,7 +130,7 @@ class Load:
         self.done.append((due_s, time.monotonic() - due_s))
 
     async def _stream(self, http: httpx.AsyncClient, body: dict[str, Any], *, leaves: bool) -> bool:
-        """Whether the answer came to its end."""
+        """Stream an answer; returns whether it came to its end."""
         async with http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
             response.raise_for_status()
             async for _ in response.aiter_raw():
@@ -161,9 +161,9 @@ class Series:
     unit: str = ""
     scale: float = 1
     tolerance: float = 0.0
-    """Growth an hour that counts as none, as a share of the level."""
+    """Growth an hour that is tolerated, as a share of the level."""
     tolerated: float = 0.0
-    """And beside it."""
+    """Further growth an hour that is tolerated, in the series' unit."""
     is_judged: bool = True
     at_s: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
@@ -173,7 +173,7 @@ class Series:
         self.values.append(value / self.scale)
 
     def bound(self, level: float) -> float:
-        """The most growth an hour that counts as none."""
+        """The most growth an hour that is tolerated."""
         return self.tolerance * level + self.tolerated
 
 
@@ -186,7 +186,7 @@ FILLS = {
     "replay": "slipstream_trainer_replay_bytes",
     "known trace ids": "slipstream_trainer_known_traces",
 }
-"""What grows up to a bound, and says how far it is."""
+"""Gauges of caches and buffers that grow up to a bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,14 +194,14 @@ class Running:
     """A loop: the addresses of its parts, and the process of each."""
 
     url: str
-    """Of the gateway."""
+    """URL of the gateway."""
     trainer_url: str
     redis_url: str
     pids: dict[str, int]
 
 
 class Sampler:
-    """Looks at the processes, at Redis and at both services' metrics."""
+    """Samples the processes, Redis and both services' metrics."""
 
     def __init__(self, running: Running, stream: TraceStream, redis: Any, traces: str, *, rate: float) -> None:
         """`traces` is the key of the stream in Redis."""
@@ -243,7 +243,7 @@ class Sampler:
         return Scrape.parse(at_s, self._http.get(f"{url}/metrics").text)
 
     def add_latencies(self, done: list[tuple[float, float]], from_s: float, to_s: float) -> None:
-        """By stretches of ten seconds, each at its middle; `done` counts from the same zero as the samples."""
+        """Add median and p99 of ten-second stretches, each at its middle; `done` counts from the samples' zero."""
         for begin_s in np.arange(from_s, to_s - STRETCH_S + 1e-9, STRETCH_S):
             took = [1000 * latency_s for at_s, latency_s in done if begin_s <= at_s < begin_s + STRETCH_S]
             if took:
@@ -295,7 +295,7 @@ async def observe(load: Load, sampler: Sampler, duration_s: float, every_s: floa
     look_s = warm_s
     while look_s < duration_s and not loading.done():
         await asyncio.sleep(max(0.0, started_s + look_s - time.monotonic()))
-        # Off this loop: a slow answer from the gateway must not hold up the requests.
+        # In a thread: a slow answer from the gateway must not delay the requests of this event loop.
         await asyncio.to_thread(sampler.look, time.monotonic() - started_s)
         look_s += every_s
     await loading
@@ -313,7 +313,7 @@ def main() -> None:
     arguments = options.parse_args()
     fill_in(arguments, {"minutes": (2.0, 10.0)})
     if arguments.minutes < 2:
-        options.error("--minutes: nothing can be said of fewer than 2")
+        options.error("--minutes must be at least 2, for a slope")
     duration_s = 60 * arguments.minutes
     with tempfile.TemporaryDirectory(prefix="slipstream-soak-") as scratch, contextlib.ExitStack() as opened:
         folder = Path(scratch)

@@ -1,4 +1,4 @@
-"""A draft that goes on learning beside the same draft that stopped when the traffic changed, both live.
+"""Compare a draft that keeps learning with the same draft frozen when the traffic changed, both on live traffic.
 
     python -m benchmarks.static_adaptive [--quick] [--json FILE] [--prompts FILE.jsonl] [--suffix-depth 0]
                                          [--minutes 12] [--clients 2] [--seed 7]
@@ -60,16 +60,16 @@ MAX_TOKENS = 160
 MLP_WIDTH, DRAFT_VOCABULARY = 512, 4096
 """The demo's head, for the same reason: it costs half as much as the default."""
 PROMPTS_A_CLIENT = 3
-"""In a turn."""
+"""Prompts of a client in a turn."""
 QUICK_COUPLES = 36
-"""Of the first topics, with `--quick`."""
+"""Pairs of prompts of the first topics, with `--quick`."""
 ARMS = STATIC, ADAPTIVE = ("static", "adaptive")
 BEFORE, CHANGED, BACK = ("before", "changed", "back")
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one engine did in one turn; `seconds` in which every client waited for an answer."""
+    """Figures of one engine in one turn; `seconds` in which every client waited for an answer."""
 
     tokens: int
     seconds: float
@@ -79,7 +79,7 @@ class Turn:
 
 Pair = dict[str, Turn]
 Couple = tuple[Prompt, Prompt]
-"""Of one domain."""
+"""Two prompts of one domain, one for each engine."""
 
 
 class Stage:
@@ -91,12 +91,12 @@ class Stage:
         self.engines, self.followers, self.trainer, self.clients = engines, followers, trainer, clients
 
     def freeze(self) -> None:
-        """From now on the static engine keeps the draft that the other one has at this moment."""
+        """Stop the static engine from following new versions; it keeps the draft that both have."""
         self.followers[STATIC].stop()
         self.engines[STATIC].install_draft(self.engines[ADAPTIVE].draft_version)
 
     async def play(self, couples: Sequence[Couple], minutes: float, *, rng: random.Random) -> list[Pair]:
-        """Pairs of turns for so long, or until there are no prompts for another one."""
+        """Play pairs of turns for so long, or until too few prompts are left for another one."""
         end_s, pairs = time.monotonic() + 60 * minutes, list[Pair]()
         left, a_turn = list(couples), PROMPTS_A_CLIENT * self.clients
         while time.monotonic() < end_s and len(left) >= a_turn:
@@ -226,7 +226,7 @@ def _rate(pairs: list[Pair], arm: str) -> float:
 
 def _head(pairs: list[Pair]) -> Median:
     def share(turn: Turn) -> float:
-        return (turn.head_tokens + 1) / turn.answer_tokens  # none at all is divided by, too
+        return (turn.head_tokens + 1) / turn.answer_tokens  # + 1: it is a divisor, too
 
     return Median.of([share(pair[ADAPTIVE]) / share(pair[STATIC]) for pair in pairs])
 

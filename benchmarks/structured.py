@@ -1,4 +1,4 @@
-"""Answers that follow JSON schemas: valid, and with drafts the same text as by plain decoding.
+"""Check answers that follow JSON schemas: they are valid, and equal with drafts and by plain decoding.
 
     python -m benchmarks.structured [--quick] [--json FILE]
 
@@ -62,7 +62,7 @@ def main() -> None:
         settings = {"depth": depth, "dtype": "float32", "control_share": 0.0}
         with engine_with(model_dir, fresh_draft(model_dir, seed=0), 2, settings=settings) as engine:
             accepted = Acceptance()
-            # One after the other: earlier answers are then there to propose from.
+            # One after the other, so that suffix drafts can use earlier answers.
             texts[depth] = [
                 asyncio.run(_answer(engine, number, schema, accepted)) for number, schema in enumerate(schemas)
             ]

@@ -1,4 +1,4 @@
-"""One engine that answers in several ways, one after the other.
+"""One engine that answers with different sources of proposals, one after the other.
 
 Two engines in one process differ by up to 4% for minutes while they do the same: their memory lies elsewhere. So the
 same weights at the same addresses answer in every way that is compared:
@@ -47,12 +47,12 @@ class Run:
     cpu_s: float
     rounds: tuple[Round, ...] = ()
     planning_s: float = 0.0
-    """Of that, what the planner took."""
+    """Part of it that the planner took."""
 
 
 @dataclass
 class Forecast:
-    """Sums over rounds: what the planner expected of them, and what they were."""
+    """Sums over rounds of what the planner expected and of what was measured."""
 
     expected_tokens: float = 0.0
     expected_s: float = 0.0
@@ -67,19 +67,19 @@ class Forecast:
 
 @dataclass
 class _Planners(RoundPlanner):
-    """A planner for each way; that of the way under way plans."""
+    """A planner for each way, of which the current way's is used."""
 
     max_depth: int
     way: str = "hybrid"
     plans: dict[str, RoundPlanner] = field(init=False)
     last: Plan | None = None
-    """Of the last round."""
+    """Plan of the last round."""
     planned: str = "plain"
-    """The way of the round under way: the last chunk of an answer comes before the end of its last round."""
+    """The way of the running round, which may still run when the last chunk of its answer has come."""
     rounds: list[Round] = field(default_factory=list)
-    """Those of the answers under way."""
+    """Rounds of the running answers."""
     planning_s: float = 0.0
-    """In all rounds so far."""
+    """Planning time of all rounds so far."""
 
     def __post_init__(self) -> None:
         super().__init__(max_depth=self.max_depth)
@@ -136,7 +136,7 @@ class _Planners(RoundPlanner):
             )
 
     def observe_head(self, verdicts: Iterable[HeadVerdict]) -> None:
-        if self.planned == "head":  # nobody has suffixes in its place
+        if self.planned == "head":  # without suffix drafts there are no rounds that they would have saved
             verdicts = [replace(verdict, rounds_saved=None) for verdict in verdicts]
         with self._timed():
             self._current.observe_head(verdicts)
@@ -156,16 +156,16 @@ class Ways:
     def __init__(self, engine: LocalEngine, planners: _Planners, forecasts: dict[tuple[str, int], Forecast]) -> None:
         self._engine, self._planners = engine, planners
         self.forecasts = forecasts
-        """By way and batch size."""
+        """Forecasts by way and batch size."""
         trees = engine.texts.drafter
         chains = None if trees is None else SuffixDrafter(SuffixConfig(width=1))
         self._drafters = {way: chains if way == "chains" else trees for way in WAYS}
 
     def run(self, way: str, work: Work, name: str) -> Run:
-        """All samples, decoding together."""
+        """Answer all samples of a work at the same time, in this way."""
         self._planners.way = way
         self._engine.set_depth(0 if way == "plain" else LocalEngineConfig.depth)
-        # Nothing runs: the engine's thread waits for a request.
+        # Safe without a lock: no request runs, and the engine's thread waits for one.
         self._engine.texts.drafter = self._drafters[way]
         rounds = self._planners.rounds = []
         started_s, cpu_s, planned_s = time.perf_counter(), time.process_time(), self._planners.planning_s
@@ -176,7 +176,7 @@ class Ways:
 
 @contextlib.contextmanager
 def all_ways(model_dir: Path, draft: Eagle3Draft, threads: int, *, suffixes: bool = True) -> Iterator[Ways]:
-    """Without `suffixes` nobody looks for them."""
+    """Start an engine that answers in all ways; without `suffixes` no suffix drafts are searched."""
     settings: dict[str, Any] = {"control_share": 0.0, "capture": False}
     if not suffixes:
         settings["suffix_depth"] = 0
@@ -199,7 +199,7 @@ def all_ways(model_dir: Path, draft: Eagle3Draft, threads: int, *, suffixes: boo
 
 
 async def answer(engine: LocalEngine, work: Work, name: str, *, tenant: str = "default") -> int:
-    """Tokens of all samples, which decode together."""
+    """Answer all samples of a work at the same time; returns the number of tokens."""
 
     async def one(sample: int) -> int:
         request = GenerateRequest(

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Ask osv.dev about known vulnerabilities of what the lock files pin; `make audit` calls it.
+# Look up known vulnerabilities of all packages in lock files at osv.dev; `make audit` calls it.
 #   deploy/audit.sh PIP_AUDIT LOCK...
-# Exit code 1: there are some. 2: it could not be asked, so nothing is known.
+# Exit code 1: there are some. 2: osv.dev could not be reached, so nothing is known.
 set -uo pipefail
 pip_audit=$1
 shift
@@ -10,14 +10,14 @@ for lock; do
   echo "== $lock"
   if ! output=$("$pip_audit" --disable-pip --require-hashes --vulnerability-service osv --progress-spinner off \
     --requirement "$lock" 2>&1); then
-    # It ends with 1 for a vulnerability and for a failure; only the former comes with a table.
+    # pip-audit ends with 1 for a vulnerability and for a failure; only the former prints a table.
     if ! grep -q '^Found [0-9]* known vulnerabilit' <<<"$output"; then
       tail -n 1 <<<"$output"
       cat >&2 <<EOF
 
 ######################################################################
-##  NOT AUDITED: osv.dev could not be asked about $lock
-##  Nothing is known about vulnerabilities; run it where there is a network.
+##  NOT AUDITED: osv.dev could not be reached for $lock
+##  Nothing is known about vulnerabilities; run it again with a network.
 ######################################################################
 
 EOF

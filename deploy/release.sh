@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Source archive, wheel and SBOM of what is committed, into dist/; `make release` calls it.
+# Build source archive, wheel and SBOM of the current commit into dist/; `make release` calls it.
 #   deploy/release.sh BIN UV        BIN: the folder with twine and cyclonedx-py
-# A tag at this commit, v1.2.3, says the version; without one pyproject.toml does.
+# The version is that of a tag at this commit, v1.2.3, else that of pyproject.toml.
 set -euo pipefail
 bin=$(realpath "$1") uv=$(realpath "$2")
 cd "$(dirname "$0")/.."
-[ -z "$(git status --porcelain)" ] || { echo "there are changes that are not committed: commit them first" >&2; exit 2; }
+[ -z "$(git status --porcelain)" ] || { echo "there are uncommitted changes: commit them first" >&2; exit 2; }
 source_dir=$(mktemp -d)
 trap 'rm -rf "$source_dir"' EXIT
 git archive HEAD | tar -x -C "$source_dir"

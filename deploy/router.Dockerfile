@@ -1,4 +1,4 @@
-# sglang-router, which spreads requests over engines (deploy/kubernetes): it needs neither SGLang nor PyTorch, and no Slipstream.
+# sglang-router, which spreads requests over engines (deploy/kubernetes). It needs no SGLang, PyTorch or Slipstream.
 ARG PYTHON=3.11.15
 
 FROM python:${PYTHON}-slim AS dependencies

@@ -1,10 +1,10 @@
 #!/bin/sh
-# Writes the secrets of docker-compose.yml into a folder: random passwords where there are none yet, the users of Redis
-# with the hashes of theirs, and the gateway's first API keys with theirs. Needs nothing but the system's own tools.
+# Writes the secrets of docker-compose.yml into a folder: random passwords where there are none yet, Redis's users with
+# the hashes of their passwords, and the gateway's first API keys with their hashes. Needs only standard system tools.
 # Usage: deploy/secrets.sh [FOLDER]
 #
-# The folder is for its owner alone. The files in it can be read by everyone because containers see the files and not
-# the folder, and run as users of their own; they cannot be changed.
+# Only the owner may enter the folder. The files are world-readable (and read-only), because containers mount the files
+# without the folder and run as other users.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 folder=${1:-$here/secrets}
@@ -25,12 +25,12 @@ for name in redis_engine redis_gateway redis_trainer; do
   hash=$(tr -d '\n' <"$folder/$name" | sha256sum | cut -d ' ' -f 1)
   users=$(printf '%s\n' "$users" | sed "s/@$name@/$hash/")
 done
-# Written in place: a running Redis has the file itself mounted, and reads it again at ACL LOAD.
+# Written in place: a running Redis has this very file mounted, and reads it again at ACL LOAD.
 [ ! -e "$folder/redis_users" ] || chmod 600 "$folder/redis_users"
 printf '%s\n' "$users" >"$folder/redis_users"
 chmod 444 "$folder/redis_users"
 
-# `slipstream keys` changes this file later: what is there stays.
+# An existing file stays: `slipstream keys` may have changed it.
 if [ ! -s "$folder/gateway_keys" ]; then
   for name in gateway_client gateway_metrics; do
     rm -f "$folder/$name"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The wheel in an empty environment, and a short demo from it; `make test-wheel` calls it.
+# Install the wheel into an empty environment and run a short demo from it; `make test-wheel` calls it.
 #   deploy/test-wheel.sh UV [MINUTES]
 set -euo pipefail
 uv=$(realpath "$1") minutes=${2:-1}
@@ -8,7 +8,7 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 "$uv" build --quiet --wheel --out-dir "$scratch" .
 "$uv" venv --quiet --python '>=3.11' "$scratch/venv"
-# The releases that the code was tested with, whatever is newest today.
+# The dependency versions of the lock file, not the newest ones.
 grep -oE '^[a-z0-9._-]+==[^\\]+' requirements-dev.lock >"$scratch/tested.txt"
 "$uv" pip install --quiet --python "$scratch/venv/bin/python" --constraints "$scratch/tested.txt" \
   "$(ls "$scratch"/*.whl)[demo]"

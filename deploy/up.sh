@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Starts docker-compose.yml with what .env says, after a look at what would otherwise fail later, or in silence: Docker,
-# .env, secrets, the models' folder, ports, NVIDIA's cards. Each thing that is wrong is one line, and then nothing is started.
-# Once all are healthy it says how to ask. Usage: deploy/up.sh [ARGUMENTS of docker compose up]
+# Starts docker-compose.yml with the settings of .env. First it checks what would otherwise fail late or silently:
+# Docker, .env, secrets, the models' folder, ports, NVIDIA GPUs. It prints a line for each fault, and then starts
+# nothing. Once all services are healthy it prints an example request. Usage: deploy/up.sh [ARGUMENTS of docker compose
+# up]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 user=10001
 is_wrong=
 wrong() { echo "$1" >&2; is_wrong=1; }
 
-# What compose fills in: the environment goes before .env.
+# The value that compose would use: the environment overrides .env.
 value() {
   if [ -n "${!1:-}" ]; then printf %s "${!1}"; else
     { [ ! -e .env ] || sed -n "s/^[[:space:]]*$1=//p" .env; } | tail -n 1 | sed -E "s/[[:space:]]+(#.*)?\$//; s/^([\"'])(.*)\\1\$/\\2/"
@@ -16,7 +17,7 @@ value() {
 }
 
 if ! command -v docker >/dev/null; then
-  wrong "there is no docker: install Docker Engine 25 or newer, with its compose plugin"
+  wrong "docker is not installed: install Docker Engine 25 or newer, with its compose plugin"
 elif ! docker info >/dev/null 2>&1; then
   wrong "Docker's daemon does not answer: start it, or run this as root or as a member of the group docker"
 else
@@ -33,8 +34,8 @@ if [ ! -e .env ]; then
 elif [ -z "$model" ]; then
   wrong "no model is chosen: set SLIPSTREAM_MODEL in .env"
 elif [[ $folder == [./]* && ! -d $folder ]]; then
-  # Docker would make an empty one, as root.
-  wrong "SLIPSTREAM_MODELS=$models is no folder: make it, or set another in .env"
+  # Docker would create it, empty and owned by root.
+  wrong "SLIPSTREAM_MODELS=$models is not a folder: create it, or set another in .env"
 elif [[ $model == /models/* ]]; then
   own=$folder/${model#/models/}
   if [ -z "$models" ]; then
@@ -42,7 +43,7 @@ elif [[ $model == /models/* ]]; then
   elif [[ $folder == [./]* && ! -f $own/config.json ]]; then
     wrong "SLIPSTREAM_MODEL=$model: there is no $own/config.json: put the model there, or set another in .env"
   elif [[ $folder == [./]* ]]; then
-    reader="user $user, as whom containers run"
+    reader="user $user, under which containers run"
     [ -n "$(find -L "$folder" -maxdepth 0 \( -uid $user -o -perm -001 \))" ] ||
       wrong "$folder may not be entered by $reader: chmod a+x $folder"
     closed=$(find -L "$own" ! -uid $user \( -type d ! -perm -005 -o -type f ! -perm -004 \) -print -quit)
@@ -52,19 +53,19 @@ elif [[ $model == [./~]* ]]; then
   wrong "SLIPSTREAM_MODEL=$model: write a folder as /models/NAME, for NAME in the folder SLIPSTREAM_MODELS"
 elif [[ $folder == [./]* ]]; then
   [ -n "$(find -L "$folder" -maxdepth 0 \( -uid $user -o -perm -007 \))" ] ||
-    wrong "user $user, as whom containers run, may not write $model into $folder: chown $user $folder"
+    wrong "user $user, under which containers run, may not write $model into $folder: chown $user $folder"
 fi
 
 for name in $(sed -n 's|.*{file: \./deploy/secrets/\(.*\)}|\1|p' docker-compose.yml); do
   [ -s "deploy/secrets/$name" ] || { wrong "deploy/secrets/$name is missing: make secrets"; break; }
 done
-# But for the passwords, what `make secrets` would write.
+# Users and rights without passwords: if they differ from users.acl.in, `make secrets` would change the file.
 users() { sed -nE 's/#(@[a-z_]+@|[0-9a-f]{64})/#/; /^user /p' "$1"; }
 if [ -s deploy/secrets/redis_users ] && [ "$(users deploy/secrets/redis_users)" != "$(users deploy/redis/users.acl.in)" ]; then
-  wrong "deploy/secrets/redis_users is an older version's: make secrets, and docker compose restart redis where it runs"
+  wrong "deploy/secrets/redis_users is outdated: make secrets, and docker compose restart redis where it runs"
 fi
 
-# Our own services hold their ports rightly.
+# Ports held by our own running services are fine.
 services=$(docker compose config --services 2>/dev/null) || services=$'gateway\nprometheus\ngrafana'
 running=$(docker compose ps --services --status running 2>/dev/null) || running=
 while read -r service variable port; do
@@ -79,30 +80,30 @@ prometheus SLIPSTREAM_PROMETHEUS_PORT 9090
 grafana SLIPSTREAM_GRAFANA_PORT 3000
 PORTS
 
-# The CPU variant asks for no card.
+# The CPU variant needs no GPU.
 if docker compose config 2>/dev/null | grep -q 'driver: nvidia$'; then
   instead="without one, set COMPOSE_FILE=docker-compose.yml:deploy/compose.cpu.yml in .env"
   cards=$(nvidia-smi --query-gpu=index,driver_version --format=csv,noheader 2>/dev/null) || cards=
   if [ -z "$cards" ]; then
-    wrong "no NVIDIA card answers nvidia-smi: install NVIDIA's driver, 580 or newer; $instead"
+    wrong "nvidia-smi finds no GPU: install NVIDIA's driver, 580 or newer; $instead"
   else
     driver=${cards##*, }
     [ "${driver%%.*}" -ge 580 ] || wrong "NVIDIA's driver is $driver: install 580 or newer"
     for variable in SLIPSTREAM_SGLANG_GPU SLIPSTREAM_TRAINER_GPU; do
       card=$(value "$variable")
-      # Docker also takes ids, of parts of a card, too.
-      [[ ${card:-0} == *[!0-9]* ]] || grep -q "^${card:-0}, " <<<"$cards" || wrong "$variable=${card:-0} is no card of nvidia-smi -L: set another in .env"
+      # Only indices are checked: Docker also takes ids of GPUs and of MIG parts.
+      [[ ${card:-0} == *[!0-9]* ]] || grep -q "^${card:-0}, " <<<"$cards" || wrong "$variable=${card:-0}: nvidia-smi -L lists no such GPU: set another in .env"
     done
   fi
   command -v nvidia-container-runtime-hook nvidia-ctk >/dev/null || docker info --format '{{json .Runtimes}}' 2>/dev/null | grep -q nvidia ||
-    wrong "Docker cannot reach a card: install the NVIDIA Container Toolkit; $instead"
+    wrong "Docker cannot use a GPU: install the NVIDIA Container Toolkit; $instead"
 fi
 
 [ -z "$is_wrong" ] || exit 2
 docker compose up --detach --wait --build "$@"
 name=$(value SLIPSTREAM_MODEL_NAME) port=$(value SLIPSTREAM_PORT)
 cat <<SAID
-An answer, now that all are healthy:
+All services are healthy. Ask for an answer:
 curl http://127.0.0.1:${port:-8000}/v1/chat/completions \\
   -H "authorization: Bearer \$(cat deploy/secrets/gateway_client)" -H 'content-type: application/json' \\
   -d '{"model": "${name:-$model}", "messages": [{"role": "user", "content": "What is a draft?"}]}'

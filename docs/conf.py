@@ -1,6 +1,6 @@
-"""Sphinx builds the site from the same Markdown that the repository shows: `make site`.
+"""Sphinx configuration: `make site` builds the site from the repository's Markdown.
 
-The source folder is the repository's, so that pages may link to results, examples and code.
+The source folder is the repository's root, so that pages may link to results, examples and code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ myst_heading_anchors = 4
 pygments_style = "friendly"
 
 _CHANGELOG = "CHANGELOG"
-"""It names what is gone."""
+"""Not checked for unknown names: it names what was removed."""
 _GROUPS = {
     "Tutorials": "docs/tutorials/*",
     "How to": "docs/how-to/*",
@@ -44,14 +44,14 @@ _log = logging.getLogger(__name__)
 
 
 def setup(app: Sphinx) -> None:
-    """Have each page read by `_read`."""
+    """Register `_read` for each page."""
     app.connect("source-read", _read)
 
 
 def _read(_: Sphinx, page: str, source: list[str]) -> None:
     if page != _CHANGELOG:
         for name in unknown_names(source[0]):
-            _log.warning("%s: nothing has the name %s", page, name)
+            _log.warning("%s: no flag, setting or metric is named %s", page, name)
     if page == root_doc:
         for caption, pages in _GROUPS.items():
             source[0] += f"\n```{{toctree}}\n:hidden:\n:glob:\n:caption: {caption}\n\n/{pages}\n```\n"

@@ -1,4 +1,4 @@
-"""Finds flags, settings and metrics on a page that nothing has."""
+"""Find flags, settings and metrics in a page that do not exist."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _METRIC = re.compile(r"(?<![\w/.-])slipstream[_:][a-z0-9_:]*[a-z0-9](?![\w*:-])"
 FLAGS_OF_OTHERS = {
     program: flags.split() for program, flags in tomllib.loads((ROOT / "docs/flags_of_others.toml").read_text()).items()
 }
-"""Of programs that are not ours, which the pages name."""
+"""Flags of other programs that the pages name."""
 
 
 def unknown_names(text: str) -> list[str]:
-    """Those in the order in which they stand in a page's Markdown, each once; flags only where they stand as code."""
+    """Unknown names in a page's Markdown, in order, each once; flags only in code."""
     return list(dict.fromkeys(_unknown(text)))
 
 
@@ -60,7 +60,7 @@ def known_names() -> frozenset[str]:
 
 @cache
 def known_metrics() -> frozenset[str]:
-    """The names of our collectors and of our recording rules, as they are queried."""
+    """Names of our metrics and recording rules, as in a query."""
     endings = {"histogram": ("_bucket", "_sum", "_count")}
     collected = {metric.name + ending for metric in describe() for ending in endings.get(metric.kind, ("",))}
     files = (ROOT / "deploy" / "prometheus" / "rules").glob("*.yml")

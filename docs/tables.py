@@ -41,12 +41,12 @@ _MIB = 1024 * 1024
 _KINDS = {"integer": "integer", "number": "number", "string": "text", "boolean": "1 or 0"}
 _FORMATS = {"path": "path", "password": "text, a secret"}
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-"""Words of JSON Schema, and what the page says for them."""
+"""JSON Schema keyword → sign on the page."""
 MARKER = "<!-- What follows is written by `make docs`; a test compares. -->\n"
 
 
 def page(path: Path, generated: str) -> str:
-    """A page of docs/ with what stands below its marker written anew. Raises ValueError where it has no marker."""
+    """The text of a page with everything below its marker replaced. Raises ValueError where it has no marker."""
     head, marker, _ = path.read_text().partition(MARKER)
     if not marker:
         raise ValueError(f"{path} has no line {MARKER!r}")
@@ -85,7 +85,7 @@ def _fields(owner: type[BaseSettings]) -> Iterator[tuple[str, ...]]:
 
 
 def _kind(name: str, schema: Mapping[str, Any]) -> str:
-    """What a value may be, from the JSON schema of its field; that a value may be missing is left out."""
+    """The type of a value, from the JSON schema of its field, without null."""
     [schema] = [part for part in schema.get("anyOf", [schema]) if part.get("type") != "null"]
     if "enum" in schema:
         return " or ".join(f"`{choice}`" for choice in schema["enum"])
@@ -161,7 +161,7 @@ _SECTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Described:
-    """One metric, as it is queried."""
+    """A metric, by its name in queries."""
 
     name: str
     kind: str
@@ -171,9 +171,9 @@ class Described:
 
 
 def describe() -> list[Described]:
-    """Every metric of ours, in the order in which its collectors name it.
+    """All our metrics, in the order in which collectors define them.
 
-    Raises ValueError where two exposers disagree about one.
+    Raises ValueError where two services define a metric differently.
     """
     found: dict[str, Described] = {}
     for exposer, registry in _registries().items():
@@ -200,7 +200,7 @@ def _row(metric: Described) -> tuple[str, ...]:
 
 
 def _registries() -> dict[str, CollectorRegistry]:
-    """The collectors as the services register them, each beside nothing else."""
+    """A registry for each service, with the collectors that it registers."""
     registries = {name: CollectorRegistry() for name in (_GATEWAY, _LOCAL, _SGLANG, _TRAINER)}
     GatewayMetrics(registries[_GATEWAY], "model")
     health = EngineHealth(alive=True, ready=True, num_running=0, num_waiting=0)
@@ -226,7 +226,7 @@ def _described(exposer: str, registry: CollectorRegistry) -> Iterator[Described]
     for collector in registry._collector_to_names:
         for family in collector.collect():
             if family.name.startswith(_PREFIX):
-                # The client knows the labels also where there is no sample yet, and does not tell.
+                # Private attributes: without samples prometheus_client has no public way to the label names.
                 labels = getattr(collector, "_labelnames", None) or getattr(family, "_labelnames", None) or ()
                 yield Described(
                     name=f"{family.name}_total" if family.type == "counter" else family.name,

@@ -1,1 +1,1 @@
-"""Programs of users, that use Slipstream as they would."""
+"""Example programs for users of Slipstream."""

@@ -1,4 +1,4 @@
-"""Which loss learns most from your traffic? Each learns from the same traces, in the same steps.
+"""Compare losses on your recorded traffic: each learns from the same traces, in the same steps.
 
 python -m examples.replay_study traffic.rec --model DIR_OR_ID --seeds 3 --loss my_loss:focal
 """
@@ -14,7 +14,7 @@ LOSSES = ("cross_entropy=1,log_acceptance=1,step_discount=1", "forward_kl=1", "e
 
 
 def main(words: list[str] | None = None) -> dict[str, list[float]]:
-    """Accept lengths on traces that were held out, by loss, a number a seed."""
+    """Print and return accept lengths on held-out traces: by loss, one for each seed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recording", type=Path)
     parser.add_argument("--model", default=BUNDLED_MODEL)
@@ -25,7 +25,7 @@ def main(words: list[str] | None = None) -> dict[str, list[float]]:
     same = {"recordings": [given.recording], "model_dir": resolve_model(given.model), "num_steps": given.steps}
     losses = (LOSSES[0], *given.loss) if given.loss else LOSSES
     lengths: dict[str, list[float]] = {loss: [] for loss in losses}
-    # A seed chooses the fresh draft, what is held out, and the order: compare losses within a seed.
+    # The seed sets the fresh draft, the held-out traces and the order: compare losses only within a seed.
     for seed in range(given.seeds):
         for loss in losses:
             lengths[loss].append(

@@ -1,1 +1,1 @@
-"""The command line of Slipstream; it wires the services together and nothing imports it."""
+"""The command line of Slipstream: starts and connects the services. No other package imports it."""

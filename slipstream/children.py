@@ -1,4 +1,4 @@
-"""Services as child processes: of `slipstream serve --learn`, of the demo and of benchmarks."""
+"""Run services as child processes, for `slipstream serve --learn`, the demo and benchmarks."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from speculator.host import end_with
 
 
 class ChildError(SlipstreamError):
-    """A child process ended when it should have been running, with the end of its log."""
+    """A child process ended unexpectedly; the message has the end of its log."""
 
 
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
-"""For a trainer. Each step allocates the same tens of megabytes. By default glibc gives them back to the kernel, which
-clears each page again: ten thousand page faults a step. See mallopt(3)."""
+"""Environment of a trainer. Each step allocates the same tens of megabytes. By default glibc returns them to the
+kernel, which clears each page again: ten thousand page faults a step. See mallopt(3)."""
 
 KEYS_FILE = "SLIPSTREAM_GATEWAY_KEYS_FILE"
 _NOT_INHERITED = (KEYS_FILE, "SLIPSTREAM_API_KEY", "SLIPSTREAM_GATEWAY_AUTH_ELSEWHERE", "SLIPSTREAM_CAPTURE")
-"""Settings of a server that may be in this shell. The demo's clients have keys of their own or none, and the command
-line tells each server whether it captures."""
+"""Server settings that children do not inherit from this shell: their keys, and whether they capture, are passed
+explicitly."""
 
 
 def _environment(command: str, num_threads: int, settings: Mapping[str, str]) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
-    # Passive waiting: a thread pool that spins would take the core from the other process.
+    # Passive: OpenMP threads that spin while they wait would take the core from the other process.
     threads = {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "PASSIVE"}
     return {**(KEEP_FREED_MEMORY if command == "train" else {}), **inherited, **threads, **settings}
 
@@ -39,9 +39,9 @@ def _environment(command: str, num_threads: int, settings: Mapping[str, str]) ->
 class Child:
     """One `slipstream …` process; `log_path` receives everything it prints.
 
-    It runs in a process group of its own, so that Ctrl-C reaches the parent alone, which then ends its children in
-    order. It stays in the parent's session: Linux may share a core equally between sessions, whatever the niceness
-    within them.
+    It runs in a process group of its own, so that Ctrl-C reaches only the parent, which then ends its children in
+    order. It stays in the parent's session, because Linux may divide a core equally between sessions whatever the
+    niceness of their processes.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class Child:
         settings: Mapping[str, str] | None = None,
         ends_with_us: bool = False,
     ) -> None:
-        """`settings` are variables of its environment beside those of this process. With `ends_with_us` it is asked to
-        end when the thread that made it ends, whatever ended that.
+        """`settings` are further variables of the child's environment. With `ends_with_us` the kernel signals the child
+        to end when the thread that started it ends for any reason.
         """
         self.name, self._log_path = name, log_path
         with log_path.open("ab") as log:
@@ -92,10 +92,10 @@ class Child:
         self._process.send_signal(signal.SIGCONT)
 
     def stop(self, timeout_s: float = 30.0) -> None:
-        """Ask it to end (SIGTERM), kill it after `timeout_s`."""
+        """Send SIGTERM, and SIGKILL after `timeout_s`."""
         if self.returncode is None:
             self._process.terminate()
-            self.resume()  # a paused process takes no signal
+            self.resume()  # a stopped process does not handle SIGTERM
             try:
                 self._process.wait(timeout_s)
             except subprocess.TimeoutExpired:
@@ -105,7 +105,7 @@ class Child:
 
 @contextlib.contextmanager
 def running_child(name: str, arguments: list[str], folder: Path, **settings: str) -> Iterator[Child]:
-    """Run `slipstream NAME …` with one thread until the end of the block; it prints to NAME.log in the folder."""
+    """Run `slipstream NAME …` with one thread until the end of the block; its output goes to NAME.log in the folder."""
     started = Child(name, [name, *arguments], log_path=folder / f"{name}.log", num_threads=1, settings=settings)
     try:
         yield started

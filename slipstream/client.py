@@ -1,14 +1,13 @@
-"""A client of `/v1/rollouts`: groups of samples from a running server, over as many connections as it takes.
+"""Client of `/v1/rollouts`: requests groups of samples from a running server and survives broken connections.
 
     with Rollouts("http://127.0.0.1:8000") as rollouts:
         rollout = rollouts.start([Group(prompt="2 + 2 =", n=8, max_tokens=20)])
         rewards = {sample.key: float("4" in sample.text) for sample in rollout}
         rollout.reward(rewards)
 
-`AsyncRollouts` is the same with `async with`, `async for` and `await`. Samples come as they end, each once. A
-connection that breaks is made again. The client names the rollout, so a request whose answer was lost is not sent
-blindly again: the samples are asked for by that name first, and only a server that does not know it gets the groups
-once more.
+`AsyncRollouts` is the same with `async with`, `async for` and `await`. Each sample is returned once, when it ends. A
+broken connection is opened again. The client chooses the rollout's id. So after a lost response it first asks for the
+samples of that id, and sends the groups again only to a server that does not know it.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from speculator.host import asplit_lines, split_lines
 T = TypeVar("T")
 _PAUSE_S = 0.5
 _TIMEOUT = httpx.Timeout(60.0, connect=10.0)
-"""A server that lives sends something every ten seconds."""
+"""A running server sends something at least every ten seconds."""
 _SHORT_S = 10.0
 _LATER = (429, 503)
-"""Statuses with which a server says: retry."""
+"""Statuses after which the client retries."""
 
 
 class Group(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One prompt and how often to answer it (docs/how-to/rollouts.md). The server fills in what is left out."""
+    """One prompt and how many samples to generate; docs/how-to/rollouts.md. Fields left out take server defaults."""
 
     id: str | None = None
     prompt: str | Sequence[int] | None = None
@@ -60,18 +59,18 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fie
 
 
 class SampleKey(NamedTuple):
-    """Of a sample in its rollout."""
+    """Identifies a sample in its rollout."""
 
     group_id: str
     sample: int
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer that has ended; docs/how-to/rollouts.md says what each field is."""
+    """A sample that has ended; docs/how-to/rollouts.md describes the fields."""
 
     object: Literal["rollout.sample"] = "rollout.sample"
     number: int
-    """In the order in which they ended."""
+    """Position in the order in which the rollout's samples ended."""
     group_id: str
     sample: int
     seed: int
@@ -84,7 +83,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     engine: str | None
     num_leases: int
     turns: tuple[tuple[int, int], ...] | None = None
-    """Where, among its tokens, the turns of the model begin and end; the rest its environment has said."""
+    """(begin, end) of the model's turns within `tokens`; the other tokens are the environment's observations."""
     detail: str | None = None
 
     @property
@@ -96,11 +95,11 @@ Rewards = Mapping[SampleKey, float] | Mapping[tuple[str, int], float]
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sample has said, which its environment is to answer."""
+    """Text that a sample has generated and its environment must answer."""
 
     object: Literal["rollout.turn"] = "rollout.turn"
     number: int
-    """Among all that the rollout has said."""
+    """Position among all samples and turns that the rollout has sent."""
     group_id: str
     sample: int
     turn: int
@@ -132,22 +131,22 @@ class _Call(NamedTuple):
 
 
 class _Progress:
-    """One rollout, from its submission to its last sample: what to ask next, and what an answer means. No I/O."""
+    """The protocol state of one rollout: which request comes next, and what a response means. No I/O."""
 
     def __init__(self, url: str, body: dict[str, Any], places: Sequence[str], retry_s: float) -> None:
-        """`places` name the groups in a refusal."""
+        """`places` say where each group comes from, for error messages."""
         self.rollout_id = body["id"] = body.get("id") or uuid4().hex
         self._url, self._body, self._places, self._retry_s = url, body, places, retry_s
         self._num_heard = 0
-        """Samples and turns."""
+        """Samples and turns received."""
         self._failing_since_s: float | None = None
         self._was_there = False
-        """The server has answered at all."""
+        """The server has answered at least once."""
         self._is_known = False
         """The server may know the rollout."""
         self.has_ended = False
         self.why = ""
-        """The connection under way will have ended without a last line."""
+        """Why the current connection ended early."""
 
     def next_call(self) -> _Call:
         self.why = "the stream ended too early"
@@ -157,12 +156,12 @@ class _Progress:
         return _Call("POST", "/v1/rollouts", self._body)
 
     def heard(self, line: bytes) -> Sample | Turn | None:
-        """A line of a stream."""
+        """Process a line of the response stream; returns the sample or turn in it."""
         self._was_there = True
         said = decoded(line, dict[str, Any], self._url) if line else {}
         kind = said.get("object")
         if kind != "rollout" and "error" not in said:
-            # The first line alone is no sign of progress.
+            # The first line does not show that samples arrive.
             self._failing_since_s = None
         if kind in _KINDS and said["number"] == self._num_heard:
             self._num_heard += 1
@@ -174,27 +173,27 @@ class _Progress:
         return None
 
     def refused(self, call: _Call, response: httpx.Response) -> None:
-        """An answer that is no stream. Raises for what will not be another time."""
+        """Process a response that is not 200. Raises ConfigError or EngineError where a retry would not help."""
         self._was_there = True
         self.why = message_of(response)
         is_new = call.method == "POST"
         if response.status_code in _LATER:
             self._is_known = not is_new
         elif response.status_code == 404 and not is_new and not self._num_heard:
-            self._is_known = False  # the first request never got there
-        elif is_new and response.status_code != 409:  # with that it did, and goes on
+            self._is_known = False  # the first request never reached the server
+        elif is_new and response.status_code != 409:  # 409: the rollout exists already
             raise ConfigError(self._refusal(self.why))
         elif not is_new:
-            raise EngineError(f"the server has lost the rollout after {self._num_heard} samples: {self.why}")
+            raise EngineError(f"the server lost the rollout after {self._num_heard} samples: {self.why}")
 
     def broke(self, failure: httpx.TransportError) -> None:
-        """Raises ConfigError where nobody was ever there."""
+        """Process a broken connection. Raises ConfigError where the server has never answered."""
         if not self._was_there and isinstance(failure, httpx.ConnectError | httpx.UnsupportedProtocol):
             raise ConfigError(f"nothing answers at {self._url}: start the server, or check --url") from None
         self.why = type(failure).__name__
 
     def pause_s(self) -> float:
-        """Before the next call. Raises EngineError once that has been going on for too long."""
+        """Seconds to wait before the next call. Raises EngineError after `retry_s` without progress."""
         now_s = time.monotonic()
         self._failing_since_s = self._failing_since_s or now_s
         if now_s - self._failing_since_s > self._retry_s:
@@ -208,15 +207,15 @@ class _Progress:
 
 
 def decoded(raw: bytes, kind: type[T], url: str) -> T:
-    """Raises ConfigError for what no Slipstream server says."""
+    """Decode JSON of this type. Raises ConfigError where it does not fit: it is not a Slipstream server."""
     try:
         return msgspec.json.decode(raw, type=kind)
     except (ValueError, RecursionError):
-        raise ConfigError(f"{url} answers as no Slipstream server does: check --url") from None
+        raise ConfigError(f"{url} does not answer like a Slipstream server: check --url") from None
 
 
 def message_of(response: httpx.Response) -> str:
-    """What the server says about a refusal, with the field that it names."""
+    """The server's error message, with the field at fault."""
     try:
         error = response.json()["error"]
         return f"{error['message']} ({error['param'] or error['code']})"
@@ -225,9 +224,9 @@ def message_of(response: httpx.Response) -> str:
 
 
 def _body(groups: Sequence[Group | Mapping[str, Any]], rollout_id: str | None, *, logprobs: bool) -> dict[str, Any]:
-    """Of a rollout, without its model. Raises ConfigError."""
+    """The body of a request that starts a rollout, without the model. Raises ConfigError."""
     if not groups:
-        raise ConfigError("a rollout has one group at least")
+        raise ConfigError("a rollout needs at least one group")
     named = [msgspec.to_builtins(group) if isinstance(group, Group) else dict(group) for group in groups]
     return {"id": rollout_id, "groups": named, "logprobs": logprobs}
 
@@ -238,14 +237,14 @@ def _rewards(rewards: Rewards) -> dict[str, Any]:
 
 
 def _cancelled(groups: Iterable[str] | None) -> dict[str, list[str]] | None:
-    """The query; None where there is nothing to cancel."""
+    """Query parameters of a cancel request; None where there is nothing to cancel."""
     if groups is None:
         return {}
     return {"group_id": names} if (names := [*groups]) else None
 
 
 def _check(response: httpx.Response) -> httpx.Response:
-    """Raises ConfigError where the server refuses, EngineError where it cannot."""
+    """Raises ConfigError for a 4xx response, EngineError for another failure."""
     if response.is_success:
         return response
     raise (ConfigError if response.is_client_error else EngineError)(message_of(response))
@@ -266,7 +265,7 @@ def _answered(said: Sample | Turn) -> Sample:
 
 
 class _Options:
-    """Of both clients."""
+    """Constructor options that both clients share."""
 
     def __init__(
         self,
@@ -278,8 +277,8 @@ class _Options:
         weight: float = 1.0,
         retry_s: float = 60,
     ) -> None:
-        """`model` None is the one that the server serves. Jobs of a tenant share the engines by their weights. A
-        rollout is given up after `retry_s` without a sample or an answer. Raises ConfigError for what is no address.
+        """`model` None takes the one that the server serves. Jobs of a tenant share the engines by their weights. A
+        rollout fails after `retry_s` without a sample or a response. Raises ConfigError for an invalid `url`.
         """
         self.url, self._model, self._retry_s = url, model, retry_s
         self._job: dict[str, Any] = {"weight": weight, **({} if job is None else {"job": job})}
@@ -288,14 +287,14 @@ class _Options:
             "base_url": url,
             "headers": headers,
             "timeout": _TIMEOUT,
-            # A server may close an idle connection just as a request goes out on it, and not all are sent again.
+            # A server may close an idle connection just as a request goes out on it, and httpx would not retry all.
             "limits": httpx.Limits(max_keepalive_connections=0),
             "trust_env": False,
         }
         try:
             httpx.URL(url)
         except httpx.InvalidURL as error:
-            raise ConfigError(f"{url!r} is no address ({error}): check --url") from None
+            raise ConfigError(f"{url!r} is not a valid address ({error}): check --url") from None
 
     def _progress(
         self,
@@ -310,12 +309,12 @@ class _Options:
 
     def _served(self, response: httpx.Response) -> str:
         if response.status_code != 200:
-            raise ConfigError(f"{self.url} does not say what it serves: {message_of(response)}")
+            raise ConfigError(f"{self.url}/v1/models does not list the model: {message_of(response)}")
         return decoded(response.content, _Models, self.url).data[0].id
 
 
 class Rollouts(_Options):
-    """A connection to a server; a context manager."""
+    """Client of one server; a context manager."""
 
     def __enter__(self) -> Self:
         self.http = httpx.Client(**self._options)
@@ -332,13 +331,13 @@ class Rollouts(_Options):
         logprobs: bool = True,
         places: Sequence[str] = (),
     ) -> Rollout:
-        """A rollout, which begins when its first sample is asked for. A refusal names the `places` of groups. Raises
-        ConfigError.
+        """Create a rollout; its request goes out when iteration begins. `places` say where each group comes from, for
+        error messages. Raises ConfigError.
         """
         return Rollout(self, self._progress(groups, rollout_id, places, logprobs=logprobs))
 
     def model(self) -> str:
-        """Raises ConfigError where the server does not say it; httpx.TransportError."""
+        """Name of the served model. Raises ConfigError where the server does not list it; httpx.TransportError."""
         self._model = self._model or self._served(self.http.get("/v1/models", timeout=_SHORT_S))
         return self._model
 
@@ -346,7 +345,7 @@ class Rollouts(_Options):
 class Rollout:
     """One rollout; iterating it gives its samples as they end, each once.
 
-    Raises ConfigError for what the server refuses, EngineError where it goes away for good.
+    Raises ConfigError where the server refuses the request, EngineError where it stays away for `retry_s`.
     """
 
     def __init__(self, client: Rollouts, progress: _Progress) -> None:
@@ -373,12 +372,12 @@ class Rollout:
                 time.sleep(progress.pause_s())
 
     def reward(self, rewards: Rewards) -> None:
-        """Of finished samples, by group and number; a later one takes an earlier one's place. All are taken or none."""
+        """Send rewards of finished samples, which replace earlier ones. The server accepts all of them or none."""
         with _away(self._client.url):
             _check(self._client.http.post(f"/v1/rollouts/{self.rollout_id}/rewards", json=_rewards(rewards)))
 
     def cancel(self, groups: Iterable[str] | None = None) -> None:
-        """End what has not ended, of these groups or of all; it comes as aborted."""
+        """Abort the running samples of these groups, or of all; each still arrives, as aborted."""
         if (query := _cancelled(groups)) is not None:
             with _away(self._client.url):
                 url = f"/v1/rollouts/{self.rollout_id}"
@@ -424,7 +423,7 @@ class AsyncRollout:
             yield _answered(said)
 
     async def everything(self) -> AsyncIterator[Sample | Turn]:
-        """Samples that have ended, and turns that wait for `observe`."""
+        """Iterate over samples that have ended, and turns that wait for `observe`."""
         progress, http = self._progress, self._client.http
         while not progress.has_ended:
             try:
@@ -446,9 +445,8 @@ class AsyncRollout:
     async def observe(
         self, turn: Turn, observation: str | Sequence[Mapping[str, Any]] | None = None, *, failure: str | None = None
     ) -> None:
-        """Answer a turn, with a text or messages; None ends the sample, and a `failure` aborts it. Once is enough: a
-        turn that was answered stays as it is. Raises ConfigError where the server refuses, EngineError where it is gone
-        for good.
+        """Answer a turn with a text or messages; None ends the sample, and a `failure` aborts it. A second answer to a
+        turn has no effect. Raises ConfigError where the server refuses, EngineError where it stays away for `retry_s`.
         """
         said: dict[str, Any] = {"group_id": turn.group_id, "sample": turn.sample, "turn": turn.turn}
         if failure is not None:

@@ -1,8 +1,8 @@
-"""Where logs are configured, for every command: standard error, one line an event, readable on a terminal, else JSON.
+"""Configure logs for every command: standard error, one line an event, readable on a terminal, else JSON.
 
-Libraries are heard from warnings on only, whatever the level: clients of HTTP log bodies at debug level.
-Lines carry the request id where there is one. No line carries a prompt or an answer: our events name what happened, and
-an exception whose message may quote the value that it choked on is told by its type and its place alone.
+Of libraries only warnings and errors are logged, whatever the level: HTTP clients log bodies at debug level.
+Lines have the request id where there is one. No line has a prompt or an answer. An exception whose message may quote
+such a value is logged by its type and its place alone.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from speculator.host import unusable
 ENV_PREFIX = "SLIPSTREAM_LOG_"
 
 HANDLER = "slipstream"
-"""Name of the one handler that is ours."""
+"""Name of the logging handler that this module installs."""
 
 _MESSAGE_IS_SAFE = (SlipstreamError, OSError, MemoryError, RuntimeError)
-"""About the machine or written by us. ValueError, KeyError and their like quote values, and those may be prompts."""
+"""Their messages are about the machine or written by us. ValueError, KeyError and others may quote a prompt."""
 
 
 class LogSettings(BaseSettings):
@@ -67,13 +67,13 @@ def configure_logs() -> None:
     structlog.configure(
         processors=[*shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        # One write a line, its end included: several ranks share a standard error that torchrun does not buffer.
-        # To what stands there now: a progress bar puts itself there, and keeps lines above it.
+        # One write a line, newline included: several ranks share a standard error that torchrun does not buffer.
+        # sys.stderr is read at each call: a progress bar replaces it, and prints lines above itself.
         logger_factory=lambda *_: structlog.WriteLogger(sys.stderr),
     )
     _configure_libraries([*shared, _first_line], renderer)
     _tell_what_nobody_catches()
-    # Read when it is imported. It advises how to load quantised weights, which are converted here.
+    # Transformers reads this at import. It would log advice on loading quantised weights, which we convert instead.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if as_json:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -100,9 +100,9 @@ def _configure_libraries(shared: list[Processor], renderer: Processor) -> None:
 
 
 def _tell_what_nobody_catches() -> None:
-    """As a line like the others: Python's own way to tell an exception has the message in it."""
+    """Log uncaught exceptions like other events: Python's own hook would print their messages."""
     sys.excepthook = _tell_uncaught
-    # A hook that somebody else has set is theirs: a test runner collects what threads leave behind.
+    # Keep a hook that another set: a test runner collects exceptions of threads.
     if threading.excepthook is threading.__excepthook__:
         threading.excepthook = _tell_uncaught_in_thread
 
@@ -121,7 +121,7 @@ def _tell_uncaught_in_thread(failed: threading.ExceptHookArgs) -> None:
 
 
 def _exceptions_without_values(_: Any, __: str, event: EventDict) -> EventDict:
-    """Tell an exception by its chain of types and frames, with the messages that are safe to tell."""
+    """Replace an event's exception by its chain of types and frames, with only the messages that are safe."""
     info = event.pop("exc_info", None)
     if info is True:
         info = sys.exc_info()
@@ -141,6 +141,6 @@ def _told(failure: BaseException) -> Iterator[str]:
 
 
 def _first_line(_: Any, __: str, event: EventDict) -> EventDict:
-    """asyncio appends the reprs of what it complains about, exceptions among them, on further lines."""
+    """Keep the first line of an event: asyncio appends reprs, exceptions among them, on further lines."""
     event["event"] = str(event["event"]).split("\n", 1)[0]
     return event

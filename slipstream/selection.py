@@ -1,4 +1,4 @@
-"""Which groups of a rollout a policy learns from: those whose rewards differ, and earlier ones again. No I/O.
+"""Select the groups of a rollout that a policy learns from: those whose rewards differ, and earlier ones again. No I/O.
 
     selection = Selection(groups, needed=4, give_up_after=6)
     for sample in rollout:
@@ -6,10 +6,10 @@
             learn(group)
         rollout.cancel(selection.take_cancelled())
 
-Where all rewards of a group are equal every advantage of GRPO is 0, and the group teaches nothing: it is filtered, and
-others that were begun beside take its place (dynamic sampling, DAPO, arXiv 2503.14476). A group whose first samples all
-had one reward will most likely end so: it is given up early. Groups that were kept may be learnt from again while they
-are of a target that is recent enough (`Replay`; the bound is ROLL Flash's α, arXiv 2510.11345).
+Where all rewards of a group are equal every advantage of GRPO is 0, and the group teaches nothing. It is dropped, and
+further groups of the rollout replace it (dynamic sampling, DAPO, arXiv 2503.14476). A group whose first samples all
+have one reward will most likely end so: it is given up early. Kept groups may be learnt from again while their target
+version is recent enough (`Replay`; the bound is ROLL Flash's α, arXiv 2510.11345).
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class RewardedGroup:
 
     @property
     def target_version(self) -> int:
-        """Of its oldest sample."""
+        """Target version of the oldest sample."""
         return min(sample.target_version or 0 for sample in self.samples)
 
 
 class Selection:
-    """Hears each sample of one rollout once, as it ends."""
+    """Selects groups of one rollout; pass each sample to `add` once, as it ends."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Selection:
         given up once `give_up_after` (at least 2) of its samples have finished with one reward. Raises ConfigError.
         """
         if (needed is not None and needed < 1) or (give_up_after is not None and give_up_after < 2):
-            raise ConfigError("at least one group is needed, and two rewards say whether they are equal")
+            raise ConfigError("`needed` must be at least one group, and `give_up_after` at least two rewards")
         self._needed, self._give_up_after = needed, give_up_after
         named = [msgspec.to_builtins(group) if isinstance(group, Group) else group for group in groups]
         self._num_left = {group.get("id") or str(number): _num_samples(group) for number, group in enumerate(named)}
@@ -63,11 +63,11 @@ class Selection:
         self._over: dict[str, Literal["given up", "not needed"]] = {}
         self._cancelled: list[str] = []
         self.counts: Counter[Literal["kept", "equal", "given up", "not needed"]] = Counter()
-        """Of groups that have ended."""
+        """Number of ended groups by outcome."""
 
     def add(self, sample: Sample, reward: float | None) -> RewardedGroup | None:
-        """A sample that has ended, with its reward where it has finished; its group, if that is complete and to be
-        kept. Raises ValueError for a reward that is no number.
+        """Take a sample that has ended, with its reward if it has finished; returns its group once that is complete, if
+        the policy should learn from it. Raises ValueError where the reward is missing or not finite.
         """
         name = sample.group_id
         if sample.state == "finished":
@@ -82,7 +82,7 @@ class Selection:
                 self._cancel(name, "given up")
             return None
         del self._heard[name]
-        # What ended before it could be cancelled is whole, and as good as another.
+        # A group that completed before it could be cancelled is as good as another.
         if is_equal or self.counts["kept"] == self._needed:
             self.counts[self._over.get(name, "equal" if is_equal else "not needed")] += 1
             return None
@@ -94,7 +94,7 @@ class Selection:
         return RewardedGroup(group_id=name, samples=tuple(one for one, _ in heard), rewards=tuple(r for _, r in heard))
 
     def take_cancelled(self) -> list[str]:
-        """Groups of which no more is wanted, each said once."""
+        """Groups to cancel; each is returned once."""
         cancelled, self._cancelled = self._cancelled, []
         return cancelled
 
@@ -104,12 +104,12 @@ class Selection:
 
 
 def _num_samples(group: Mapping[str, Any]) -> int:
-    """That the server begins."""
+    """Number of samples that the server starts for a group."""
     return len(group.get("seeds") or ()) or (group.get("n") or 1) + (group.get("redundant") or 0)
 
 
 class Replay:
-    """Groups to be learnt from again, the newest `capacity` of those that are at most `max_staleness` targets old."""
+    """Kept groups to learn from again: the newest `capacity`, at most `max_staleness` target versions old."""
 
     def __init__(self, *, capacity: int, max_staleness: int, seed: int = 0) -> None:
         self._groups: deque[RewardedGroup] = deque(maxlen=capacity)
@@ -122,7 +122,7 @@ class Replay:
         self._groups.append(group)
 
     def draw(self, count: int, *, target_version: int) -> list[RewardedGroup]:
-        """At most `count` different ones; those that are too old for `target_version` are dropped for good."""
+        """At most `count` different random groups; groups too old for `target_version` are dropped for good."""
         fresh = [one for one in self._groups if target_version - one.target_version <= self._max_staleness]
         self._groups = deque(fresh, maxlen=self._groups.maxlen)
         return self._random.sample(fresh, min(count, len(fresh)))

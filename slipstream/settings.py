@@ -1,6 +1,6 @@
-"""Every environment variable that Slipstream reads, taken from the classes and options that read it.
+"""List every environment variable that Slipstream reads, from the settings classes and command options that read it.
 
-docs/reference/configuration.md and `slipstream doctor` are made from this, so neither can know fewer or others.
+docs/reference/configuration.md and `slipstream doctor` are made from this list, so they are always complete.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic_settings import BaseSettings
 from speculator.host import PREFIX
 
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
-"""What the services of one deployment must agree on, where nobody says otherwise."""
+"""Default of every service's --redis-url; all services of a deployment need the same."""
 
 COMPOSE_VARIABLES = frozenset(
     f"{PREFIX}{name}"
@@ -25,13 +25,13 @@ COMPOSE_VARIABLES = frozenset(
         *("TRACE_TTL_HOURS", "CAPTURE_FILTER", "CAPTURE_FLOOR", "BRANCH_SHARE", "DROP_PERSONAL_DATA"),
     )
 )
-"""Of .env.example: docker compose reads these, and `slipstream` some of them."""
+"""Variables of .env.example: docker compose reads all of them, `slipstream` some."""
 
 _KUBERNETES_SERVICE = "_SERVICE_HOST"
 
 
 def settings_classes() -> dict[str, type[BaseSettings]]:
-    """By the services that read them."""
+    """Settings classes by the services that read them."""
     from serving.gateway.config import GatewaySettings
     from serving.sglang.settings import PluginSettings
     from slipstream.logs import LogSettings
@@ -46,7 +46,7 @@ def settings_classes() -> dict[str, type[BaseSettings]]:
 
 
 def other_variables() -> dict[str, tuple[str, str, str]]:
-    """What no class of settings has: type, default and meaning by name."""
+    """Variables that no settings class has: name → (type, default, meaning)."""
     from speculator.host import CACHE_VARIABLE
     from speculator.redis.client import PASSWORD_FILE_VARIABLE
     from speculator.tracing import VARIABLE as SPANS_VARIABLE
@@ -66,14 +66,14 @@ def other_variables() -> dict[str, tuple[str, str, str]]:
 
 
 def known_variables(app: typer.Typer) -> frozenset[str]:
-    """The names of all variables, those that stand for an option of a command of `app` included."""
+    """Names of all variables, including those that set an option of a command of `app`."""
     of_classes = {name for owner in settings_classes().values() for name in variables_of(owner)}
     of_options = {name for _, command in commands(app) for option in command.params for name in variables(option)}
     return frozenset({*of_classes, *of_options, *other_variables()})
 
 
 def variables_of(owner: type[BaseSettings]) -> dict[str, str]:
-    """The names of a class's variables, each with its field. Fields without a default are options of a command."""
+    """Variable → field of a settings class. Fields without a default are left out: command options set them."""
     prefix = owner.model_config["env_prefix"]
     return {
         str(field.validation_alias or f"{prefix}{name.upper()}"): name
@@ -83,10 +83,10 @@ def variables_of(owner: type[BaseSettings]) -> dict[str, str]:
 
 
 def unknown_variables(environment: Mapping[str, str], known: Iterable[str]) -> dict[str, str | None]:
-    """Variables with our prefix that nothing reads, each with the known name that looks most like it."""
+    """Variables with our prefix that nothing reads, each with the most similar known name or None."""
     known = set(known)
     services = [name.removesuffix(_KUBERNETES_SERVICE) for name in environment if name.endswith(_KUBERNETES_SERVICE)]
-    # Kubernetes says so where each service of its namespace is.
+    # Kubernetes sets such variables for each service of the namespace.
     theirs = tuple(f"{service}_{kind}" for service in services for kind in ("SERVICE_", "PORT"))
     ours = (name for name in environment if name.startswith(PREFIX) and not name.startswith(theirs))
     found = sorted(name for name in ours if name not in known)
@@ -94,7 +94,7 @@ def unknown_variables(environment: Mapping[str, str], known: Iterable[str]) -> d
 
 
 def commands(app: typer.Typer) -> Iterator[tuple[str, Any]]:
-    """Every command as it is typed, and typer's object of it."""
+    """Every command as typed, with its typer object."""
     yield from _commands(typer.main.get_command(app), "slipstream")
 
 
@@ -107,6 +107,6 @@ def _commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def variables(option: Any) -> list[str]:
-    """The environment variables that stand for an option."""
+    """The environment variables that set an option."""
     names = option.envvar or []
     return [names] if isinstance(names, str) else list(names)

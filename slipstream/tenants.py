@@ -1,11 +1,11 @@
-"""`slipstream tenants erase`: everything that was kept of a tenant's traffic goes, wherever it is.
+"""`slipstream tenants erase`: remove everything that was kept of a tenant's traffic.
 
-    order in Redis ──▶ engines and trainers that run forget, and say so
+    order in Redis ──▶ running engines and trainers forget, and confirm it
                    ──▶ stream, dead letters, texts of prompt groups, Redis's own file
                    ──▶ the trainer's folder, recordings ──▶ event
 
-In this order nothing comes back: when the stream is searched, nobody has older traces left to write to it. Killed
-anywhere it can be repeated, and the order stands for whoever starts later.
+In this sequence no trace comes back: when the stream is searched, no process has older traces left to write to it. The
+command can be killed and repeated at any point. Services that start later also follow the order in Redis.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ IsTheirs = Callable[[TraceHeader], bool]
 
 @dataclass(frozen=True, kw_only=True)
 class Eraser:
-    """One tenant of one model, and the places to look at."""
+    """Erases one tenant of one model from Redis, the trainer's folder and recordings."""
 
     tenant: str
     client: redis.Redis
     model_key: str
     store: DraftStore
     state: Path
-    """The trainer's folder; it need not be there."""
+    """The trainer's folder; it may be on another machine."""
     recordings: tuple[Path, ...]
     actor: str
     timeout_s: float
     """How long engines and trainers may take to answer."""
 
     def look(self) -> dict[str, Any]:
-        """What would go; changes nothing. Raises StreamError, StoreError or ConfigError."""
+        """Count what `erase` would remove; changes nothing. Raises StreamError, StoreError or ConfigError."""
         return {"tenant": self.tenant, "dry_run": True, **self._remove(dry_run=True), "drafts": self._drafts()}
 
     def erase(self) -> dict[str, Any]:
-        """Remove it, and put it on record. `left` says what is not done, in sentences; empty where everything is.
+        """Remove the tenant's traffic and record an event. `left` lists, in sentences, what could not be done.
 
         Raises StreamError, StoreError or ConfigError.
         """
@@ -61,13 +61,13 @@ class Eraser:
         engines, trainers = self._answers(at_ms)
         removed = self._remove(dry_run=False)
         compacted = Remover(self.client, self.model_key).compact()
-        left = [f"{name} has not answered" for name, done in {**engines, **trainers}.items() if not done]
+        left = [f"{name} has not confirmed it" for name, done in {**engines, **trainers}.items() if not done]
         if not compacted:
-            left.append("Redis's append-only file: this user may not have it written anew, BGREWRITEAOF does")
+            left.append("Redis's append-only file: this user may not rewrite it; run BGREWRITEAOF as one who may")
         if not trainers and not self.state.is_dir():
-            left.append(f"no trainer runs and {self.state} is not here: pass --state, or start the trainer")
+            left.append(f"no trainer runs and {self.state} does not exist here: pass --state, or start the trainer")
         if (forks := self.store.root / "lineages").is_dir():
-            left.append(f"{forks} has forks, whose traces only the Slipstream that made them erases; then remove it")
+            left.append(f"{forks} has forks of an older Slipstream: erase with that version, then remove the folder")
         document = {
             "tenant": self.tenant,
             "dry_run": False,
@@ -97,7 +97,7 @@ class Eraser:
         return header.tenant == self.tenant
 
     def _answers(self, at_ms: int) -> tuple[dict[str, bool], dict[str, bool]]:
-        """(engines, trainers) that run, by name: whether they have carried the order out."""
+        """(running engines, running trainers): whether each has carried the order out, by name. Waits `timeout_s`."""
         deadline = time.monotonic() + self.timeout_s
         pointer, erasures = DraftPointer(self.client, self.model_key), Erasures(self.client, self.model_key)
         while True:
@@ -110,7 +110,7 @@ class Eraser:
             time.sleep(_POLL_S)
 
     def _drafts(self) -> list[dict[str, Any]]:
-        """Versions in the store that have learnt from the tenant, or may have: tokens None."""
+        """Versions in the store that have learnt from the tenant; tokens None: it may have."""
         found = []
         for version in self.store.versions():
             tokens = self._tokens(version)
@@ -146,7 +146,7 @@ class Eraser:
 def remove_files(state: Path, is_theirs: IsTheirs, *, dry_run: bool, written_s: float = 5.0) -> int:
     """Remove traces from a trainer's folder, unreadable ones too; returns how many. Raises ConfigError.
 
-    A trainer may take `written_s` to write one trace; what has no name after that was left by a kill.
+    A trainer may take `written_s` to write one trace; an older temporary file was left by a killed process.
     """
     paths = [path for path in shelf_folder(state).glob("*") if path.is_file() and _goes(path, is_theirs, written_s)]
     try:
@@ -160,7 +160,7 @@ def remove_files(state: Path, is_theirs: IsTheirs, *, dry_run: bool, written_s: 
 
 
 def _goes(path: Path, is_theirs: IsTheirs, written_s: float) -> bool:
-    """Whether it holds a trace of theirs, or none that can be read; not what is being written of another tenant."""
+    """Whether to remove a file: it has a trace of the tenant, or no readable one and no process is writing it."""
     deadline = time.monotonic() + (written_s if path.suffix == TEMPORARY else 0)
     while True:
         try:
@@ -176,7 +176,7 @@ def _goes(path: Path, is_theirs: IsTheirs, written_s: float) -> bool:
 
 
 def sentences(document: Mapping[str, Any]) -> str:
-    """A document for a person."""
+    """The document of `look` or `erase` as text for a terminal."""
     found = document["redis"]
     verb = "would go" if document["dry_run"] else "removed"
     lines = [
@@ -194,7 +194,7 @@ def sentences(document: Mapping[str, Any]) -> str:
         lines.append("nothing was changed: pass --yes to erase")
     else:
         done = [name for name, is_done in {**document["engines"], **document["trainers"]}.items() if is_done]
-        lines += [f"forgotten by: {', '.join(done) or 'nobody runs'}", *(f"left: {one}" for one in document["left"])]
+        lines += [f"forgotten by: {', '.join(done) or 'none'}", *(f"left: {one}" for one in document["left"])]
     return "\n".join(lines)
 
 

@@ -1,6 +1,7 @@
-"""What a person at a terminal sees beside the results: one console on standard error, and how far long work is.
+"""Console output for people: messages and progress bars on standard error.
 
-Standard output is left to results, so that it can go into a pipe. Where standard error is no terminal, nothing moves.
+Standard output has only results, so that it can go into a pipe. Progress is shown only where standard error is a
+terminal.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ console = Console(stderr=True)
 
 @contextlib.contextmanager
 def working(what: str) -> Iterator[Callable[[], None]]:
-    """Show that something of unknown length is at work, and since when; on a terminal only. What is yielded ends it
-    before the end of the block.
+    """Show a spinner with the elapsed time, on a terminal only. Yields a function that ends it before the end of the
+    block.
     """
     with _progress(what) as progress:
         progress.add_task(what)
@@ -37,23 +38,23 @@ def working(what: str) -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def counting(what: str) -> Iterator[Callable[[int, int | None], None]]:
-    """A bar that is told how much is done, of how much where that is known; on a terminal only."""
+    """Show a progress bar, on a terminal only. Yields a function that sets (number done, total or None)."""
     with _progress(what, BarColumn(), MofNCompleteColumn()) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _progress(what: str, *columns: ProgressColumn) -> Progress:
-    """One at a time. What is logged meanwhile stands above it."""
+    """Only one may run at a time. Log lines appear above it."""
     shown = SpinnerColumn(), TextColumn(what, markup=False), *columns, TimeElapsedColumn()
     return Progress(*shown, console=console, disable=not console.is_terminal, transient=True)
 
 
 def say(line: str) -> None:
-    """A line for a person, as it is."""
+    """Print a line on standard error, without markup."""
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def print_json(document: Any) -> None:
-    """A result for a program, on standard output."""
+    """Print a result as JSON on standard output."""
     typer.echo(json.dumps(document, indent=2))

@@ -1,4 +1,4 @@
-"""`slipstream traces`: recordings of the trace stream, what they hold, and their contents as JSON lines."""
+"""`slipstream traces`: record the trace stream into files, summarise, prune and export them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CHUNK = 16
 
 
 class StreamCopy:
-    """Copies a stream's entries, without a consumer group: the trainer's accounts stay as they are."""
+    """Reads a stream's entries without a consumer group, so the trainer's reads and counts are not affected."""
 
     def __init__(self, client: redis.Redis, model_key: str) -> None:
         self._redis: Any = client
@@ -51,8 +51,8 @@ def record(
     seconds: float,
     on_traces: Callable[[int], object] = lambda _: None,
 ) -> dict[str, int]:
-    """Append what the stream holds, and what arrives in the next `seconds`; each trace id once. `on_traces` hears how
-    many have been read so far.
+    """Append the stream's traces, and those that arrive in the next `seconds`, each trace id once. `on_traces` gets the
+    number read so far.
 
     Returns counts: recorded, known (already in the file), unusable, and the bytes of an unfinished tail that were
     removed. Raises ConfigError or StreamError; what was copied until then is in the file.
@@ -85,13 +85,13 @@ def _keep(writer: RecordingWriter, payload: bytes, target_fingerprint: str) -> s
 
 
 def prune(path: Path, hours: float) -> int:
-    """Remove traces that are older from a recording; returns how many. Raises ConfigError."""
+    """Remove traces older than `hours` from a recording; returns how many. Raises ConfigError."""
     before_ms = int(1000 * (time.time() - 3600 * hours))
     return remove_from_recording(path, lambda header: header.created_ms < before_ms).removed
 
 
 def summary(path: Path) -> dict[str, Any]:
-    """What a recording holds. Raises ConfigError where it is not one."""
+    """Counts of a recording, in all and by domain. Raises ConfigError where the file is not a recording."""
     domains: dict[str, Counter[str]] = defaultdict(Counter)
     rounds: dict[str, Acceptance] = defaultdict(Acceptance)
     versions: Counter[int] = Counter()
@@ -135,7 +135,7 @@ def _counts(counts: Counter[str], rounds: Acceptance) -> dict[str, Any]:
 
 
 def sentences(document: dict[str, Any]) -> str:
-    """A summary in plain language."""
+    """A `summary` as text for a terminal."""
 
     def about(counts: dict[str, Any]) -> str:
         return (
@@ -154,7 +154,7 @@ def sentences(document: dict[str, Any]) -> str:
     ]
     if document["damaged_entries"] or document["cut_off_bytes"]:
         damaged, cut_off = document["damaged_entries"], document["cut_off_bytes"]
-        lines.append(f"{damaged} entries are damaged; {cut_off} bytes at the end are no whole entry")
+        lines.append(f"{damaged} entries are damaged; the last {cut_off} bytes are an incomplete entry")
     return "\n".join(lines)
 
 
@@ -169,7 +169,7 @@ def export(path: Path, out: BinaryIO) -> int:
 
 
 def _row(trace: Trace) -> dict[str, Any]:
-    """Lists of ints and floats. Log-probabilities stand in the order of the ids; rows without any are empty."""
+    """A trace as JSON values. Log-probabilities are in the order of their ids; rows without any are empty lists."""
     header = trace.header
     start, prompt = header.first_position, max(header.num_prompt_tokens - header.first_position, 0)
     known = trace.target_topk_ids >= 0
@@ -188,7 +188,7 @@ def _row(trace: Trace) -> dict[str, Any]:
 
 
 def _branch_rows(rows: BranchRows) -> Iterator[dict[str, Any]]:
-    """A proposal is numbered among those of its round."""
+    """Rows behind rejections; `proposal` is the index within its round."""
     for round_, node, ids, logprobs in zip(rows.round, rows.node, rows.topk_ids, rows.topk_logprobs, strict=True):
         top = {"target_topk_ids": ids[ids >= 0].tolist(), "target_topk_logprobs": _rounded(logprobs[ids >= 0])}
         yield {"round": int(round_), "proposal": int(node), **top}
@@ -209,5 +209,5 @@ def _round_rows(trace: Trace) -> Iterator[dict[str, Any]]:
 
 
 def _rounded(values: np.ndarray) -> list[float]:
-    # Not a number in JSON: a kept token of no probability at all.
+    # JSON has no −inf, the log-probability of a kept token with probability 0.
     return [round(value, 4) if np.isfinite(value) else -1e4 for value in values.astype(float).tolist()]

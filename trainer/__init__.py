@@ -1,1 +1,1 @@
-"""What learns: reads traces, trains the draft, gates and publishes it. A process of its own."""
+"""The trainer process: reads traces, trains the draft head, gates candidates and publishes them."""

@@ -1,13 +1,13 @@
 """The checkpoint that a restarted trainer resumes.
 
-It is one safetensors file, replaced atomically. Tensors are the learner's state and `d2t`. `Progress`
-travels as JSON in the file's metadata, so weights and accounts are always of the same moment.
+It is one safetensors file, replaced atomically. Tensors are the learner's state and `d2t`. `Progress` is JSON in the
+file's metadata, so weights and counts are always of the same moment.
 
-All ranks share one checkpoint: `joined` makes one `Progress` of theirs, `share_of` gives each its part at the start.
+All ranks share one checkpoint: `joined` merges their `Progress`, `share_of` gives each rank its part at the start.
 Nothing in the file belongs to a rank, so any number of ranks can resume it. Counters are sums. Every rank knows all
-used trace ids, since Redis may give any of them an entry again. The traces of replay, held-out and golden set are
-divided by trace id (`Ranks.owns`). What all ranks know alike is taken from rank 0, and so is the drift monitor: each
-rank watches a random share of the same traffic.
+used trace ids, since Redis may deliver an entry again to any of them. The traces of replay, held-out and golden set are
+divided by trace id (`Ranks.owns`). Values that are equal on all ranks come from rank 0. So does the drift monitor,
+since each rank watches a random share of the same traffic.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FILE = "trainer.safetensors"
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """What the trainer knows besides tensors, at the moment of the checkpoint."""
+    """The trainer's state besides tensors, at the moment of the checkpoint."""
 
     target_fingerprint: str
     learnt_tokens: int
@@ -40,41 +40,41 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     num_traces: int
     used_trace_ids: list[str]
     replay: dict[str, float] | None = None
-    """Traces in the replay's memory with their priorities; None: whatever the stream still holds."""
+    """Traces in the replay's memory with their priorities; None: restore whatever the stream still holds."""
     domains: dict[str, str] | list[str] = {}
-    """Of `DomainNames`; a list, without the tenants, in older checkpoints."""
+    """`DomainNames.known`, tenants by label; older checkpoints list the labels alone."""
     drift: dict[str, AcceptanceSeries] = {}
     curve: list[tuple[float, ...]] = []
-    """Of `LearningCurve`."""
+    """`LearningCurve.points`."""
     tokens_since_news: int = 0
     num_repeated: int = 0
     """Traces whose text was in the replay already."""
     version: int = 0
-    """The draft version that the weights descend from; 0 in checkpoints that do not say."""
+    """The draft version that the weights descend from; 0 in older checkpoints."""
     held_out: list[str] = []
     """Traces that wait for their first step, oldest first: in the held-out pool, or just released from it."""
     golden: list[str] = []
     """Traces that are never learnt from."""
     tenants: TenantCounts | None = None
-    """Whom the weights were learnt from; None in checkpoints that do not say."""
+    """Completion tokens that the weights were learnt from, by tenant; None in older checkpoints."""
     vetoed_since_s: float | None = None
-    """When the golden set first vetoed, in seconds since the epoch; None where it does not."""
+    """When the golden set first vetoed a candidate since the last version, in seconds since the epoch; None: never."""
     target_version: int = 0
-    """The newest of which a trace has come."""
+    """The newest target version among all traces."""
 
     @property
     def domain_tenants(self) -> dict[str, str]:
-        """By label; nobody's in checkpoints that do not say."""
+        """The tenant that brought each label; "" in older checkpoints."""
         return self.domains if isinstance(self.domains, dict) else dict.fromkeys(self.domains, "")
 
     @property
     def trace_ids(self) -> list[str]:
-        """Everything that is kept beside the checkpoint."""
+        """All traces whose files are kept beside the checkpoint."""
         return [*(self.replay or ()), *self.held_out, *self.golden]
 
 
 def save_checkpoint(folder: Path, state: dict[str, Tensor], progress: Progress) -> None:
-    """Durable when it returns. Raises StoreError; then the previous checkpoint is untouched."""
+    """Write the checkpoint; durable on return. Raises StoreError and then leaves the previous one untouched."""
     temporary = folder / f"{_FILE}.tmp"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -102,8 +102,8 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], Progress] | None:
 
 
 def joined(parts: Sequence[Progress]) -> Progress:
-    """The progress of all ranks, given by rank."""
-    # From the newest, so that those of the same age stand together: the oldest are forgotten first.
+    """Merge the progress of all ranks, given in the order of their numbers."""
+    # From the newest, so that ids of the same age stand together: a trainer forgets the oldest ids first.
     newest = zip_longest(*(reversed(part.used_trace_ids) for part in parts))
     used = dict.fromkeys(trace_id for row in newest for trace_id in row if trace_id is not None)
     return msgspec.structs.replace(
@@ -121,5 +121,5 @@ def joined(parts: Sequence[Progress]) -> Progress:
 
 
 def share_of(progress: Progress, rank: int) -> Progress:
-    """What a rank goes on with: the counters go to rank 0, so that their sum stays right."""
+    """What a rank resumes: the counters go to rank 0 alone, so that their sum stays right."""
     return progress if rank == 0 else msgspec.structs.replace(progress, new_tokens=0, num_traces=0, num_repeated=0)

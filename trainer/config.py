@@ -1,9 +1,9 @@
-"""What an operator may set about the trainer, each as `SLIPSTREAM_TRAINER_<NAME>` in the environment.
+"""The trainer's settings, each read from the environment as `SLIPSTREAM_TRAINER_<NAME>`.
 
 The defaults were chosen on one CPU core with SmolLM2-135M and real answers (mathematics, code, questions) that arrive
 at 90 completion tokens a second, by the acceptance on held-out prompts after equal CPU time. They suit small models.
 
-Under `torchrun`, sizes and limits are those of each process: two processes make a step of twice `batch_tokens`.
+Under `torchrun`, sizes and limits hold for each process: two processes make a step of twice `batch_tokens`.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ def local_rank() -> int:
 
 
 def choose_device(setting: DeviceSetting) -> torch.device:
-    """The GPU with this process's number on its machine, or the CPU; "auto" takes a GPU where there are any.
+    """The GPU with this process's `local_rank`, or the CPU; "auto" takes a GPU where there is one.
 
-    CUDA_VISIBLE_DEVICES says which GPUs there are. Raises ConfigError where the GPU does not exist.
+    CUDA_VISIBLE_DEVICES limits the GPUs. Raises ConfigError where there are too few for this process.
     """
     num_gpus = torch.cuda.device_count() if setting != "cpu" else 0
     if setting == "cpu" or (setting == "auto" and not num_gpus):
         return torch.device("cpu")
     if local_rank() >= num_gpus:
         raise ConfigError(
-            f"process {local_rank()} of this machine has no GPU, there are {num_gpus}: set --nproc-per-node to at most "
-            "that, or set SLIPSTREAM_TRAINER_DEVICE=cpu"
+            f"process {local_rank()} of this machine has no GPU of its own: set torchrun --nproc-per-node to at most "
+            f"{num_gpus}, the number of GPUs here, or set SLIPSTREAM_TRAINER_DEVICE=cpu"
         )
     return torch.device("cuda", local_rank())
 
 
 ENV_PREFIX = "SLIPSTREAM_TRAINER_"
 LOWEST = 19
-"""Of nicenesses."""
+"""The niceness of the lowest priority."""
 _MIB = 1024 * 1024
 
 
 class TrainerConfig(BaseSettings):
-    """Raises pydantic's ValidationError; `load_config` says the same as a ConfigError that names the variable."""
+    """Raises pydantic's ValidationError; `load_config` turns it into a ConfigError that names the variable."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", use_attribute_docstrings=True)
 

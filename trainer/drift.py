@@ -1,27 +1,28 @@
-"""When there is more to learn: drift of a domain or of all traffic, the learning curve, and training pressure.
+"""How much more to train: drift of a domain or of all traffic, the learning curve, and training pressure.
 
 **Drift** is a fall of acceptance: a short average against a long one, for each domain and for all traffic. Acceptance
 is the share of a new trace's tokens that the draft in training would have proposed, counted before it learns from the
-trace. What was proposed in service depends on the planner, and may be earlier text, or nothing. As in TIDE
-(arXiv 2602.05145), training is called for when the short average falls below the long one by more than a margin. Here
+trace. Proposals in service do not count: the planner may propose earlier text, or nothing. As in TIDE
+(arXiv 2602.05145), the trainer trains more when the short average falls below the long one by more than a margin. Here
 the margin is learnt from how much requests differ, so that it fits noisy and quiet domains:
 
     margin = max(z · s · √(c · (1/n_short + 1/n_long)), MIN_MARGIN)        alarm: short < long − margin
 
 with s the deviation between requests and c = (1 + ρ)/(1 − ρ) for requests that resemble the one before them (ρ, their
-lag-1 correlation). The short average is that of the last SHORT requests. The long one knows only requests that have
-left the short one, forgets with a memory of LONG requests, and stands still during an alarm. Where acceptance rises by
-more than the margin, the long average starts over from the short one: otherwise a fall back to the old level would pass
-unnoticed. An alarm ends when half of the margin is made up for, or after MAX_ALARM more requests.
+lag-1 correlation). The short average is that of the last SHORT requests. The long one covers only requests that have
+left the short one, with an exponential memory of LONG requests, and is frozen during an alarm. Where acceptance rises
+by more than the margin, the long average restarts at the short one: otherwise a fall back to the old level would pass
+unnoticed. An alarm ends when short > long − margin / 2, or after MAX_ALARM more requests.
 
 **Training pressure** is a number from 0 to 1 that says how much more training is worth its compute:
 
     1 during a drift alarm, and until enough candidates were judged to say whether training still changes anything
     0 where the last WINDOW candidates were trained with the same acceptance and the same loss as the WINDOW before them
-    in between by the size of the change; and 0 as soon as the replay was learnt from `pressure · max_passes` times
+    in between by the size of the change
 
-At 0 a new trace still gets its first step, together with old ones. A new trace is worth all passes anew. A repeated one
-is worth `max_passes` of its own tokens.
+Training pauses once the replay was learnt from `pressure · max_passes` times. At pressure 0 a new trace still gets its
+first step, together with old ones. A new trace starts the count of passes again. A repeated one allows `max_passes`
+times its own tokens more.
 """
 
 from __future__ import annotations
@@ -34,17 +35,18 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 ALL = "all"
-"""Not a domain: the whole traffic, where it is watched beside the domains."""
+"""Names the series of all traffic; no domain has this name."""
 DEFAULT = "default"
-"""Traces without a label."""
+"""Domain of traces without a label."""
 OTHER = "other"
-"""Shared by the labels that found no name free."""
+"""Domain shared by all labels that came after `max_domains` others."""
 _MAX_LENGTH = 64
 
 
 class DomainNames:
-    """The first labels seen keep their own name; `known` has them with the tenants that brought them, and survives a
-    restart.
+    """Bounds the number of domain names: the first labels keep their own, later ones share OTHER.
+
+    `known` maps each kept label to the tenant that brought it; the checkpoint saves it.
     """
 
     def __init__(self, max_domains: int, known: Mapping[str, str] | None = None) -> None:
@@ -57,7 +59,7 @@ class DomainNames:
         return self._tenants
 
     def name(self, label: str, tenant: str) -> str:
-        """The bounded name of a label in a tenant's trace; at most `max_domains` besides DEFAULT and OTHER."""
+        """The domain name of a label in a tenant's trace: one of at most `max_domains`, or DEFAULT or OTHER."""
         label = label[:_MAX_LENGTH]
         if label in ("", DEFAULT):
             return DEFAULT
@@ -76,32 +78,32 @@ LONG = 1000
 MIN_LONG = 64
 Z = 5.0
 MIN_MARGIN = 0.02
-"""Of an answer's tokens: a fall by less is not worth a training run."""
+"""Share of an answer's tokens: a smaller fall is not worth training."""
 MAX_CORRELATION = 0.8
 MAX_ALARM = 1000
 MIN_TOKENS = 16
-"""Completion tokens that make one sample: shorter answers of a domain are taken together."""
+"""Completion tokens that make one sample: consecutive shorter answers of a domain are counted as one."""
 
 
 class AcceptanceSeries(msgspec.Struct, kw_only=True):
-    """Short and long average of one domain, request by request; its fields are what a restart needs."""
+    """Short and long average of one domain's acceptance; the checkpoint saves all fields."""
 
     recent: list[float] = msgspec.field(default_factory=list)
     """The last SHORT requests, oldest first."""
     num_passing: int = 0
-    """So many of the oldest do not go into the long average when they leave `recent`."""
+    """How many of the oldest in `recent` must not go into the long average when they leave."""
     num_long: int = 0
     long: float = 0.0
     variance: float = 0.0
     covariance: float = 0.0
-    """With the request before."""
+    """Between a request and the one before."""
     last: float | None = None
     """The request that last went into the long average."""
     num_alarmed: int = 0
     """Answers of all domains since the alarm; 0 without one."""
     num_accepted: int = 0
     num_tokens: int = 0
-    """Of answers that were too short to count alone."""
+    """With `num_accepted`: of answers too short to be a sample alone (MIN_TOKENS)."""
 
     @property
     def alarm(self) -> bool:
@@ -113,7 +115,7 @@ class AcceptanceSeries(msgspec.Struct, kw_only=True):
 
     @property
     def deviation(self) -> float:
-        """Between requests; 0 while it is not known."""
+        """Standard deviation between requests; 0 while it is not known."""
         return math.sqrt(self.variance) if self.num_long >= MIN_LONG else 0.0
 
     @property
@@ -140,7 +142,7 @@ class AcceptanceSeries(msgspec.Struct, kw_only=True):
         return self._judge()
 
     def age(self) -> None:
-        """One more answer of whatever domain: an alarm also ends when its domain's traffic has gone."""
+        """Count an answer of any domain: so an alarm also ends when its own domain gets no traffic."""
         if self.alarm:
             self.num_alarmed += 1
             if self.num_alarmed > MAX_ALARM:
@@ -180,7 +182,7 @@ class AcceptanceSeries(msgspec.Struct, kw_only=True):
         self.num_passing = len(self.recent)
 
     def _start_over(self) -> None:
-        """The level of the short average is the normal one from now on."""
+        """Set the long average to the short one."""
         self.long, self.num_long, self.last = self.short, len(self.recent), None
         self._end_alarm()
 
@@ -196,7 +198,7 @@ class DriftMonitor:
         return any(series.alarm for series in self.series.values())
 
     def observe(self, domain: str, num_accepted: int, num_tokens: int) -> list[str]:
-        """Take one answer of a domain; returns the names of the series on which it raises an alarm."""
+        """Take one answer of a domain; returns the names of the series in which it raises an alarm."""
         for series in self.series.values():
             series.age()
         names = (domain, ALL)
@@ -205,7 +207,7 @@ class DriftMonitor:
         ]
 
     def level(self, domain: str) -> tuple[float, float]:
-        """(mean, deviation between requests) of a domain's acceptance as it was; the deviation is 0 while unknown."""
+        """(long average, deviation between requests) of a domain's acceptance; the deviation is 0 while unknown."""
         series = self.series.get(domain)
         return (series.long, series.deviation) if series else (0.0, 0.0)
 
@@ -213,7 +215,7 @@ class DriftMonitor:
 WINDOW = 8
 """Candidates on either side of the comparison: four minutes at the default interval."""
 FULL_GAIN = 0.01
-"""Relative change, beyond noise, that is worth all the passes."""
+"""Relative change, beyond noise, at which the pressure reaches 1."""
 _NOISE = 2.0
 """Standard errors that a change must exceed."""
 
@@ -237,7 +239,7 @@ class LearningCurve:
         self._sums = (self._sums[0] + accept_length, self._sums[1] + loss)
 
     def mark(self) -> None:
-        """A candidate was made of the steps since the last one."""
+        """End a point of the curve: a candidate was made from the steps since the last one."""
         if self._num_steps:
             point = tuple(total / self._num_steps for total in self._sums)
             self._points = [*self._points, point][-2 * WINDOW :]
@@ -256,12 +258,12 @@ class LearningCurve:
 
 
 def training_pressure(*, alarm: bool, gain: float | None) -> float:
-    """In [0, 1]; see above."""
+    """How much more training is worth, in [0, 1] (**Training pressure** above)."""
     return 1.0 if alarm or gain is None else min(gain / FULL_GAIN, 1.0)
 
 
 def tokens_owed(*, pressure: float, max_passes: float, replay_tokens: int, tokens_since_news: int) -> float:
-    """Tokens of old traces to learn from before the trainer may sleep; 0 or less: nothing is to be gained."""
+    """Tokens of old traces still to learn from; at 0 or less the trainer sleeps until a new trace comes."""
     return pressure * max_passes * replay_tokens - tokens_since_news
 
 

@@ -1,6 +1,6 @@
-"""The training loop, one screen: read → train → checkpoint → ack → gate, checkpoint and publish → rest.
+"""The training loop: read → train → checkpoint → ack → gate, checkpoint and publish → rest.
 
-`train_until` is the loop. `Trainer` has its verbs, and puts together what they act on.
+`train_until` is the loop. `Trainer` has a method for each of these steps, and builds the objects that they use.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from trainer.session import Training
 from trainer.throttle import Throttle
 
 _LEAST_PRESSURE = 0.1
-"""Below which training has stopped to make the draft better (trainer/drift.py)."""
+"""Below this pressure more training hardly changes the draft (trainer/drift.py)."""
 
 
 class _Stock(NamedTuple):
@@ -54,11 +54,11 @@ class _Stock(NamedTuple):
 
 
 class Trainer:
-    """Owns the draft in training, the replay and the connection; used by one thread.
+    """Owns the draft in training, the replay and the Redis connection; used by one thread.
 
-    Where several ranks train together each has a Trainer, and they go through the same public methods in the same
-    order. The draft and what steers its training (trainer/checkpoint.py) are the same on all of them; the source, the
-    replay and what is kept from learning are each rank's own.
+    Where several ranks train together each has a Trainer, and all call the same public methods in the same order. The
+    draft and what steers its training (trainer/checkpoint.py) are the same on all of them. Each rank has a trace
+    source, a replay, a held-out and a golden set of its own.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Trainer:
         return self.training.learner
 
     def read(self, *, block_ms: int) -> None:
-        """Take new traces into the replay, as many as it has room for, after forgetting what is to be forgotten."""
+        """Remove erased and expired traces, then take new ones into the replay, as many as it has room for."""
         self._forget()
         self._rewards.look()
         previous = self.intake.target_version
@@ -195,7 +195,7 @@ class Trainer:
 
     @property
     def has_work(self) -> bool:
-        """A new trace waits, or the old ones were not yet learnt from as often as the pressure asks for."""
+        """A new trace waits, or the pressure asks for more passes over the old ones."""
         owed = tokens_owed(
             pressure=self.pressure,
             max_passes=self.config.max_passes,
@@ -254,7 +254,7 @@ class Trainer:
         """
         start_s = time.monotonic()
         self.training.ensure_finite()
-        # Perhaps another learner by now: with the last good weights.
+        # `ensure_finite` may have replaced the learner by one with the last good weights.
         learner, progress = self.learner, self._progress()
         self._shelf.sync(progress.trace_ids)
         parts = [msgspec.json.decode(part, type=Progress) for part in self.ranks.gather(msgspec.json.encode(progress))]
@@ -273,9 +273,9 @@ class Trainer:
         self.source.ack_used()
 
     def heed_rollbacks(self) -> None:
-        """Start again from the last good version where the one in training was rolled back or barred."""
+        """Restart training from the last good version where the one in training was rolled back or barred."""
         if self.candidates.heed_rollbacks():
-            # The checkpoint on disk still has the weights that were given up.
+            # The checkpoint on disk still has the weights of the barred version.
             self.checkpoint()
             self.ack()
 
@@ -284,7 +284,7 @@ class Trainer:
         with span("publish") as publishing:
             published = self.candidates.publish()
             if published:
-                # Before the engines hear of it: a trainer that is killed would not know what its weights became.
+                # Before the engines get it: a trainer killed in between would not know that its weights are a version.
                 self.checkpoint()
                 self.candidates.announce()
             publishing.set_attributes(prefixed(published=published, version=self.training.version))
@@ -316,7 +316,7 @@ class Trainer:
         )
 
         def tidy() -> None:
-            """Before any rank reads: what processes had that are gone for good is found again, or removed."""
+            """Before any rank reads: take over pending entries of processes that are gone, remove their files."""
             source.take_over()
             self._shelf.sweep(progress.trace_ids)
 
@@ -343,7 +343,7 @@ class Trainer:
         return Intake(self.source, self.replay, held_out, golden, config, self.metrics, share, self.ranks)
 
     def _progress(self) -> Progress:
-        """What this rank knows."""
+        """This rank's part of the checkpoint."""
         training, intake = self.training, self.intake
         num_traces, new_tokens = intake.settled
         return Progress(
@@ -371,7 +371,7 @@ class Trainer:
             return
         if self.source.has_refused and self._forgetting.sweep():
             self.source.swept()
-        # Whoever chose an operator's recording chose its age, too.
+        # An operator's recording does not expire: the operator chose its age.
         is_recording = self.config.golden is not None
         is_golden_gone = self._forgetting.reason_in_recording if is_recording else self._forgetting.reason
         gone = self.intake.forget(self._forgetting.reason, is_golden_gone=is_golden_gone)
@@ -381,7 +381,7 @@ class Trainer:
         self._forgetting.report()
 
     def _survey(self) -> None:
-        """Look over all replays: what is in them decides whether all ranks go on."""
+        """Sum up the replays of all ranks: the sums decide whether all ranks take a step."""
         counts = (self.replay.num_waiting, self.replay.num_tokens, self.intake.drift.alarm)
         self._stock = _Stock(*map(int, self.ranks.sum(counts)))
 
@@ -390,16 +390,16 @@ IDLE_BLOCK_MS = 1000
 
 
 def train_until(stop: threading.Event, trainer: Trainer) -> None:
-    """Learn until `stop` is set, then put everything in order.
+    """Learn until `stop` is set, then write a checkpoint, ack and close.
 
-    Waits for: new traces, and only when nothing is to be gained from the old ones (`Trainer.has_work`): then it sleeps
-    in Redis, up to IDLE_BLOCK_MS at a time. After each turn it rests for busy engines (trainer/throttle.py).
+    Waits for: new traces, and only when no training on old ones is due (`Trainer.has_work`): a blocking Redis read of
+    up to IDLE_BLOCK_MS at a time. After each turn it rests for busy engines (trainer/throttle.py).
     Unblocked by: the next trace, or `stop`.
     When behind: it reads no more than `Replay.room` traces, so the backlog stays in Redis under the stream's byte cap,
     which drops and counts the oldest; batches are then made of new traces only.
     When Redis is away: reads come back empty, learning goes on from the replay, acks and the pointer wait.
     Shutdown: stop reading → finish the step → checkpoint → ack → close.
-    Under several ranks each turn is made by all of them: one that has work, or is told to stop, takes the others along.
+    All ranks take each turn together: where one has work, all take the step, and where one must stop, all stop.
     """
     while not trainer.ranks.any(stop.is_set()):
         trainer.read(block_ms=0 if trainer.has_work or trainer.review.has_work else IDLE_BLOCK_MS)

@@ -1,4 +1,4 @@
-"""Every collector of the trainer: names live here and nowhere else."""
+"""All Prometheus metrics of the trainer."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _STREAM_STATES = (
 
 
 class TrainerMetrics:
-    """Labels are bounded: outcomes and operations are fixed words, domains are those of `DomainNames`.
+    """The trainer's metrics. Label values are bounded: fixed words, and the domains of `DomainNames`.
 
-    Where several processes train together each has its own: steps, learnt tokens, loss, acceptance length, health and
-    versions are those of all and the same everywhere; traces, replay, acceptance and drift are the process's own share.
+    Each of several ranks has its own: steps, learnt tokens, loss, acceptance length, health and versions are about all
+    ranks and equal on each; traces, replay, acceptance and drift are about the rank's own share.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -113,7 +113,7 @@ class TrainerMetrics:
         self.drift_alarms = counter("slipstream_trainer_drift_alarms", "Drift alarms raised", ["domain"])
         self.pressure = gauge("slipstream_trainer_pressure_ratio", "How much further training is worth; 0: nothing")
 
-        # The share of time.
+        # Rests beside busy engines.
         self.time_share = gauge(
             "slipstream_trainer_time_share_ratio",
             "Share of its time that training may compute, by the load of engines on its machine",
@@ -126,7 +126,7 @@ class TrainerMetrics:
             "slipstream_trainer_yielded_seconds", "Time that training waited for serving on its machine"
         )
 
-        # Fit to be published?
+        # Health of the weights.
         self.healthy = gauge(
             "slipstream_trainer_healthy", "0 while steps are not finite, or were recently: nothing is published"
         )
@@ -255,7 +255,7 @@ class TrainerMetrics:
         self.stream_bytes.set(lag.bytes)
 
     def _begin_at_zero(self) -> None:
-        """Every series that is known beforehand: one that appears with its first event hides it from `increase()`."""
+        """Create all series with known labels at 0: `increase()` misses the first event of one that appears with it."""
         for metric, labels in (
             (self.traces, ("admitted", "duplicate", "dead_lettered", "erased", "expired")),
             (self.forgotten, ("erased", "expired")),

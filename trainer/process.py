@@ -22,8 +22,8 @@ from trainer.ranks import Ranks, join_ranks
 
 log = structlog.get_logger()
 
-# oneDNN keeps compiled kernels for the last 1,024 shapes, 0.7 MB each, and steps have fewer that come again
-# (trainer/learning/ttt.py). Read when the first matrix is multiplied, so it is in time here.
+# By default oneDNN keeps compiled kernels for the last 1,024 shapes, 0.7 MB each; training repeats fewer shapes
+# (trainer/learning/ttt.py). oneDNN reads this when it multiplies the first matrix, which is after this import.
 _KERNEL_CACHE = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
 _PR_SET_PDEATHSIG = 1
 _STOPS = (signal.SIGTERM, signal.SIGINT)
@@ -33,8 +33,8 @@ def run_trainer(config: TrainerConfig, *, on_training: Callable[[], None] = lamb
     """Train until SIGTERM or SIGINT; returns after the last checkpoint. Call from the main thread of its own process.
     `on_training` is called once everything is loaded.
 
-    Under `torchrun` it is one of several (trainer/ranks.py); a signal to any of them ends all, and PeerLostError
-    says that one was killed.
+    Under `torchrun` this is one of several processes (trainer/ranks.py). A signal to any of them ends all; where one
+    was killed, the others raise PeerLostError.
 
     The launcher sets OMP_NUM_THREADS=1 and OMP_WAIT_POLICY=PASSIVE before torch is imported: a spinning OpenMP thread
     takes more from the engine beside it than training does. It also sets MALLOC_MMAP_THRESHOLD_ and
@@ -50,7 +50,7 @@ def run_trainer(config: TrainerConfig, *, on_training: Callable[[], None] = lamb
     if device.type == "cuda":
         torch.cuda.set_device(device)
     ranks = join_ranks(device)
-    # Not before: who waits for a rank that does not come hears no handler, and has nothing to put in order.
+    # After joining: a process that still waits for other ranks would not run the handler, and has nothing to save.
     stop = stop_on_signals()
     if ranks.size > 1:
         structlog.contextvars.bind_contextvars(rank=ranks.rank)
@@ -78,25 +78,27 @@ def _train(
         trainer.metrics.serve(config.metrics_host, port)
     log.info("training", device=str(device), num_steps=trainer.learner.num_steps)
     on_training()
-    # The thread that answers Prometheus has begun and stays as it is; those that compute come from this one.
+    # The thread that answers Prometheus runs already and keeps its priority; this one starts those that compute.
     give_way_in_the_kernel(config.nice, ranks.size)
     train_until(stop, trainer)
     log.info("trainer ended", num_steps=trainer.learner.num_steps)
 
 
 def _check_port(host: str, port: int) -> None:
-    """Before anything is read or written: `/metrics` opens only when all is. Raises ConfigError."""
+    """Check that the port is free before anything is loaded: `/metrics` opens only then. Raises ConfigError."""
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
         raise ConfigError(
-            f"--metrics-port {port} of {host} cannot be taken ({error.strerror}): choose another, or stop who has it"
+            f"cannot listen on --metrics-port {port} of {host} ({error.strerror}): choose another, or stop what uses it"
         ) from None
 
 
 def stop_on_signals() -> threading.Event:
-    """Set at the first SIGTERM or SIGINT, by a thread of its own. Python's handlers run on the main thread: one that
-    comes while that waits for the event would wait for the lock held there, for ever. Call from the main thread.
+    """An event that a thread sets at the first SIGTERM or SIGINT. Call from the main thread.
+
+    Python's handlers run on the main thread. A handler that sets the event while that thread waits for it would
+    deadlock on the event's lock.
     """
     stop, (woken, waking) = threading.Event(), os.pipe()
     os.set_blocking(waking, False)
@@ -107,7 +109,7 @@ def stop_on_signals() -> threading.Event:
         stop.set()
 
     threading.Thread(target=wait, name="stop", daemon=True).start()
-    # Whatever the main thread does, the system's own handler writes the number there.
+    # The interpreter's C handler writes the signal's number there at once, whatever the main thread does.
     signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
     for number in _STOPS:
         signal.signal(number, lambda *_: None)
@@ -115,18 +117,18 @@ def stop_on_signals() -> threading.Event:
 
 
 def _end_with_torchrun() -> None:
-    """Processes that outlived a killed `torchrun` would go on by themselves, and beside those of the next one: two
-    trainers with one checkpoint. On Linux the system ends them first.
+    """Let Linux kill this process when its `torchrun` is killed. Otherwise it would train on beside the processes of
+    the next `torchrun`: two trainers with one checkpoint.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def give_way_in_the_kernel(nice: int, num_ranks: int) -> None:
-    """Let this thread, and those that it starts, run where no other wants the core; for good. Only Linux can.
+    """Give this thread, and those that it starts, Linux's SCHED_IDLE: they run only where no other wants the core.
 
-    Only a single process at the lowest niceness does so: of several ranks one would stand still on a busy machine, and
-    the others would give it up.
+    Only for a single process at the lowest priority: of several ranks one could stall on a busy machine until the
+    others time out. There is no way back.
     """
     if nice < LOWEST or num_ranks > 1 or not hasattr(os, "SCHED_IDLE"):
         return
@@ -137,20 +139,20 @@ def give_way_in_the_kernel(nice: int, num_ranks: int) -> None:
 
 
 def give_way_as_a_session(nice: int, autogroup: Path = Path("/proc/self/autogroup")) -> None:
-    """Make the session that this process leads as nice as it is, `nice`.
+    """Give the session that this process leads the niceness `nice`.
 
-    With `sched_autogroup_enabled` Linux shares a core by sessions first: a trainer at 19 takes half of the core that an
-    engine of another session wants. A session that another process leads has more processes in it, and stays.
+    With `sched_autogroup_enabled` Linux divides a core among sessions first: a trainer at niceness 19 takes half of the
+    core that an engine of another session wants. A session that another process leads is left alone: it has others.
     """
     if nice <= 0 or not autogroup.exists():
         return
     if os.getsid(0) != os.getpid():
         log.info(
-            "niceness may count within this session, container or service alone: beside an engine elsewhere start the "
+            "the trainer's niceness may not count against engines outside its session, container or service: start the "
             "trainer with setsid, or give it less of the CPU (cpu_shares, CPUWeight=, CPU requests)"
         )
         return
     try:
         autogroup.write_text(str(nice))
     except OSError as error:
-        log.warning("this session's share of a core stays as it is", error=str(error))
+        log.warning("cannot lower the session's CPU priority", error=str(error))

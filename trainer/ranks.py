@@ -3,12 +3,12 @@
 Each rank reads its own share of the stream into its own replay and computes the gradient of its own batch. The sum of
 all gradients is every rank's step, so their weights stay the same. (A rank that had nothing to learn from adds zeros.)
 
-Whatever decides how the loop goes on is the same on every rank to the last bit: a sum over the ranks, added up in the
-order of their numbers, or rank 0's word. Ranks that disagreed once would wait for each other for ever. So every method
-of `Ranks` must be called by all of them, in the same order; alone, each costs nothing and changes nothing.
+Every number that decides how the loop goes on is the same on every rank to the last bit: a sum over the ranks, added up
+in the order of their numbers, or a value of rank 0. Ranks that disagreed once would wait for each other for ever. So
+all ranks must call every method of `Ranks` in the same order; in a single process a method returns its input.
 
-A rank that dies takes all along: the others lose its connection at the next exchange and end with a PeerLostError, and
-`torchrun` starts all of them again from the checkpoint. One that hangs is waited for as long as _TIMEOUT says.
+When a rank dies, all end: the others lose its connection at the next exchange and raise PeerLostError, and `torchrun`
+starts all of them again from the checkpoint. For a rank that hangs the others wait _TIMEOUT.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# Imported before any group exists: its functions keep the group of that moment as a default argument. The first step of
-# an optimiser imports it too, and the group would never end: its threads abort the process on the way out, at times.
+# Imported before any process group exists: its functions keep the group of that moment as a default argument. The first
+# optimiser step imports it too. Then the group would outlive `close`, and its threads sometimes abort the exit.
 import torch.distributed.nn
 from torch import Tensor
 
 from speculator.errors import ConfigError, PeerLostError, StoreError
 
-# For the slowest that one rank may do while the others wait: write a large checkpoint to a slow disk.
+# The slowest thing that one rank does while the others wait is to write a large checkpoint to a slow disk.
 _TIMEOUT = timedelta(minutes=10)
 
 
 @contextlib.contextmanager
 def _exchange() -> Iterator[None]:
-    """Around what the ranks do together and nothing else. Raises PeerLostError where one of them is gone."""
+    """Turn the RuntimeError of a collective operation into PeerLostError. Put nothing else inside."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -58,11 +58,11 @@ class Ranks:
         return self.rank == 0
 
     def owns(self, trace_id: str) -> bool:
-        """Whose replay takes a trace again after a restart: exactly one rank's, however many there are now."""
+        """Whether this rank's replay restores a trace after a restart; true on exactly one rank."""
         return zlib.crc32(trace_id.encode()) % self.size == self.rank
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """The sums over the ranks of some numbers, integers below 2⁵³ exactly."""
+        """Each value's sum over the ranks; exact for integers below 2⁵³."""
         return list(values) if self.size == 1 else [sum(column) for column in zip(*self._rows(values), strict=True)]
 
     def max(self, value: int) -> int:
@@ -76,9 +76,9 @@ class Ranks:
         return self.size == 1 or all(row == list(map(float, values)) for row in self._rows(values))
 
     def lead(self, action: Callable[[], int | None]) -> int:
-        """Rank 0 acts while the others wait; returns what it returned, and 0 for None.
+        """Run `action` on rank 0 while the others wait; all return its result, and 0 for None.
 
-        Raises what it raised on rank 0, and StoreError on the others, so that none goes on as if it were done.
+        Where it raises, rank 0 raises the same and the others StoreError, so that none goes on as if it were done.
         """
         if self.size == 1:
             return action() or 0
@@ -109,10 +109,10 @@ class Ranks:
     def add_up(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Each tensor's sum over the ranks, as views of one new buffer; the given ones stay. Alone: the given ones.
 
-        DistributedDataParallel is no fit: it reduces while one forward is differentiated, and expects the same from
-        every rank. Here a step calls parts of the draft (`fuse`, the keys of the context, the layer, the logits) a
-        number of times that depends on the data, and not at all on a rank without a batch. One reduction after the
-        backward pass needs none of that; to overlap the two would gain little in a network of one layer.
+        DistributedDataParallel does not fit: it reduces during the backward pass of one forward call, and expects the
+        same calls on every rank. Here a step calls parts of the draft (`fuse`, the keys of the context, the layer, the
+        logits) a number of times that depends on the data, and not at all on a rank without a batch. One reduction
+        after the backward pass needs none of that; overlapping the two would gain little in a network of one layer.
         """
         if self.size == 1:
             return list(tensors)
@@ -123,7 +123,7 @@ class Ranks:
         return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
     def close(self) -> None:
-        """Whatever learnt with the others must be out of use by now: it may keep the group, and its threads, alive."""
+        """Leave the process group. Drop every learner before: it may keep the group and its threads alive."""
         if self.size > 1:
             dist.destroy_process_group()
 
@@ -137,25 +137,25 @@ class Ranks:
 
 
 def join_ranks(device: torch.device) -> Ranks:
-    """Meet the other processes that `torchrun` started, as its environment says; alone where it says nothing.
+    """Join the processes that `torchrun` started, by its environment variables; without them, a single rank.
 
-    Raises ConfigError where the environment is incomplete or the others do not come.
+    Raises ConfigError where a variable is missing or the other processes do not join.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Ranks()
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # Ranks that start again would find the addresses of those before them there (pytorch/pytorch#135712).
+        # Restarted ranks would read the addresses of the ended ones there (pytorch/pytorch#135712).
         raise ConfigError(
-            "torchrun --max-restarts keeps what ended ranks have said: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for "
-            "torchrun, and pass --standalone or --rdzv-backend c10d"
+            "after a restart torchrun's store still has the addresses of the ended ranks: for --max-restarts set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, and pass --standalone or --rdzv-backend c10d"
         )
-    # One group with both: the tensor's device picks the way.
+    # One group with both backends: the tensor's device picks one.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
         dist.init_process_group(backend, timeout=_TIMEOUT)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"WORLD_SIZE asks for several processes, and they do not find each other: start with torchrun ({error})"
+            f"WORLD_SIZE asks for several processes, and they cannot connect: start them with torchrun ({error})"
         ) from error
     return Ranks(dist.get_rank(), dist.get_world_size())

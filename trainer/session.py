@@ -1,8 +1,8 @@
 """The draft in training: where its weights come from, and one step after another.
 
-**Weights** descend from a version of the store. They go on from the trainer's checkpoint; from that version where there
-is no checkpoint; and from the last good version where engines or the review rolled that version back. `start_over` does
-this in a running trainer, `resume` after a restart.
+**Weights** descend from a version of the store. `resume` loads them from the trainer's checkpoint, or from that version
+where there is no checkpoint. Where engines or the review rolled that version back, training goes on from the last good
+one: `start_over` in a running trainer, `resume` after a restart.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = structlog.get_logger()
 
 
 class Training:
-    """The same on every rank but for the batches, and what is suspected of them."""
+    """The learner and its counters. The same on every rank, except for batches and suspected traces."""
 
     def __init__(
         self,
@@ -46,19 +46,19 @@ class Training:
         device: torch.device,
         rng: random.Random,
     ) -> None:
-        """Begins with the newest version that may be served, or with a fresh draft, which becomes the first one.
+        """Begins with the newest version that may be served, or stores a fresh draft as the first version.
 
         Raises ConfigError, StoreError, DraftFileError or DraftMismatchError.
         """
         self._config, self._ranks, self._store, self._replay = config, ranks, store, replay
         self._metrics, self._fingerprint, self._rng = metrics, target_fingerprint, rng
         self.version = ranks.lead(self._ensure_lineage)
-        """The one that the weights descend from: published last, or gone back to."""
+        """The version that the weights descend from: the last published one, or the one that `start_over` loaded."""
         # The draft goes where its embedding is.
         self._embed_Vd = read_target_tensor(config.model_dir, "model.embed_tokens.weight").to(device)
         self.learner = self._new_learner()
         self.tenants = self._tenants_of_version()
-        """Whom the weights were learnt from: what this rank adds, on rank 0 with everything before."""
+        """Tokens learnt from, by tenant, since this rank started; on rank 0 also all from before."""
         self.guard = Guard()
         self.curve = LearningCurve()
         self.learnt_tokens = 0
@@ -66,7 +66,7 @@ class Training:
         self._suspects: list[Stored] = []
 
     def resume(self) -> Progress:
-        """Take over the last checkpoint, where there is one. Weights of a version that was barred since are left."""
+        """Load the last checkpoint, where there is one; not its weights where their version is barred meanwhile."""
         saved = load_checkpoint(self._config.state_dir)
         num_steps = -1 if saved is None else int(saved[0]["num_steps"])
         if not self._ranks.agree(num_steps):
@@ -98,8 +98,10 @@ class Training:
         return progress
 
     def start_over(self, version: int) -> None:
-        """Go on from a version's weights, with a fresh optimiser. What the replay holds is kept."""
-        log.error("the weights in training are given up", descended_from=self.version, back_to=version)
+        """Go on from a version's weights, with a fresh optimiser and the same replay."""
+        log.error(
+            "training restarts from another version: its own was barred", descended_from=self.version, back_to=version
+        )
         self.version = version
         self.learner = self._new_learner()
         self.tenants = self._tenants_of_version()
@@ -118,7 +120,7 @@ class Training:
         return load_draft(self._store, version, embed=self._embed_Vd, target_fingerprint=self._fingerprint)
 
     def ensure_finite(self) -> None:
-        """Before a checkpoint: broken weights are never saved."""
+        """Restore the last good weights where these are not finite; call before each checkpoint."""
         if self._ranks.any(not self.learner.is_finite):
             self._restore_weights()
 
@@ -139,8 +141,10 @@ class Training:
         return report
 
     def _find_culprits(self, batch: list[Stored], report: StepReport) -> None:
-        """A batch was not finite: learn from its traces one by one. Kept, one bad trace would spoil every batch that it
-        is drawn into; discarded without a look, it would take the good ones along. Ranks whose batch was fine stand by.
+        """Find the traces that made a batch's loss or gradient not finite, by learning from them one by one.
+
+        A bad trace that stayed would spoil every batch that it is drawn into; to discard the whole batch would lose
+        good traces. Ranks whose own batch was finite take these steps without a batch.
         """
         accused = batch if report.is_culprit else []
         tried = accused if len(accused) > 1 else []
@@ -163,7 +167,7 @@ class Training:
         suspects.clear()
 
     def _restore_weights(self) -> None:
-        """Back to the last checkpoint, or to the version that they descend from where there is none."""
+        """Load the weights of the last checkpoint, or without one those of the version that they descend from."""
         history, self.learner = self.learner.history, self._new_learner()
         saved = load_checkpoint(self._config.state_dir)
         if saved is not None:
@@ -193,7 +197,7 @@ class Training:
             self._config.model_dir,
             self._fingerprint,
             draft_vocab_size=self._config.draft_vocab_size,
-            # Of the order of learning, too: only a fresh draft must be of it.
+            # The seed also sets the order of learning, so an existing draft need not have been made with it.
             seed=self._config.seed if self._store.latest() is None else None,
         )
 

@@ -1,8 +1,7 @@
-"""Two drafts compared on the same traces: the change of the accept length, and how sure it is.
+"""Comparison of two drafts on the same traces: the relative change of the accept length, with confidence bounds.
 
-Both drafts decode the same traces again (trainer/release/gate.py). `compare` gives the relative change of the
-accept length with bounds. How wide they are depends on how often one looks: `student_t_quantile` for one look,
-`anytime_quantile` for a look after every trace.
+Both drafts decode the same traces again (trainer/release/gate.py). How wide the bounds of `compare` are depends on how
+often they are evaluated: `student_t_quantile` for once, `anytime_quantile` for once after every trace.
 """
 
 from __future__ import annotations
@@ -18,14 +17,13 @@ import msgspec
 
 MIN_TRACES = 4
 CONFIDENCE = 0.95
-"""Of each bound by itself."""
+"""Of each one-sided bound by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Acceptance:
-    """Verifications and what they committed; adds up over spans. Whole numbers where counted, not where expected.
-
-    `num_reaching[k]` is the number of rounds that accepted more than k proposals.
+    """Counts of verifications and of the tokens that they committed, which can be added. Expected counts may be
+    fractions. `num_reaching[k]` is the number of rounds that accepted more than k proposals.
     """
 
     num_committed: float = 0
@@ -39,9 +37,9 @@ class Acceptance:
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """For each place k in the chain: the share of the rounds that accepted k proposals that also accept the next.
+        """At each depth k of the chain: of the rounds that accepted k proposals, the share that accepted one more.
 
-        A chain that ends early, for lack of room, has not accepted the next.
+        A chain cut short for lack of room counts as not accepting the next.
         """
         before = (self.num_rounds, *self.num_reaching)
         return tuple(
@@ -65,14 +63,14 @@ class PairedScores(NamedTuple):
 
 
 PromptScores = tuple[bytes, PairedScores]
-"""A trace of the prompt with this hash."""
+"""(hash of the prompt, scores of one answer to it)."""
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """`change` is relative, and so are its bounds, which are None where there are too few traces for any."""
+    """Accept lengths of both drafts; `change` and its bounds are relative, the bounds None for too few traces."""
 
     num_traces: int
-    """Of different prompts."""
+    """Answers to one prompt count once."""
     candidate_length: float
     incumbent_length: float
     change: float
@@ -85,7 +83,7 @@ def _for_one_look(count: int) -> float:
 
 
 def by_prompt(answers: Iterable[PromptScores]) -> list[PairedScores]:
-    """One pair for each prompt."""
+    """Add up the answers to each prompt: one pair a prompt."""
     found: defaultdict[bytes, list[PairedScores]] = defaultdict(list)
     for prompt_hash, pair in answers:
         found[prompt_hash].append(pair)
@@ -95,14 +93,15 @@ def by_prompt(answers: Iterable[PromptScores]) -> list[PairedScores]:
 def compare(
     pairs: Sequence[PairedScores], *, quantile: Callable[[int], float] = _for_one_look, doubt: float = 0.0
 ) -> Comparison:
-    """The change of a ratio of sums, with bounds from its linearisation: the relative residual of a trace is
+    """The relative change of the accept length, with bounds. They come from the linearised ratio of sums, in which the
+    residual of a trace is
 
         z = (C/ΣC − R/ΣR) of the candidate − the same of the incumbent,     se(change) = (1 + change) · √(n/(n−1) Σz²)
 
     for C committed tokens and R verifications (Cochran, "Sampling Techniques", 3rd edition, chapter 6), Σ also over
-    z = `doubt` / n: as if one more average trace had been off by so much, so that traces that agree prove little.
-    Traces without a verification say nothing and are left out. `quantile` gives how many standard errors the bounds are
-    away, for so many traces; infinite where they bound nothing.
+    z = `doubt` / n: as if one more average trace deviated by so much, so that a few traces that agree prove little.
+    Traces without a verification are left out. `quantile` gives the bounds' distance in standard errors for a number of
+    traces; infinite means no bounds.
     """
     pairs = [pair for pair in pairs if pair.candidate.num_rounds > 0 and pair.incumbent.num_rounds > 0]
     count = len(pairs)
@@ -169,10 +168,10 @@ _EFFECT = 1.0
 
 
 def anytime_quantile(count: int, *, alpha: float) -> float:
-    """What takes the place of Student's t with `count` − 1 degrees of freedom where one looks after each observation.
+    """The counterpart of Student's t with `count` − 1 degrees of freedom for a test after every observation.
 
     The mean of independent normal observations of unknown variance is off to one side by more than this many of its
-    estimated standard errors, at any time at all, with probability `alpha`. For a mean that is off by d, from n
+    estimated standard errors, after any observation, with probability `alpha`. For a mean that is off by d, from n
     observations whose squares around it sum to SS, the t test whose effect d/σ is mixed over a normal of variance 1/c²
     has the likelihood ratio
 
@@ -183,7 +182,7 @@ def anytime_quantile(count: int, *, alpha: float) -> float:
     means with unknown variance", arXiv 2310.03722). Solved for d over √(SS / (n (n − 1))), with
     K = ((n + c²) / 4α²c²)^(1/n):
 
-        √( (K − 1)(n + c²)(n − 1) / (n − c² (K − 1)) ),    infinite where so few observations bound nothing.
+        √( (K − 1)(n + c²)(n − 1) / (n − c² (K − 1)) ),    infinite where there are too few observations for a bound.
     """
     if count < 2:
         return math.inf

@@ -1,18 +1,17 @@
-"""Rests of the trainer beside busy engines.
+"""Pause the trainer beside busy engines.
 
-`Throttle` makes the trainer's share of its time fall as the load of the engines of its machine rises:
+`Throttle` lowers the share of time in which the trainer computes as the load of the engines on its machine rises:
 
     share = 1 − busy · (1 − busy_share)
 
 `busy` is the share of time in steps of this machine's busiest engine (speculator/redis/control_plane.py). A turn of the
 loop that took t seconds is followed by a rest of t · (1/share − 1) seconds, on a CPU and on a GPU alike.
 
-While all engines leave the draft head asleep, for `ASLEEP_S` and longer, and nothing suggests that more training would
-wake it, the share is at most `RESTING_SHARE`: each new trace still gets a step now and then, so that drift is noticed.
+When no engine has used the draft head for `ASLEEP_S`, and nothing suggests that more training would change that, the
+share is at most `RESTING_SHARE`: each new trace still gets a step now and then, so that drift is noticed.
 
-On a GPU that an engine has, too, a step of one takes longer while the other computes. So the share is at most
-`card_share` there from the moment on in which requests are known to run until none does. At 1% fewer than one in a
-hundred of a client's tokens fall into a turn, however long that makes them.
+On a GPU that trainer and engine share, each slows the other's steps. There the share is at most `card_share` while
+requests run. At 1% fewer than one in a hundred of a client's tokens are slowed down, by however much.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ from trainer.ranks import Ranks
 ASLEEP_S = 60.0
 RESTING_SHARE = 0.05
 LOOK_S = 1.0
-"""Between two looks at the engines' reports, during a rest too: a rest ends when they become idle."""
+"""Seconds between two reads of the engines' reports, during a rest too: a rest ends when the engines become idle."""
 LONGEST_REST_S = 30.0
-"""Even after a long turn: traces and orders to erase wait meanwhile."""
+"""Limit even after a long turn: traces and erasure orders wait meanwhile."""
 LONGEST_CARD_REST_S = 300.0
-"""The same on a GPU that an engine has, too: that of a gate's decision of 3 s at 1%."""
+"""Limit on a GPU shared with an engine: the rest after a gate decision of 3 s at 1%."""
 
 
 class Throttle:
     """Rests after each turn of the training loop. Used by one thread.
 
-    Several ranks rest together, as the machine of rank 0 asks for: otherwise one would wait for the other, count that
-    as its own turn and rest the longer.
+    All ranks rest as long as rank 0's machine needs. Otherwise a rank would wait for another's rest, count that wait as
+    work and rest longer itself.
     """
 
     def __init__(
@@ -59,16 +58,16 @@ class Throttle:
         tell_resting: Callable[[bool], None] = lambda is_resting: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`engines` gives the engines' reports or raises StreamError; `busy_share` is the trainer's share of its time
-        beside an engine that is always busy, `card_share` that beside one of the same GPU, the `card`, both above 0
-        and at most 1. `clock` gives seconds.
+        """`engines` gives the engines' reports or raises StreamError. `busy_share` is the trainer's share of time
+        beside an engine that is always busy, `card_share` that on a GPU (`card`) shared with one, both in (0, 1].
+        `clock` gives seconds.
         """
         self._engines, self._ranks, self._metrics, self._clock = engines, ranks, metrics, clock
         self._busy_share, self._card_share, self._card = busy_share, card_share, card
         self._may_gain, self._tell_resting = may_gain, tell_resting
         self._share, self._longest_s = 1.0, LONGEST_REST_S
         self._asleep_s: float | None = None
-        """Since when all heads have been asleep."""
+        """When all engines had stopped using the head, by `clock`; None while one uses it."""
         self._is_resting = False
         self._looked_s = -math.inf
         metrics.time_share.set(1.0)
@@ -77,20 +76,20 @@ class Throttle:
         """Rest after a turn of `worked_s` seconds; not once `stop` is set."""
         began_s, rested_s = self._clock(), 0.0
         while pause_s := self._ranks.lead(partial(self._pause_ms, worked_s, rested_s)) / 1000:
-            # Ranks go on in the same order where one is told to stop: it does not wait, and asks as often.
+            # A rank with `stop` set does not wait here, and still calls `lead` as often as the other ranks.
             stop.wait(pause_s)
-            # A look at the engines takes time, too, where Redis hangs.
+            # Reading the engines' reports takes time, too, where Redis hangs.
             rested_s = max(rested_s + pause_s, self._clock() - began_s)
         self._metrics.yielded.inc(self._clock() - began_s)
 
     def _pause_ms(self, worked_s: float, rested_s: float) -> int:
-        """Until the rest is over, or until the next look."""
+        """Milliseconds until the rest is over, or until the next read of the reports."""
         self._look()
         owed_s = min(worked_s * (1 / self._share - 1), self._longest_s) - rested_s
         return int(1000 * min(max(owed_s, 0.0), LOOK_S))
 
     def _look(self) -> None:
-        """Without Redis the engines are as busy as they were."""
+        """Read the engines' reports and set the share; without Redis the last reports hold."""
         if self._clock() - self._looked_s < LOOK_S:
             return
         with suppress(StreamError):
@@ -108,7 +107,7 @@ class Throttle:
         self._metrics.time_share.set(self._share)
 
     def _is_unasked(self, reports: Mapping[str, Mapping[str, str]]) -> bool:
-        """Whether no engine has asked the head for long, and more training would hardly change that."""
+        """Whether no engine has used the head for `ASLEEP_S`, and more training would hardly change that."""
         if not are_heads_asleep(reports):
             self._asleep_s = None
             return False

@@ -1,4 +1,4 @@
-"""How fast an SGLang server decodes for a few clients, each of which streams one answer."""
+"""Measure how fast an SGLang server decodes for a few clients that each stream one answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Decoded(NamedTuple):
 
 
 def decode(server: SglangServer, prompts: Sequence[list[int]], **sampling: Any) -> Decoded:
-    """All at the same time."""
+    """Answer all prompts at the same time."""
 
     def answer(ids: list[int]) -> tuple[list[tuple[float, int]], int]:
         """(when, tokens so far), and decode steps."""
@@ -40,7 +40,7 @@ def decode(server: SglangServer, prompts: Sequence[list[int]], **sampling: Any) 
 
 
 def _tokens_at(events: Sequence[tuple[float, int]], at_s: float) -> float:
-    """Between two events tokens come evenly."""
+    """Tokens received at a time, interpolated linearly between events."""
     for (before_s, before), (after_s, after) in itertools.pairwise(events):
         if before_s <= at_s <= after_s:
             return before + (after - before) * (at_s - before_s) / (after_s - before_s)

@@ -1,4 +1,4 @@
-"""Drafts that a benchmark trains or finds, and versions that it puts into a store past the gate."""
+"""Train or load drafts for benchmarks, and add versions to a store without the gate."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def trained(model_dir: Path, traces: Sequence[Trace], num_steps: int) -> Eagle3D
 
 
 def as_examples(draft: Eagle3Draft, traces: Sequence[Trace]) -> list[Example]:
-    """What the trainer learns from these traces, in the vocabulary of the draft."""
+    """The traces as training examples for this draft."""
     draft_ids_V = draft_ids_by_target_id(draft.d2t, draft.config.vocab_size)
     return [make_example(trace, draft_ids_V, feature_width=draft.fc.in_features) for trace in traces]
 
@@ -47,13 +47,13 @@ def last_good(root: Path, model_dir: Path) -> Eagle3Draft:
 
 
 def last_good_manifest(root: Path) -> Manifest:
-    """Of the version that `last_good` loads."""
+    """Manifest of the version that `last_good` loads."""
     store = DraftStore(root)
     return store.manifest(store.lifecycle.last_good() or store.latest() or 0)
 
 
 def add_version(store: DraftStore, state: Mapping[str, Tensor], like: Eagle3Draft, fingerprint: str) -> int:
-    """A version with these tensors, of the shape of `like`, that may be published."""
+    """Add a version with these tensors and the config of `like` to a store; it may be published."""
     version = store.write(
         dict(state),
         draft_config_json(like.config),
@@ -66,7 +66,7 @@ def add_version(store: DraftStore, state: Mapping[str, Tensor], like: Eagle3Draf
 
 
 def add_first(store: DraftStore, draft: Eagle3Draft, fingerprint: str) -> int:
-    """The first version of a store, which is promoted: nothing can be compared with it."""
+    """Add the first version of a store; it is promoted at once, since there is none to compare it with."""
     version = add_version(store, draft_state(draft), draft, fingerprint)
     begin(store, version, target_fingerprint=fingerprint)
     return version

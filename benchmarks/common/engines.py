@@ -1,4 +1,4 @@
-"""Running local engines for benchmarks, and greedy answers from them."""
+"""Start local engines for benchmarks, and get greedy answers from them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def engine_with(
         **{"load_draft": lambda _: {}, **wiring},
     )
     engine.start()
-    # As in service, or a full collection walks all that was imported while something is timed.
+    # As in service: else a full garbage collection over all imported modules would fall into a timed part.
     gc.collect()
     gc.freeze()
     try:

@@ -1,4 +1,4 @@
-"""Replays that are compared pair by pair: runs kept in a file, and what one arm gains over another.
+"""Paired comparison of replays: keep runs in a file, and compute the gain of one arm over another.
 
 A run is one replay (slipstream/replay.py). Runs of one seed begin with the same weights, learn from the same traces and
 are scored on the same held-out answers.
@@ -32,8 +32,8 @@ def all_runs(
     about: str,
     run: Callable[[str, int], dict[str, Any]],
 ) -> Runs:
-    """Every run, those made now that `log` does not hold yet; `about` is all that tells them from others but arm and
-    seed. Seeds go outside, so that whole tables of fewer seeds are there first.
+    """All runs by arm and seed; runs that the file `log` does not have are made now. `about` identifies the experiment
+    in the file. Seeds are the outer loop, so that complete tables of fewer seeds exist early.
     """
     known: dict[str, dict[str, Any]] = {}
     if log is not None and log.exists():
@@ -72,7 +72,7 @@ def gains(arm: str, over: str, runs: Runs, seeds: Sequence[int], length: Length)
 
 def by_trace(arm: str, over: str, runs: Runs, seeds: Sequence[int]) -> Comparison:
     """The gain on the held-out traces after the last step, as the gate compares two drafts. A trace that several seeds
-    hold out counts once. The bounds are about other traces; how much other seeds differ they do not say.
+    hold out counts once. The bounds cover the choice of traces, not that of seeds.
     """
     pairs = [
         (trace_id.encode(), PairedScores(_acceptance(own), _acceptance(runs[over, seed]["held_out"][trace_id])))
@@ -88,7 +88,7 @@ def _acceptance(scores: Sequence[float]) -> Acceptance:
 
 
 def lower_end(values: Sequence[float]) -> float:
-    """Of the 90% interval of their mean; minus infinity of a single one."""
+    """Lower end of the 90% interval of the mean; minus infinity for a single value."""
     if len(values) < 2:
         return -math.inf
     t = _T90[min(len(values) - 1, max(_T90))]
@@ -96,7 +96,7 @@ def lower_end(values: Sequence[float]) -> float:
 
 
 def interval(values: Sequence[float]) -> str:
-    """Their mean, and its 90% interval where there are several."""
+    """The mean as text, with its 90% interval where there are several values."""
     ends = (lower_end(values), -lower_end([-value for value in values]))
     surely = " ({:+.2%} … {:+.2%})".format(*ends) if len(values) > 1 else ""
     return f"{statistics.fmean(values):+.2%}{surely}"

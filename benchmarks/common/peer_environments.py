@@ -1,4 +1,4 @@
-"""Environments of their own for `speculators` and `specforge`, and what runs in them."""
+"""Make virtual environments for `speculators` and `specforge`, and run scripts in them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WITHOUT_THEIR_NEEDS = {
 
 
 def environment(folder: Path, project: str, torch_build: str, also: Sequence[str] = ()) -> Path:
-    """The Python of an environment that has the project; made where it is not there."""
+    """The Python of an environment with the project; creates the environment where it does not exist."""
     python = folder / "bin" / "python"
     if not python.exists():
         print(f"installing {project} …", file=sys.stderr, flush=True)

@@ -36,8 +36,8 @@ MAX_CONTEXT = 512
 
 @dataclass(frozen=True)
 class Plan:
-    """What is learned: by step, windows (trace, first base, number of bases). Base b has the feature of position b,
-    and predicts the token at b + 2 from the distribution at b + 1.
+    """The batches to learn: by step, windows (trace, first base, number of bases). Base b reads the feature of position
+    b, and learns the distribution at b + 1, for the token at b + 2.
     """
 
     target: str
@@ -71,7 +71,7 @@ def main() -> None:
 
 @torch.no_grad()
 def _add_hidden_states(folder: Path, target: str) -> None:
-    """Of all traces that have none yet, in bfloat16, as the target is served."""
+    """Compute the target's last hidden states of all traces without them, in bfloat16, as the target is served."""
     missing = [
         path for path in (folder / "traces").glob("*.safetensors") if not (folder / "states" / path.name).exists()
     ]
@@ -109,7 +109,7 @@ def _pieces(folder: Path, windows: list[tuple[int, int, int]]) -> list[Piece]:
 
 
 class _Batches:
-    """What its trainer reads: batches of its own collation, packed without padding."""
+    """Batches for the trainer of `speculators`, by its own collation, packed without padding."""
 
     batch_sampler = None
 
@@ -142,7 +142,7 @@ class _Batches:
 
 
 def train_speculators(folder: Path, plan: Plan, changes: dict[str, Any]) -> float:
-    """CPU seconds of the steps. Follows `speculators.train.cli.main` from the settings to the saved head."""
+    """Train and save a head as `speculators.train.cli.main` does; returns the CPU seconds of the steps."""
     from speculators.models.eagle3 import Eagle3DraftModel
     from speculators.train import trainer as module
     from speculators.train.checkpointer import convert_float_dtype, patch_config_dtype
@@ -160,7 +160,7 @@ def train_speculators(folder: Path, plan: Plan, changes: dict[str, Any]) -> floa
         "epochs": 1,
         "no_resume_from_checkpoint": True,
         "seed": plan.seed,
-        # Every step that is logged waits for the accelerator.
+        # No logging: each logged step would wait for the accelerator.
         "log_freq": len(plan.steps) + 1,
         **changes,
     }
@@ -191,7 +191,7 @@ def train_speculators(folder: Path, plan: Plan, changes: dict[str, Any]) -> floa
 
 
 def _on_cpu(module: Any) -> None:
-    """Its trainer moves everything to the accelerator of its rank, and waits for it."""
+    """Let the trainer of `speculators`, which moves everything to an accelerator and waits for it, run on the CPU."""
     module.get_local_rank = lambda: "cpu"
     torch.accelerator.synchronize = lambda *_: None
 
@@ -200,7 +200,7 @@ def _on_cpu(module: Any) -> None:
 
 
 class _EagerLoss:
-    """Its loss by its own reference implementation: the Triton kernel needs a GPU."""
+    """SpecForge's loss by its own reference implementation: its Triton kernel needs a GPU."""
 
     @staticmethod
     def apply(logits: Tensor, target_p: Tensor, position_mask: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ class _EagerLoss:
 
 
 def train_specforge(folder: Path, plan: Plan, changes: dict[str, Any]) -> float:
-    """CPU seconds of the steps. Follows its offline EAGLE-3 assembly from the settings to the exported head."""
+    """Train and export a head as SpecForge's offline EAGLE-3 script does; returns the CPU seconds of the steps."""
     from specforge.algorithms.eagle3 import model as module
     from specforge.algorithms.eagle3.data import normalize_offline_sample
     from specforge.config.schema import TrainingConfig
@@ -265,7 +265,7 @@ def train_specforge(folder: Path, plan: Plan, changes: dict[str, Any]) -> float:
     for number, windows in enumerate(plan.steps):
         started_s = time.process_time()
         samples = [
-            # Its mask is of the base, not of the position whose distribution is learned.
+            # SpecForge's mask marks the base, not the position whose distribution is learned.
             normalize_offline_sample(
                 {
                     "aux_hidden_state": piece.aux[None],
@@ -313,7 +313,7 @@ def _draft_config(target: Path, draft_vocab_size: int) -> dict[str, Any]:
 
 
 def _indexed(folder: Path, target: Path) -> Path:
-    """The target's folder beside an index of its weights, which SpecForge asks for."""
+    """A folder with the target and an index of its weights, which SpecForge needs."""
     copy = folder / "target"
     if not copy.exists():
         from safetensors import safe_open

@@ -1,4 +1,4 @@
-"""What every benchmark shares: its options, its table, its exit code."""
+"""Options, table output and exit code of every benchmark."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slipstream.models import BUNDLED_MODEL
 
 
 def parser(description: str, *, has_prompts: bool = True, has_model: bool = True) -> argparse.ArgumentParser:
-    """The options that all benchmarks have, and those of the ones that ask a model."""
+    """A parser with the options that all benchmarks have, and those for prompts and a model."""
     options = argparse.ArgumentParser(description=description)
     options.add_argument("--quick", action="store_true", help="fewer repeats; at most three minutes, SGLang's more")
     options.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
@@ -85,7 +85,7 @@ class Median:
 
 @dataclass(frozen=True)
 class Target:
-    """A figure that an issue promises: `value` must be at least (or at most) `bound`."""
+    """A figure with a target: `value` must be at least (or at most) `bound`."""
 
     name: str
     value: float

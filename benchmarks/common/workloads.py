@@ -20,16 +20,16 @@ from speculator.draft.initialization import fresh_draft
 from speculator.host import read_json_lines
 
 SAMPLES = 8
-"""Of a group."""
+"""Samples of a group."""
 MAX_PROMPT = 700
-"""Tokens of a prompt that is taken."""
+"""Longest prompt that is used, in tokens."""
 EDITS = ("Rename the first function to `run`", "Add a docstring to every function", "Add a comment above each line")
 LIST_REQUEST = 'Answer with a JSON list of objects with the keys "title", "description" and "importance".'
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is asked for at the same time: one prompt, or the samples of one prompt. `limit` is its max_tokens."""
+    """Requests that run at the same time: one prompt, or several samples of one prompt. `limit` is max_tokens."""
 
     workload: str
     prompt: tuple[int, ...]
@@ -38,12 +38,12 @@ class Work:
 
 
 def asks_for(edit: str, program: str) -> str:
-    """The prompt of one small change in a program."""
+    """A prompt that asks for one small change in a program."""
     return f"```python\n{program}\n```\n{edit} in this code and change nothing else. Answer with the whole code."
 
 
 def load_works(options: argparse.Namespace) -> list[Work]:
-    """Take the works from the file of `--answers` where it exists; make them, and write the file, where it does not."""
+    """Load the works from the file of `--answers`, or make them and write the file where it does not exist."""
     path: Path | None = options.answers
     if path is not None and path.exists():
         example = '{"workload": "chat", "prompt": [1], "limit": 8, "num_samples": 1}'

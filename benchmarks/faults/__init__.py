@@ -1,1 +1,1 @@
-"""The loop as processes, faults that are put into it, and what must be true of it then (`benchmarks.chaos`)."""
+"""Run the loop as processes, inject faults, and check what must hold then (`benchmarks.chaos`)."""

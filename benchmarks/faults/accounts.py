@@ -1,4 +1,4 @@
-"""What became of every trace that Redis has acknowledged, from the notes of the services that did it."""
+"""Account for every trace that Redis has acknowledged, from the notes of the services (witness.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.checkpoint import load_checkpoint
 
 @dataclass(frozen=True, kw_only=True)
 class Accounts:
-    """Counts of trace ids. Every acknowledged one is in one of the others, or was lost without a word."""
+    """Counts of trace ids. An acknowledged one that is in no other account was lost silently."""
 
     acknowledged: int
     used: int
@@ -22,14 +22,14 @@ class Accounts:
     dead_lettered: int
     waiting: int
     lost: int
-    """Counted by the stream."""
+    """Lost, as counted by the stream."""
     silently_lost: int
     used_in_all: int
-    """Also those whose confirmation never reached the producer."""
+    """Used ones, including those whose confirmation never reached the producer."""
     used_twice: int
-    """By steps that are both durable."""
+    """Used by two durable steps."""
     undone: int
-    """Uses that a kill took back, before a checkpoint had them."""
+    """Uses lost in a kill, before a checkpoint had them."""
 
     def __str__(self) -> str:
         return (
@@ -42,9 +42,9 @@ class Accounts:
 def durable_uses(notes: Iterable[str], last_saved: str) -> tuple[Counter[str], int]:
     """How often each trace id was used by steps that a checkpoint has, and how many uses were undone.
 
-    A life that goes on from a checkpoint knows nothing of what was done after it was written: `resumed` takes the uses
-    back to where `saving` has the same digest. `last_saved` is the digest of the checkpoint on disk in the end; lives
-    before the first checkpoint are undone, too.
+    A process that resumes a checkpoint lacks the uses after it: `resumed` undoes them, back to the `saving` with the
+    same digest. `last_saved` is the digest of the checkpoint on disk at the end; uses before the first checkpoint
+    are undone, too.
 
     saving a | used 1 | saving b | used 2 | resumed b | used 2 | saving c   and c is on disk: 1 and 2, each once.
     """
@@ -61,14 +61,14 @@ def durable_uses(notes: Iterable[str], last_saved: str) -> tuple[Counter[str], i
 
 
 def acknowledged_in(notes: Iterable[str]) -> set[str]:
-    """Of an engine: the traces that Redis has acknowledged to it."""
+    """The traces that Redis has acknowledged, from an engine's notes."""
     return _told(notes, "acknowledged")
 
 
 def accounts_at_the_end(
     state_dir: Path, notes: Sequence[str], lag: StreamLag, *, acknowledged: set[str]
 ) -> tuple[Accounts, int]:
-    """Of a trainer that has ended, with its notes; and how many traces its checkpoint in `state_dir` counts."""
+    """(accounts from the notes of a trainer that has ended, number of traces in its checkpoint in `state_dir`)."""
     saved = load_checkpoint(state_dir)
     assert saved is not None, "the trainer has saved nothing"
     progress, waiting = saved[1], lag.pending + lag.undelivered
@@ -79,7 +79,7 @@ def accounts_at_the_end(
 
 
 def settle(*, acknowledged: set[str], notes: Sequence[str], last_saved: str, waiting: int, lost: int) -> Accounts:
-    """`waiting` and `lost` are the stream's own counts."""
+    """Compute the accounts; `waiting` and `lost` are the stream's own counts."""
     uses, num_undone = durable_uses(notes, last_saved)
     dead = _told(notes, "dead")
     missing = len(acknowledged - uses.keys() - dead)

@@ -36,7 +36,7 @@ def forge(
     damage: Damage | None = None,
     manifest: Mapping[str, Any] | None = None,
 ) -> int:
-    """A version that has passed the gate on paper: its manifest fits its weights, unless `damage` comes after it.
+    """Write a version that looks as if it passed the gate: its manifest fits its weights, unless `damage` changes them.
 
     Only somebody with access to the store could make one.
     """

@@ -1,4 +1,4 @@
-"""A fault, what is promised for it, and what was seen."""
+"""A fault, what is promised for it, and what was observed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """`told` says in words what `figures` say in numbers; `checks` are the parts of the promise by name."""
+    """An observation: `told` is text, `figures` are its numbers, `checks` are the parts of the promise by name."""
 
     told: str
     checks: dict[str, bool]
@@ -28,14 +28,14 @@ class Fault:
     name: str
     promise: str
     inject: Callable[[Loop], Observed]
-    """Puts the fault in, takes it out again, and leaves the loop whole."""
+    """Injects the fault, removes it, and leaves the loop working."""
     needs_small_disks: bool = False
     is_slow: bool = False
     """Left out with --quick."""
     needs_good_draft: bool = False
-    """Shows itself only where the draft in service has learnt something, which on a toy target it has not."""
+    """Has an effect only if the draft in service has learnt something, which it has not on a toy target."""
 
 
 def fault(name: str, promise: str, **traits: bool) -> Callable[[Callable[[Loop], Observed]], Fault]:
-    """Makes a Fault of the function below; `traits` are its fields of that name."""
+    """Decorator that makes a Fault of a function; `traits` are further fields of it."""
     return lambda inject: Fault(name=name, promise=promise, inject=inject, **traits)

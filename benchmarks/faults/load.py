@@ -1,4 +1,4 @@
-"""Clients that never stop asking, and what each of their requests came to."""
+"""Clients that send requests all the time, and the outcome of each request."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ import httpx
 import openai
 
 OK, CHANGED, CUT, BROKEN = "ok", "changed", "cut", "broken"
-"""Cut: the stream ended as if it were whole, and was not. Broken: the client library raised."""
+"""OK: whole. CHANGED: another text than before. CUT: the stream ended early without an error. BROKEN: the client
+library raised."""
 _KNOWN = tuple(f"known question {number}" for number in range(8))
 _MAX_TOKENS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Times are of `time.monotonic`."""
+    """A request with its outcome; times are of `time.monotonic`."""
 
     started_s: float
     ended_s: float
@@ -32,7 +33,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """The requests that were answered, or failed, within a stretch of time."""
+    """Requests that ended within a period of time."""
 
     requests: Sequence[Request]
 
@@ -46,7 +47,7 @@ class Window:
 
     @property
     def p99_ms(self) -> float:
-        """Of whole answers; 0 where there are too few."""
+        """99th percentile of the latency of whole answers; 0 where there are too few."""
         latencies = [request.ended_s - request.started_s for request in self.requests if request.outcome == OK]
         return 1000 * statistics.quantiles(latencies, n=100)[-1] if len(latencies) > 1 else 0.0
 
@@ -79,11 +80,11 @@ class Load:
             thread.join()
 
     def stop(self) -> None:
-        """Questions that were asked are answered; no others are asked."""
+        """Send no more questions, and wait for the answers to those that were sent."""
         self._stopping.set()
 
     def since(self, start_s: float, end_s: float | None = None) -> Window:
-        """What ended between two moments of `time.monotonic`; until now, where no end is given."""
+        """Requests that ended between two times of `time.monotonic`; by default until now."""
         end_s = time.monotonic() if end_s is None else end_s
         ended = [request for request in tuple(self._requests) if start_s <= request.ended_s <= end_s]
         return Window(requests=ended)
@@ -92,7 +93,7 @@ class Load:
         return self.since(time.monotonic() - seconds)
 
     async def _run(self) -> None:
-        # Connections are not kept: a client that is refused for a while begins anew, as after a restart of its own.
+        # Connections are not kept, so that each request after an outage opens a new one.
         http = openai.DefaultAsyncHttpxClient(timeout=30, trust_env=False, headers={"connection": "close"})
         async with openai.AsyncOpenAI(
             base_url=f"{self.url}/v1", api_key="none", max_retries=0, http_client=http

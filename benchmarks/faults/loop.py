@@ -32,7 +32,7 @@ TRAINER_ENVIRONMENT = {
     "SLIPSTREAM_TRAINER_PUBLISH_INTERVAL_S": "2",
     "SLIPSTREAM_TRAINER_CHECKPOINT_INTERVAL_S": "0.5",
     "SLIPSTREAM_TRAINER_STREAM_MAX_BYTES": str(STREAM_MAX_BYTES),
-    # What is waited for is that it goes on, also where others use the machine.
+    # Normal priority, so that waits for the trainer do not time out on a busy machine.
     "SLIPSTREAM_TRAINER_NICE": "0",
 }
 START_S = 120.0
@@ -41,7 +41,7 @@ CALM_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Books:
-    """What the engine says it has appended, and then what the stream says."""
+    """Appended traces as the engine counts them, and as the stream does."""
 
     captured: float
     appended: float
@@ -51,7 +51,9 @@ class Books:
 
 
 class Loop:
-    """Use with `running`. Redis and the draft store have a small disk each, where disks may be mounted."""
+    """Redis, server and trainer with clients; use with `running`. Redis and the store have a small disk each, where
+    disks may be mounted.
+    """
 
     def __init__(
         self,
@@ -62,8 +64,8 @@ class Loop:
         disk_bytes: int = 256 << 20,
         patience: float = 1.0,
     ) -> None:
-        """A disk has to hold 20 versions of the draft and ten forged ones; `patience` times as long as a toy takes
-        nothing is given up.
+        """A disk must hold 20 versions of the draft and ten forged ones. Waits time out after `patience` times as long
+        as with a toy model.
         """
         self.folder, self.model_dir = folder, model_dir
         self._disk_bytes, self._patience = disk_bytes, patience
@@ -83,7 +85,9 @@ class Loop:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[bool]:
-        """Everything up, clients asking, a second draft version in service; False without small disks."""
+        """Start everything, with clients sending requests and a second draft version in service. Yields whether there
+        are small disks.
+        """
         os.environ.update(TRAINER_ENVIRONMENT)
         with contextlib.ExitStack() as opened:
             disks = [
@@ -151,8 +155,8 @@ class Loop:
             yield DraftPointer(client, self.model_key)
 
     def books(self, *, stream_first: bool = False) -> Books:
-        """Appends go on meanwhile. Between one reading with the stream first and a later one with the stream last, it
-        has to have grown by what the engine counts, at least.
+        """Read both counts while appends go on. Between a reading with the stream first and a later one with the stream
+        last, the stream's count must grow at least as much as the engine's.
         """
         lag = self.lag() if stream_first else None
         sample = self.metrics()
@@ -165,7 +169,7 @@ class Loop:
         )
 
     def calm(self) -> Window:
-        """The last seconds before a fault."""
+        """Requests of the last seconds, before a fault."""
         return self.load.last(CALM_S)
 
     def version(self) -> int:
@@ -174,7 +178,9 @@ class Loop:
     # -- waiting
 
     def wait(self, condition: Callable[[], object], what: str, timeout_s: float = 30.0) -> float:
-        """Seconds until it is true; raises TimeoutError, and ChildError where a process has ended."""
+        """Wait until the condition is true; returns the seconds. Raises TimeoutError, or ChildError where a process has
+        ended.
+        """
         started_s = time.monotonic()
         while not condition():
             for child in (getattr(self, name, None) for name in ("serve", "train")):
@@ -186,7 +192,7 @@ class Loop:
         return time.monotonic() - started_s
 
     def wait_until_settled(self, timeout_s: float = 60.0) -> float:
-        """Until the recorder has handed over what waited, and the trainer has settled more than it had."""
+        """Wait until the recorder's queue is empty and the trainer has acked more than before."""
         acked = self.lag().acked
         return self.wait(
             lambda: self.metrics().total("slipstream_traces_pending") < 3 and self.lag().acked > acked,
@@ -195,7 +201,7 @@ class Loop:
         )
 
     def wait_for_answers(self, count: int = 20, timeout_s: float = 30.0) -> Window:
-        """Until so many requests have ended from now on."""
+        """Wait until so many further requests have ended."""
         started_s = time.monotonic()
         self.wait(lambda: len(self.load.since(started_s).requests) >= count, f"{count} answers", timeout_s)
         return self.load.since(started_s)

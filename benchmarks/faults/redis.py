@@ -19,12 +19,12 @@ _PROMISE = "serving goes on; nothing acknowledged is lost; both sides resume"
 
 
 def _is_alike(during: Window, calm: Window) -> bool:
-    """Two threads of other processes share the machine's cores: a tail of this size is its noise."""
+    """Whether latency did not rise beyond noise: other processes share the machine's cores."""
     return during.p99_ms <= 2 * calm.p99_ms + 50
 
 
 def _nothing_lost(before: Books, after: Books) -> bool:
-    """What the engine was told to have appended is in the stream's books, and nothing went without a count."""
+    """Every append that Redis confirmed to the engine is in the stream's count, and no trace vanished uncounted."""
     return (
         after.lag.appended - before.lag.appended >= after.appended - before.appended
         and after.lag.lost == before.lag.lost

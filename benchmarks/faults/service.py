@@ -1,4 +1,4 @@
-"""Services of Slipstream as processes that are killed and brought up again, and waiting for what they do."""
+"""Run Slipstream's services as processes that can be killed and restarted, and wait for conditions."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from pathlib import Path
 
 DRAFT_VOCAB_SIZE = 24
 STREAM_MAX_BYTES = 256 << 20
-"""More than a run makes, or what a trainer that is killed so often leaves would be trimmed, and hide other losses."""
+"""Larger than all traces of a run: otherwise the backlog of a trainer that is killed so often would be trimmed, which
+would hide other losses."""
 TRAINER_ENVIRONMENT = {
     "SLIPSTREAM_TRAINER_CHECKPOINT_INTERVAL_S": "0.2",
     "SLIPSTREAM_TRAINER_PUBLISH_INTERVAL_S": "1",
     "SLIPSTREAM_TRAINER_PUBLISH_MIN_TOKENS": "500",
     "SLIPSTREAM_TRAINER_NICE": "0",
     "SLIPSTREAM_TRAINER_STREAM_MAX_BYTES": str(STREAM_MAX_BYTES),
-    # Of the first version, which whoever comes first writes: the services have to be told the same.
+    # The service that starts first writes the first version, so all need the same setting.
     "SLIPSTREAM_TRAINER_DRAFT_VOCAB_SIZE": str(DRAFT_VOCAB_SIZE),
 }
 
 
 class Service:
-    """One service, life after life."""
+    """One service, which is killed and restarted."""
 
     def __init__(self, folder: Path, name: str, words: list[str]) -> None:
         self._notes, self.log = folder / f"{name}.notes", folder / f"{name}.log"
@@ -51,11 +52,11 @@ class Service:
         return not self._ended.is_set()
 
     def notes(self) -> list[str]:
-        """One a line, of all its lives."""
+        """Notes of all its processes so far, one a line."""
         return self._notes.read_text().splitlines()
 
     def start(self) -> None:
-        """A further life; needs the last one to have ended."""
+        """Start a new process; the last one must have ended."""
         assert self._nursery.stdin is not None
         assert self._nursery.stdout is not None
         self._ended.clear()
@@ -86,7 +87,7 @@ class Service:
 
 
 def wait(condition: Callable[[], object], what: str, timeout_s: float = 120.0) -> float:
-    """Seconds until it is true. Raises TimeoutError."""
+    """Wait until the condition is true; returns the seconds. Raises TimeoutError."""
     started_s = time.monotonic()
     while not condition():
         if time.monotonic() - started_s > timeout_s:

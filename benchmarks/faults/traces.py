@@ -1,4 +1,4 @@
-"""Faults of traces: what is in the stream is not what a trainer may learn from."""
+"""Faults of traces: stream entries that a trainer must refuse."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OF_EACH = 20
 
 
 def corrupted(payload: bytes, rng: random.Random) -> dict[str, bytes]:
-    """Of one good trace, one of each kind that must be refused."""
+    """From one good trace, one broken trace of each kind that must be refused."""
     trace = decode_trace(payload)
     other = msgspec.structs.replace(trace.header, target_fingerprint="0" * 64)
     header_end = 8 + int.from_bytes(payload[:8], "little")
@@ -72,8 +72,8 @@ def bad_traces(loop: Loop) -> Observed:
     "captured = appended + dropped; appended = learned from + set aside + lost, and nothing waits for ever",
 )
 def accounts(loop: Loop) -> Observed:
-    """The first sum is of the last engine's life, the second of the stream's. No entry may be left over: those that
-    wait are counted as what is in no other account.
+    """Two balances must hold: of the last engine process's traces, and of all entries of the stream. Waiting entries
+    are counted as those in no other account.
     """
     loop.load.stop()
     settled_s = loop.wait(lambda: _waiting(loop) == 0, "all traces to be used", 120)

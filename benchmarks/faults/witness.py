@@ -1,4 +1,4 @@
-"""A service that writes down what it does with traces as it does it, and the process that forks one for each life.
+"""Run services that log what they do with each trace: a parent process that forks one child for each start.
 
     python -m benchmarks.faults.witness NOTES LOG
 
@@ -42,7 +42,7 @@ def digest(progress: Progress) -> str:
 
 
 def watch(notes: int) -> None:
-    """Have this process write its notes to a file descriptor."""
+    """Patch this process so that it writes notes to a file descriptor."""
 
     def note(kind: str, what: str) -> None:
         os.write(notes, f"{kind} {what}\n".encode())
@@ -54,7 +54,7 @@ def watch(notes: int) -> None:
         before: Callable[..., object] | None = None,
         after: Callable[..., object] | None = None,
     ) -> None:
-        """Have `owner`'s function `name` tell `before` its arguments, and `after` its result and its arguments."""
+        """Wrap `owner`'s function `name`: call `before` with its arguments, `after` with its result and arguments."""
         call = getattr(owner, name)
 
         @functools.wraps(call)
@@ -118,4 +118,4 @@ def _live(words: list[str], notes_path: str, log_path: str) -> None:
 
 if __name__ == "__main__":
     _nursery(*sys.argv[1:])
-    os._exit(0)  # without the destructors of what it has imported: some of them report leaks
+    os._exit(0)  # skips destructors of imported libraries, some of which report leaks

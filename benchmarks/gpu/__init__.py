@@ -1,1 +1,1 @@
-"""What `make gpu` runs on a machine with a GPU, in stages that can be run one by one."""
+"""Checks and measurements of `make gpu`, in stages that can be run one by one."""

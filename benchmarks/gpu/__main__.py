@@ -1,4 +1,4 @@
-"""What only a machine with a GPU can show, in stages of at most eight minutes.
+"""Checks and measurements that need a GPU, in stages of at most eight minutes.
 
 make gpu [ARGS="--stage 1 4 --folder DIR --json FILE --again --quick --device cpu"]
 
@@ -50,7 +50,7 @@ def main() -> None:
     options.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     arguments = options.parse_args()
     if arguments.device == "cpu":
-        # Before anybody asks PyTorch for a GPU, the servers that are started among them.
+        # Set before PyTorch looks for GPUs, in this process and in the servers that it starts.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     arguments.folder.mkdir(parents=True, exist_ok=True)
     document: dict[str, Any] = {"machine": _machine(arguments.device)}
@@ -72,7 +72,7 @@ def _machine(wanted: str | None) -> dict[str, Any]:
 
     is_gpu = torch.cuda.is_available()
     if wanted == "cuda" and not is_gpu:
-        sys.exit("PyTorch sees no GPU: leave --device out to run the same steps on the CPU")
+        sys.exit("PyTorch finds no GPU: leave --device out to run the same steps on the CPU")
     return {
         "device": torch.cuda.get_device_name() if is_gpu else "cpu",
         "torch": torch.__version__,
@@ -113,7 +113,7 @@ def _tests(paths: tuple[str, ...]) -> dict[str, int]:
     """How many tests passed and how many did not."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "tests.xml"
-        # Warnings of another PyTorch's are no failures here.
+        # Warnings of a different PyTorch version must not fail the tests.
         command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-W", "default"]
         subprocess.run([*command, f"--junitxml={report}", *paths], check=False)
         return _counts(report)
@@ -171,7 +171,7 @@ def _summary(document: dict[str, Any]) -> tuple[list[tuple[str, object]], list[T
 
 
 _MOST_MS = {64: (0.1, 0.3), 256: (0.1, 0.8)}
-"""Of the scheduler's thread a step: with nobody captured, and with half of the batch."""
+"""By batch size: most milliseconds a step of the scheduler's thread, with no request captured and with half."""
 
 
 def _of_threads(device: dict[str, Any]) -> list[Target]:
@@ -185,7 +185,7 @@ def _of_threads(device: dict[str, Any]) -> list[Target]:
 
 
 def _ratios(document: dict[str, Any]) -> list[Target]:
-    """On a CPU a tiny target's time is Python's, and its ratios say nothing."""
+    """Targets for ratios; none on a CPU, where a tiny target's time is mostly Python's."""
     targets = []
     for stage, ours, theirs, bound in (
         ("asleep", "asleep", "plain", 0.97),

@@ -1,4 +1,4 @@
-"""What capture costs a decode step of a large target: the scheduler's thread, and the GPU where there is one.
+"""Cost of capture in a decode step of a large target: time of the scheduler's thread, and of the GPU if there is one.
 
 A batch like SGLang's stands in for it, with tensors of the target's real widths. Without a GPU launches and bytes are
 counted on PyTorch's `meta` device, and the scheduler's thread is timed with tensors so narrow that what they hold takes
@@ -34,13 +34,13 @@ _NARROW = (8, 128, 1)
 
 
 class Elsewhere(HostDevice):
-    """Stands in for a GPU: what is computed there is not on the host."""
+    """Stands in for a GPU: its tensors are not on the host."""
 
     is_host = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # As a GPU's layer keeps them.
+        # Cached, as in the device layer for GPUs.
         self._indices: dict[tuple[int, ...], Tensor] = {}
 
     def index(self, numbers: tuple[int, ...]) -> Tensor:
@@ -53,7 +53,7 @@ class Elsewhere(HostDevice):
 
 
 class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what is launched on the device."""
+    """Counts kernel launches on the device."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -66,7 +66,7 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Drain:
-    """In the place of the assembler: what is handed over is dropped."""
+    """Replaces the assembler and drops everything that it gets."""
 
     has_room, is_behind, held_share, target_version = True, False, 0.0, 0
 
@@ -163,9 +163,9 @@ def cost(device: torch.device, width: int, batch: int, captured: int, steps: int
 
 
 def assembling_us(batch: int, steps: int) -> float:
-    """Microseconds of Python a request and step on the assembler's thread, which holds the scheduler's interpreter.
+    """Microseconds of Python a request and step on the assembler's thread, which holds the scheduler's GIL.
 
-    All of the batch is captured, and the verifications of a moment are `steps`. The tensors hold next to nothing.
+    The whole batch is captured, for `steps` verifications at once, with tiny tensors.
     """
     device = torch.device("cpu")
     probe = DraftProbe(num_slots=batch, max_batch=batch, max_proposals=DEPTH, topk=1, device=device)
@@ -185,7 +185,7 @@ _SUFFIX_DEPTH, _HEAD_LENGTHS, _LENGTHS = 16, [0, 1, 2, 4], [0, 1, 2, 4, 8, 16]
 
 
 def remembering_ms(device: torch.device, batch: int, steps: int) -> float:
-    """Median milliseconds a step that earlier text takes of the scheduler's thread, with overlap scheduling.
+    """Median milliseconds a step that suffix drafting takes of the scheduler's thread, with overlap scheduling.
 
     Requests of `_CONTEXT` tokens write what their prompts have. Another thread looks meanwhile; it has ended when the
     next step begins, as beside a device that computes.
@@ -232,7 +232,7 @@ def remembering_ms(device: torch.device, batch: int, steps: int) -> float:
 
 
 def top_tokens_ms(device: torch.device, rows: int, steps: int) -> dict[str, Any]:
-    """How long a GPU takes for the likeliest tokens of float32 logits."""
+    """Milliseconds that a GPU takes to find the likeliest tokens of float32 logits."""
     logits, top_tokens, layer = (
         torch.randn(rows, VOCAB, device=device),
         TopTokens(TOPK, on_host=False),
@@ -249,7 +249,7 @@ def top_tokens_ms(device: torch.device, rows: int, steps: int) -> dict[str, Any]
 
 
 def measure(*, quick: bool) -> dict[str, Any]:
-    """The table of both widths, with nobody captured, half of a batch, and all of it."""
+    """Costs for both target widths, with none, half and all of a batch captured."""
     is_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("meta")
     found: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""SGLang with a large target of random weights: what the plugin, drafting, capture and a swap cost at scale.
+"""Cost of the plugin, drafting, capture and a swap at scale, in SGLang with a large target of random weights.
 
 Weights are never read from a disk: SGLang makes them up (`--load-format dummy`), so nothing can be said of acceptance.
 How many proposals are accepted is SGLang's own simulation (`SGLANG_SIMULATE_ACC_LEN`).
@@ -42,7 +42,7 @@ PROMPT_TOKENS, SHORT, LONG = 32, 16, 144
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a target like Llama's."""
+    """Shape of a Llama-like target."""
 
     name: str
     hidden_size: int
@@ -83,7 +83,7 @@ SMALL = Shape("small", 256, 512, 8, 4, 2, 64, 4096, 512)
 
 @dataclass
 class Scene:
-    """A target of that shape, a store with two random drafts for it, and Redis."""
+    """A target of one shape, a store with two random drafts for it, and Redis."""
 
     folder: Path
     shape: Shape
@@ -100,7 +100,9 @@ class Scene:
     def server(
         self, name: str, *, drafts: bool, plugin: bool, asleep: bool = False, accept_length: int = ACCEPT_LENGTH
     ) -> SglangServer:
-        """With `drafts` a chain of `DEPTH`, which SGLang takes to commit `accept_length` tokens; or it is `asleep`."""
+        """An SGLang server. With `drafts` it drafts chains of `DEPTH`, and SGLang simulates that a verification commits
+        `accept_length` tokens; or the draft is `asleep`.
+        """
         flags = ["--skip-tokenizer-init", "--load-format", "dummy", "--dtype", "bfloat16"]
         flags += ["--max-running-requests", str(max(self.batches))]
         flags += ["--max-total-tokens", str(max(self.batches) * (PROMPT_TOKENS + LONG + 4 * DEPTH))]
@@ -223,7 +225,7 @@ def in_turns(scene: Scene, cells: list[Cell], repeats: int) -> dict[str, dict[st
 
 
 def swap_gaps(scene: Scene, server: SglangServer, batch: int, num_swaps: int) -> dict[str, Any]:
-    """Versions go to and fro under load: what the plugin reports of them, and how long one of the batch waits."""
+    """Swap between two versions under load; returns the plugin's report and the token gaps of one request."""
     stop, gaps_ms, stalls_ms = threading.Event(), dict[str, list[float]](calm=[], swapping=[]), list[float]()
     phase = "calm"
 
@@ -267,7 +269,7 @@ def swap_gaps(scene: Scene, server: SglangServer, batch: int, num_swaps: int) ->
 
 
 def report_of(scene: Scene) -> dict[str, str]:
-    """What the plugin says about itself once it has written what it captured."""
+    """The plugin's report, once it has written all captured traces."""
     report: dict[str, str] = {}
     for _ in range(50):
         time.sleep(0.3)
@@ -279,7 +281,7 @@ def report_of(scene: Scene) -> dict[str, str]:
 
 @contextlib.contextmanager
 def started(*servers: SglangServer) -> Iterator[None]:
-    """All at once."""
+    """Start all servers at once."""
     with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor(len(servers)) as pool:
         for _ in pool.map(stack.enter_context, servers):
             pass

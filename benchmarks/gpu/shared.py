@@ -1,4 +1,4 @@
-"""A trainer on the card that serves: what a client's tokens wait for it.
+"""Delay of a client's tokens by a trainer on the GPU that serves.
 
 SGLang serves SmolLM2 with the plugin and captures, a trainer learns from it. A trainer that is stopped (SIGSTOP) keeps
 its memory and computes nothing, so both come in turns within one server: some seconds with it, some without.
@@ -26,7 +26,7 @@ _TOKENS = 128
 def measure(*, clients: int, learning_s: float, turns: int, turn_s: float) -> dict[str, Any]:
     """Milliseconds between a client's tokens with and without a trainer beside it, and the ratio of each turn's p99.
 
-    Before it learns from what is served, for `learning_s` or until a version that has learnt is in service.
+    First the trainer learns from live traffic, for `learning_s` or until a trained version is in service.
     """
     with contextlib.ExitStack() as stack:
         scene = stack.enter_context(prepared(BUNDLED_MODEL, None))
@@ -59,7 +59,7 @@ def measure(*, clients: int, learning_s: float, turns: int, turn_s: float) -> di
 
 
 class _Load:
-    """So many clients that each ask for one answer after another, about something else each time."""
+    """Clients that each request one answer after another, with a different prompt each time."""
 
     def __init__(self, scene: Scene, server: SglangServer, clients: int) -> None:
         self._server, self._clients = server, clients
@@ -83,7 +83,7 @@ class _Load:
                 client.result()
 
     def gaps_ms(self, seconds: float) -> list[float]:
-        """What is between two tokens of an answer, in the next seconds."""
+        """Gaps between the tokens of an answer in the next seconds, in milliseconds."""
         time.sleep(1)
         with self._lock:
             self._gaps_ms = []
@@ -100,6 +100,6 @@ class _Load:
                 now_s, now = time.perf_counter(), int(event["meta_info"]["completion_tokens"])
                 if before and now > before:
                     with self._lock:
-                        # Tokens that come together have waited together.
+                        # Tokens of one event share its gap evenly.
                         self._gaps_ms += [1000 * (now_s - before_s) / (now - before)] * (now - before)
                 before_s, before = now_s, now

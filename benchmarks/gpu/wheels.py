@@ -1,4 +1,4 @@
-"""What a machine with a GPU and without a network needs for `make gpu`, in parts that can be carried.
+"""Pack the packages for `make gpu` on a machine without a network, in parts of limited size.
 
 make gpu-wheels [ARGS="--folder DIR --part-mb 60"]
 
@@ -89,7 +89,7 @@ def _stand_in(site: Path) -> None:
 
 
 def _register(site: Path) -> None:
-    """The plugin's entry point: the project runs from its checkout there."""
+    """Register the plugin's entry point: the project runs from its checkout there, uninstalled."""
     info = site / "slipstream_spec-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: slipstream-spec\nVersion: 0\n")

@@ -1,4 +1,4 @@
-"""How many finished requests of a large target become traces in Redis, by default settings.
+"""Share of a large target's finished requests that become traces in Redis, with default settings.
 
 A batch of long requests is read and decoded as SGLang would have it, with features of an 8B's width and a small
 vocabulary. Somebody reads the stream. What is captured goes its whole way: copied, quantised as on a GPU, assembled,
@@ -29,7 +29,7 @@ from tests.serving.sglang.harness import Finish, Request
 
 _HIDDEN, _VOCAB = 4096, 1024
 _STEP_S = 0.03
-"""Of a decode step of 64 such requests on a GPU, rather less than it takes."""
+"""Time of a decode step of 64 such requests on a GPU, rather underestimated."""
 _WRITTEN_WITHIN_S = 60.0
 
 
@@ -104,7 +104,7 @@ def measure(*, num_requests: int = 64, prompt: int = 2000, answer: int = 500) ->
 
 
 def _settled(pipeline: TracePipeline, num_requests: int) -> dict[str, Any]:
-    """Its report once every request is accounted for."""
+    """The pipeline's report, once every request is accounted for."""
     deadline_s = time.monotonic() + _WRITTEN_WITHIN_S
     while True:
         status: dict[str, Any] = pipeline.status()
@@ -114,7 +114,7 @@ def _settled(pipeline: TracePipeline, num_requests: int) -> dict[str, Any]:
 
 
 def _reader(stream: TraceStream) -> tuple[threading.Thread, threading.Event]:
-    """In the place of a trainer that keeps up."""
+    """A thread that reads the stream, in place of a trainer that keeps up."""
     done = threading.Event()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""The rules of deploy/prometheus for the Prometheus operator. `python -m deploy.kubernetes.rules` writes them."""
+"""Convert the rules of deploy/prometheus for the Prometheus operator: `python -m deploy.kubernetes.rules`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LOGS_HERE = "`kubectl logs --namespace slipstream --selector app.kubernetes.io/
 
 
 class _Dumper(yaml.SafeDumper):
-    """Texts of many lines as blocks."""
+    """Writes long texts as folded blocks."""
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -27,7 +27,7 @@ _Dumper.add_representer(str, _text)
 
 
 def rendered() -> str:
-    """The object's file, as it has to be."""
+    """The text of monitoring/rules.yaml."""
     files = [file.read_text() for file in sorted(RULES.glob("*.yml"))]
     groups: list[Any] = [group for text in files for group in yaml.safe_load(text.replace(_LOGS, _LOGS_HERE))["groups"]]
     document = {

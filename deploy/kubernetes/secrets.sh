@@ -1,11 +1,11 @@
 #!/bin/sh
-# Prints what deploy/secrets.sh has written as Secrets of Kubernetes, for `kubectl apply -f -`.
+# Prints the files that deploy/secrets.sh wrote as Kubernetes Secrets, for `kubectl apply -f -`.
 # Usage: deploy/kubernetes/secrets.sh [FOLDER]
 set -eu
 folder=${1:-$(cd "$(dirname "$0")/.." && pwd)/secrets}
 
 for name in redis_users redis_engine redis_gateway redis_trainer gateway_admin gateway_keys gateway_metrics; do
-  [ -s "$folder/$name" ] || { echo "$folder/$name is not there: make secrets" >&2; exit 2; }
+  [ -s "$folder/$name" ] || { echo "$folder/$name is missing: make secrets" >&2; exit 2; }
   cat <<EOF
 ---
 apiVersion: v1

@@ -1,1 +1,1 @@
-"""GRPO with TRL, whose rollouts come from a Slipstream server that learns to draft for the policy as it moves."""
+"""GRPO with TRL. A Slipstream server generates the rollouts, and its draft head is trained to follow the policy."""

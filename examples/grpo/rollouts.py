@@ -1,10 +1,10 @@
-"""TRL's hook for rollouts of one's own (`rollout_func`), on a Slipstream server: new weights go in, samples come out.
+"""TRL's `rollout_func` on a Slipstream server: sends it the policy's new weights, and returns its samples.
 
     step t:  weights of step t ──▶ server     groups of steps t … t + α ──▶ server     samples of step t ──▶ TRL
 
-With α = 0 the server waits while TRL trains. With α > 0 it samples for the next α steps meanwhile, under weights that
-are at most α steps old: groups say so (`max_staleness`), and the samples bring the logprobs of the policy that drew
-each token, by which the loss is weighted (`BehaviourLogprobs`).
+With α = 0 the server waits while TRL trains. With α > 0 it meanwhile samples for the next α steps, with weights that
+are at most α steps old (`max_staleness` of the groups). The samples include the logprobs of the policy that drew each
+token, which weight the loss (`BehaviourLogprobs`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Chat = list[dict[str, str]]
 
 
 class ServerRollouts:
-    """Called by TRL once a step, with each prompt as often as it is to be answered."""
+    """TRL calls it once a step, with each prompt repeated for every sample of it."""
 
     def __init__(
         self,
@@ -41,14 +41,14 @@ class ServerRollouts:
         alpha: int = 0,
         seed: int = 0,
     ) -> None:
-        """`targets` is the server's folder for new weights, `upcoming` says the prompts of a step, each once."""
+        """`targets` is the server's folder for new weights; `upcoming` gives the prompts of a step, each once."""
         self._url, self._admin_key, self._targets = url, admin_key, targets
         self._upcoming, self._num_samples, self._alpha, self._seed = upcoming, num_samples, alpha, seed
         self._max_tokens, self._temperature = max_tokens, temperature
         self._threads = ThreadPoolExecutor(alpha + 1)
         self._begun: dict[int, Future[dict[tuple[str, int], Sample]]] = {}
         self.log: list[dict[str, Any]] = []
-        """A row a step: seconds of moving the weights and of waiting, tokens, and targets between draw and use."""
+        """A row a step: seconds to send weights, seconds of waiting, tokens, and the samples' greatest age in steps."""
 
     def __call__(self, prompts: list[Chat], trainer: GRPOTrainer) -> dict[str, Any]:
         step, began_s = trainer.state.global_step, time.monotonic()
@@ -80,11 +80,11 @@ class ServerRollouts:
         }
 
     def close(self) -> None:
-        """Once what was begun has come."""
+        """Wait for the running rollouts."""
         self._threads.shutdown(cancel_futures=True)
 
     def _sample(self, step: int, chats: Sequence[Chat]) -> dict[tuple[str, int], Sample]:
-        """Seeds follow from step, prompt and number: the same run draws the same samples."""
+        """Samples of a step by key. Seeds follow from step, prompt and number, so runs are reproducible."""
         groups = [
             Group(
                 id=f"{step}-{at}",
@@ -100,11 +100,11 @@ class ServerRollouts:
             return {sample.key: sample for sample in rollouts.start(groups)}
 
     def _move(self, trainer: GRPOTrainer, step: int) -> None:
-        """Give the server the weights of this step."""
+        """Send the weights of this step to the server."""
         folder = self._targets / f"step-{step}"
         model = trainer.accelerator.unwrap_model(trainer.model)
         served: dict[int, torch.Tensor] = {}
-        weights = {  # tensors that are one stay one, and are written once
+        weights = {  # shared tensors stay shared, and are written once
             name: served.setdefault(weight.data_ptr(), weight.to(torch.bfloat16))
             for name, weight in model.state_dict().items()
         }
@@ -117,14 +117,14 @@ class ServerRollouts:
             trust_env=False,
         )
         if not answer.is_success:
-            raise RuntimeError(f"the server did not take the weights of step {step}: {answer.text}")
+            raise RuntimeError(f"the server refused the weights of step {step}: {answer.text}")
         shutil.rmtree(folder)
 
 
 class BehaviourLogprobs(GRPOTrainer):  # type: ignore[misc]  # trl has no types
-    """Weighs tokens by the policy that drew them: without that, TRL takes samples to be of the newest weights.
+    """Weights tokens by the policy that drew them: without this, TRL assumes that the newest weights did.
 
-    With the loss `cispo` (arXiv 2506.13585) the gradient of a token is weighed by min(π_now / π_drawn, ε), which is
+    With the loss `cispo` (arXiv 2506.13585) the gradient of a token is weighted by min(π_now / π_drawn, ε), which is
     truncated importance sampling; ε is `epsilon_high`.
     """
 

@@ -1,4 +1,4 @@
-"""A task that a model of 135M parameters can learn from within minutes: to answer a sum with the number alone."""
+"""A task that a model of 135M parameters learns within minutes: answer a sum with the number alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_sums(count: int, *, seed: int) -> Dataset:
 
 
 def score(text: str, answer: str) -> float:
-    """1 for the right number alone, less for more words around it, a little for any number that stands alone."""
+    """Reward: 1 for the right number alone, less with words around it, at most 0.2 for a wrong number."""
     numbers = _NUMBER.findall(text)
     is_right = answer in numbers
     brevity = 1 / (1 + 0.1 * len(text.strip().removesuffix(".").replace(answer, "", 1)))
@@ -32,5 +32,5 @@ def score(text: str, answer: str) -> float:
 
 
 def reward(completions: list[list[dict[str, Any]]], answer: list[str], **_: Any) -> list[float]:
-    """As TRL asks for it."""
+    """TRL's reward function: `score` of each completion."""
     return [score(said[0]["content"], right) for said, right in zip(completions, answer, strict=True)]

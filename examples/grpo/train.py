@@ -1,4 +1,4 @@
-"""GRPO on this machine: a server, what learns to draft for it, and TRL, until the reward has risen.
+"""Run GRPO on this machine: a Slipstream server, its trainer of the draft head, and TRL.
 
     python -m examples.grpo.train --steps 30
     python -m examples.grpo.train --steps 30 --alpha 1 --out runs/late
@@ -59,7 +59,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 @contextlib.contextmanager
 def serving(args: argparse.Namespace, model: Path) -> Iterator[str]:
-    """A server, and beside it what learns from its traces; yields the address."""
+    """Run a server and its trainer; yields the server's address."""
     folder: Path = args.out
     url = f"http://127.0.0.1:{(port := free_port())}"
     settings = {
@@ -78,7 +78,7 @@ def serving(args: argparse.Namespace, model: Path) -> Iterator[str]:
 
 
 class Steps(TrainerCallback):  # type: ignore[misc]  # transformers has none
-    """Prints and keeps a row a step."""
+    """Prints each step's figures and appends them to a file."""
 
     def __init__(self, url: str, rollouts: ServerRollouts, file: Path) -> None:
         self._url, self._rollouts, self._file = url, rollouts, file

@@ -1,1 +1,1 @@
-"""The `slipstream` command: one module a family of verbs, nothing but options and printing."""
+"""The `slipstream` command: options and output, one module for each group of commands."""

@@ -1,4 +1,4 @@
-"""`--config FILE.yaml` of the services, and `slipstream config show`: where each value comes from.
+"""Read `--config FILE.yaml` of the services; `slipstream config show` prints where each value comes from.
 
     flag > variable of the environment > file > default
 
@@ -27,22 +27,22 @@ from speculator.host import check_private
 app = typer.Typer(no_args_is_help=True, help="What a service would be started with.")
 _SECRET, _HIDDEN = ("api_key",), "(secret)"
 _PASSWORD = re.compile(r"(?<=//)[^@/]*(?=@)|(?<=password=)[^&]*")
-"""Of a Redis URL, before its host or in its query."""
+"""Credentials in a Redis URL, before its host or in its query."""
 _SOURCES = {"COMMANDLINE": "flag", "ENVIRONMENT": "variable", "DEFAULT_MAP": "file", "DEFAULT": "default"}
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice, of which YAML takes the last."""
+    """Refuses a repeated key, where YAML would take the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
         if twice := [key for key in keys if keys.count(key) > 1]:
-            raise ConfigError(f"{twice[0]!r} stands twice in {self.name}: leave one of them out")
+            raise ConfigError(f"{twice[0]!r} appears twice in {self.name}: leave one of them out")
         return super().construct_mapping(node, deep)
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Raises ConfigError."""
+    """Parse the file. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             loader = _Loader(file)
@@ -53,11 +53,11 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): check --config") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no YAML ({' '.join(str(error).split())})") from None
+        raise ConfigError(f"{path} is not valid YAML ({' '.join(str(error).split())})") from None
     if found is None:
         return {}
     if not isinstance(found, dict):
-        raise ConfigError(f"{path} has no names of options: write lines such as `model: DIR`")
+        raise ConfigError(f"{path} is not a mapping of options: write lines such as `model: DIR`")
     return found
 
 
@@ -79,9 +79,9 @@ def take(context: typer.Context, path: Path | None) -> Path | None:
             hint = f"is {nearest[0]} meant?" if nearest else f"see `slipstream {context.command.name} --help`"
             raise ConfigError(f"{path}: {context.command.name} has no option {name}: {hint}")
         if isinstance(value, Mapping):
-            raise ConfigError(f"{path}: {name} is a group of names: write its value behind it")
+            raise ConfigError(f"{path}: {name} has nested names: write one value after it")
         if fields[key] in given:
-            raise ConfigError(f"{path}: {given[fields[key]][0]} and {name} are one option: leave one of them out")
+            raise ConfigError(f"{path}: {given[fields[key]][0]} and {name} set the same option: leave one of them out")
         given[fields[key]] = str(name), value
     if any(field in given for field in _SECRET):
         check_private(path, "--config")
@@ -113,12 +113,12 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Print the values that a service would start with, and where each comes from; nothing starts."""
-    # It knows all commands, and they know this module.
+    # Imported here: `main` imports this module.
     from slipstream.cli.main import app as slipstream
 
     commands: Mapping[str, Any] = getattr(typer.main.get_command(slipstream), "commands")  # noqa: B009
     if service not in ("serve", "gateway", "sglang", "train"):
-        raise ConfigError(f"{service} is no service: name serve, gateway, sglang or train")
+        raise ConfigError(f"{service} is not a service: choose serve, gateway, sglang or train")
     command = commands[service]
     asked = command.make_context(f"slipstream {service}", list(context.args))
     rows = []

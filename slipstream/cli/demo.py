@@ -18,7 +18,7 @@ from slipstream.terminal import console
 from speculator.errors import ConfigError
 
 _EXTRA = ("openai", "matplotlib")
-"""Imported by the demo's modules; the bundled model says by itself what it needs."""
+"""Packages that the demo's modules import; the bundled model checks for its own."""
 
 
 def demo(
@@ -63,10 +63,10 @@ def demo(
     from slipstream.demo.topics import read_prompts
     from speculator.draft.checkpoint import model_name
 
-    # SIGTERM ends the demo as Ctrl-C does: by way of every `finally`, so that nothing it started is left behind.
+    # SIGTERM ends the demo as Ctrl-C does, through every `finally`, so that all child processes end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if samples > 1 and temperature == 0:
-        raise ConfigError(f"--samples {samples} at --temperature 0 are one answer {samples} times: give a temperature")
+        raise ConfigError(f"--samples {samples} at --temperature 0 would all be equal: set a temperature above 0")
     check_output(json_file)
     check_output(plot)
     model_dir = resolve_model(model)

@@ -1,4 +1,4 @@
-"""`slipstream doctor`: looks at everything that the services need, and says how to mend what is missing."""
+"""`slipstream doctor`: checks everything that the services need, and says how to fix what is missing."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def doctor(
     def more() -> Iterator[Finding]:
         given = {"--redis-url": redis_url, "--store": store, "--state": state}
         if missing := [option for option, value in given.items() if not value]:
-            yield skipped("more", f"{', '.join(missing)}: pass them, or --data-dir, to look at what they name")
+            yield skipped("more", f"pass {', '.join(missing)}, or --data-dir, to check them as well")
 
     def checks() -> Iterator[tuple[str, Check]]:
-        """In the order in which a start would meet them."""
+        """All checks, in the order in which a starting service needs them."""
         yield "settings", partial(deployment.check_settings, known_variables(app))
         yield "keys", deployment.check_keys
         yield "python", machine.check_python
@@ -71,7 +71,7 @@ def doctor(
             yield "stream", partial(deployment.check_stream, redis_url, model, store)
         yield "more", more
 
-    with working("looking"):
+    with working("checking"):
         findings = [finding for name, check in checks() for finding in run_check(name, check)]
     healthy = not any(finding.level == "failed" for finding in findings)
     if as_json:

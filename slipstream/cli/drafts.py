@@ -1,6 +1,6 @@
-"""`slipstream drafts`: the versions of a store as their operator begins, sees and steers them.
+"""`slipstream drafts`: create, list, compare, promote, roll back, pin, import and export draft versions.
 
-Its tables are for a terminal; `--json` has every number.
+The tables are for a terminal; `--json` has every number.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def export(
     convert = None
     if layout == "speculators":
         if model is None:
-            raise ConfigError("the layout of speculators names the target: pass --model")
+            raise ConfigError("--layout speculators writes the target's name into the folder: pass --model")
         model_dir = resolve_model(model)
         convert = partial(as_speculators, model_dir=model_dir, model=model_name(model_dir))
     with _desk(store, DEFAULT_REDIS_URL, None) as desk:
@@ -232,8 +232,8 @@ def _desk(store_dir: Path, redis_url: str, model: str | None) -> Iterator[DraftD
         @cache
         def pointer() -> DraftPointer:
             if model is None:
-                raise ConfigError("no Redis was asked: pass --model, the target that the engines serve")
-            # The fingerprint is the newest draft's: reading a large target's weights takes minutes.
+                raise ConfigError("Redis was not read: pass --model, the target that the engines serve")
+            # The newest draft has the target's fingerprint: computing it from a large target's weights takes minutes.
             key = model_key(resolve_model(model), fingerprint)
             return DraftPointer(opened.enter_context(connect(redis_url)), key)
 
@@ -244,7 +244,7 @@ def operator() -> str:
     try:
         return f"operator:{getpass.getuser()}"
     except (KeyError, OSError):
-        # A container's user need not have a name.
+        # A container's user may have no name.
         return f"operator:{os.getuid()}"
 
 
@@ -327,7 +327,7 @@ def init(
 
 
 def _write_folder(model_dir: Path, out: Path, **asked: Any) -> Path:
-    """A draft as a Hugging Face folder; it is there completely or not at all. Raises ConfigError."""
+    """Write a draft as a Hugging Face folder, atomically. Raises ConfigError."""
     from speculator.draft.checkpoint import check_can_write, draft_config_json, draft_state, write_folder
     from speculator.draft.initialization import fresh_draft
     from speculator.draft.public_heads import check_sglang_layout
@@ -340,9 +340,9 @@ def _write_folder(model_dir: Path, out: Path, **asked: Any) -> Path:
 
 
 def _write_first_version(model_dir: Path, root: Path, *, if_missing: bool, **asked: Any) -> Path:
-    """A draft as the first version of a store; with `if_missing`, a store that has versions stays as it is.
+    """Write a draft as the first version of a store; with `if_missing`, leave a store that has versions as it is.
 
-    Raises ConfigError where the store has versions, or others than asked for.
+    Raises ConfigError where the store has versions, or, with `if_missing`, versions that do not fit the options.
     """
     from speculator.versions.lineage import ensure_lineage
     from speculator.versions.store import DraftStore
@@ -351,7 +351,7 @@ def _write_first_version(model_dir: Path, root: Path, *, if_missing: bool, **ask
     latest = store.latest()
     if latest is not None and not if_missing:
         raise ConfigError(f"{root} already holds draft versions, {latest} is the newest: choose another --store")
-    # What is there says which target it was made for: reading a large target's weights takes minutes.
+    # An existing version has the target's fingerprint: computing it from a large target's weights takes minutes.
     fingerprint = checked_fingerprint(model_dir, store) if latest is None else store.manifest(latest).target_fingerprint
     return store.folder(ensure_lineage(store, model_dir, fingerprint, **asked)).absolute()
 
@@ -417,7 +417,7 @@ def _difference_tables(difference: Difference) -> list[Any]:
 
 
 def _short(numbers: Any) -> str:
-    """Numbers on one line, texts and tables of the gate's left to --json."""
+    """A dict's plain values on one line; nested tables are left to --json."""
     if not isinstance(numbers, dict):
         return _or_dash(numbers)
     shown = {name: value for name, value in numbers.items() if isinstance(value, str | int | float)}

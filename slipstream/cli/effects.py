@@ -1,7 +1,7 @@
-"""Options and variables that have no effect where they are given: each one says so when a command starts.
+"""Refuse, or warn of, options and variables that have no effect in the given combination, when a command starts.
 
-A rule names what they need. What somebody typed for another case is refused. A variable may be set for another service
-of the same environment, and what is needed may be switched on later: then a warning is enough.
+A `Rule` says what an option needs. A typed option without that is refused. A variable may be meant for another service
+of the same environment, so it causes only a warning; so do rules with `is_refused=False`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Rule:
-    """`otherwise` follows the name of a setting in the message where `needs` does not hold."""
+    """Options `names` have an effect only where `needs` holds; else the message is an option's name and `otherwise`."""
 
     names: tuple[str, ...]
     needs: Callable[[Values], Any]
@@ -60,7 +60,7 @@ _CAPTURE = Rule(
 _SHARING = Rule(
     ("share_groups",), _set("suffix_depth"), "shares text for suffix drafts: set --suffix-depth to 1 or more"
 )
-_NO_ROUND_DRAFTS = "has no effect where no round drafts: --depth is 0"
+_NO_ROUND_DRAFTS = "has no effect with --depth 0, which drafts nothing"
 SERVE = (
     Rule(("slots",), _local, "is for --engine local: pass --max-running-requests after --"),
     Rule(("context_length",), _local, "is for --engine local: pass --context-length after --"),
@@ -81,7 +81,7 @@ GATEWAY = (
     Rule(
         ("engine_id",),
         lambda values: not values["pool"],
-        "is of one SGLang, and --pool takes every engine that reports: leave --engine-id out",
+        "names one SGLang, and --pool takes every engine that reports: leave --engine-id out",
     ),
 )
 DRAFT_INIT = (Rule(("if_missing",), _set("store"), "is for --store: leave it out"),)
@@ -92,7 +92,7 @@ REPLAY = (
         "has no effect with --steps 0, which learns nothing: leave it out",
     ),
 )
-PRUNE = (Rule(("redis_url",), _set("model"), "is of a stream: pass --model, whose it is"),)
+PRUNE = (Rule(("redis_url",), _set("model"), "is for pruning a stream: pass --model, too"),)
 DOCTOR = (Rule(("sglang_python",), _sglang, "is for --engine sglang: leave it out"),)
 
 _KEYS = Rule(
@@ -106,7 +106,7 @@ GATEWAY_IN_FRONT = (
     Rule(
         ("default_max_tokens", "max_prompt_tokens"),
         _never,
-        "is for --engine local, SGLang has its own way: unset it",
+        "is for --engine local, SGLang has its own limits: unset it",
     ),
     _KEYS,
 )
@@ -133,12 +133,12 @@ TRAIN = (
 
 
 def check_options(context: typer.Context, rules: Iterable[Rule]) -> None:
-    """Of a command. Raises ConfigError for an option that was typed and has no effect."""
+    """Apply rules to a command's options. Raises ConfigError for a typed option that has no effect."""
     typed, other = {}, {}
     for option in context.command.params:
         name, source = option.name or "", context.get_parameter_source(option.name or "")
         if source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP"):
-            # The latter is what `--config` names.
+            # DEFAULT_MAP: set by the `--config` file.
             typed[name] = option.opts[0]
         elif source is not None and source.name == "ENVIRONMENT" and context.params[name] != option.default:
             other[name] = f"{option.envvar}"
@@ -148,7 +148,7 @@ def check_options(context: typer.Context, rules: Iterable[Rule]) -> None:
 
 
 def check_variables(settings: BaseSettings, rules: Iterable[Rule]) -> None:
-    """Of a class of settings. Raises ConfigError for a variable that is of another engine."""
+    """Apply rules to settings from the environment. Raises ConfigError for a variable that has no effect."""
     prefix = settings.model_config["env_prefix"]
     given = {name: f"{prefix}{name.upper()}" for name in settings.model_fields_set}
     for rule in rules:
@@ -162,12 +162,12 @@ def _apply(rule: Rule, values: Values, given: Mapping[str, str], *, is_refused: 
     if is_refused:
         raise ConfigError(f"{', '.join(named)} {rule.otherwise}")
     for name in named:
-        log.warning("a setting has no effect here", setting=name, reason=f"{name} {rule.otherwise}")
+        log.warning("a setting has no effect", setting=name, reason=f"{name} {rule.otherwise}")
 
 
 def warn_of_unread_variables() -> None:
-    """A variable with our prefix that nothing reads is most often a known one, misspelt."""
-    # It knows all commands, and they know this module.
+    """Warn of variables with our prefix that nothing reads: most often a known one is misspelt."""
+    # Imported here: `main` imports this module.
     from slipstream.cli.main import app
     from slipstream.settings import COMPOSE_VARIABLES, known_variables, unknown_variables
 

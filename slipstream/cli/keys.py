@@ -1,4 +1,4 @@
-"""`slipstream keys`: who may use a gateway. A running one notices every change of its file."""
+"""`slipstream keys`: add, list and revoke API keys. A running gateway reads its file again after every change."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def revoke(name: Name, file: File, as_json: AsJson = False) -> None:
 
 
 def _shown(key: Any) -> dict[str, Any]:
-    """An ApiKey without the digest, which helps nobody who lists keys."""
+    """An ApiKey as a dict without its digest."""
     shown = msgspec.structs.asdict(key)
     del shown["sha256"]
     return {**shown, "is_expired": key.is_expired(time.time())}

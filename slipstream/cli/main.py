@@ -1,6 +1,6 @@
 """The `slipstream` command. Services import torch, so their modules are imported by the command that needs them.
 
-Exit codes: 0 done; 1 something failed while it ran, or `doctor` found a fault; 2 the operator has to change something
+Exit codes: 0 done; 1 something failed while it ran, or `doctor` found a fault; 2 the operator has to fix something
 first: an option, a setting, the model, Redis, the store. Every error is one line that names the fix.
 """
 
@@ -62,8 +62,8 @@ def _begin(
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
     ] = False,
 ) -> None:
-    """Has the logs of every command look alike."""
-    # The doctor says itself what is wrong with the settings of logs.
+    """Configure the logs of every command."""
+    # `doctor` reports bad log settings as a finding.
     with suppress(ConfigError) if context.invoked_subcommand == "doctor" else nullcontext():
         configure_logs()
 
@@ -78,7 +78,7 @@ def show_version(as_json: AsJson = False) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command line, by default this process's; what an operator can fix ends in one line and exit code 2."""
+    """Run a command line, by default this process's; an error ends in one line and the exit code above."""
     try:
         app(arguments)
     except (ConfigError, StreamError, StoreError, DraftError, LifecycleError) as error:

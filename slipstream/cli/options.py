@@ -1,6 +1,6 @@
-"""Options that several commands share, each with its one name, type and help.
+"""Options that several commands share: name, type and help.
 
-Those of `slipstream serve` say which of the two engines they belong to.
+The help of an option of `slipstream serve` says where it is for one of the two engines only.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from speculator.errors import ConfigError
 
 
 def finite(parameter: typer.CallbackParam, value: float | None) -> float | None:
-    """The callback of a number's option: what is infinite, or no number, counts nothing. Raises ConfigError."""
+    """Callback of number options. Raises ConfigError for infinity and NaN."""
     if value is not None and not math.isfinite(value):
-        raise ConfigError(f"{parameter.opts[0]} {value} is no number to count with: give another one")
+        raise ConfigError(f"{parameter.opts[0]} {value} is not a finite number: give another one")
     return value
 
 
@@ -93,7 +93,7 @@ DataDir = Annotated[
 
 
 def take_data_dir(context: typer.Context, path: Path | None) -> Path | None:
-    """The callback of `--data-dir` where a command looks into one: what lies there becomes the default."""
+    """Callback of `--data-dir` in commands that read one: its store, state and Redis become the options' defaults."""
     if path is not None and not context.resilient_parsing:
         from slipstream.start.learning import DataDir
         from speculator.redis.embedded import socket_url
@@ -209,10 +209,10 @@ StartTimeout = Annotated[float, typer.Option(min=1, callback=finite, help="SGLan
 
 
 def check_sharing(context: typer.Context) -> None:
-    """Raise ConfigError where answers would leave before the capture filter has seen them."""
+    """Raise ConfigError where answers would be sent to Redis before the capture filter judges them."""
     if context.params["share_groups"] and context.params["capture_filter"]:
         raise ConfigError(
-            "--share-groups sends answers to Redis as they come, and --capture-filter is asked about whole ones: "
+            "--share-groups sends answers to Redis as they grow, but --capture-filter judges complete answers: "
             "leave one of them out"
         )
 
@@ -231,10 +231,10 @@ def check_together(context: typer.Context) -> None:
     if dtype == "float64":
         raise ConfigError("--dtype float64 is for --engine local: SGLang has no such kernels")
     if context.params["depth"] == 0:
-        raise ConfigError("--depth 0 would load no draft: pass 1 or more, SGLang drafts less where it does not pay")
+        raise ConfigError("--depth 0 would load no draft: pass 1 or more; SGLang drafts less where that is faster")
 
 
 def check_output(path: Path | None) -> None:
-    """Raise ConfigError now rather than after the work when `path` cannot be written for want of its folder."""
+    """Raise ConfigError, before the work starts, where the folder of an output file does not exist."""
     if path is not None and not path.absolute().parent.is_dir():
-        raise ConfigError(f"{path.parent} does not exist: create it or choose another place for {path.name}")
+        raise ConfigError(f"{path.parent} does not exist: create it or choose another folder for {path.name}")

@@ -1,6 +1,4 @@
-"""How `--help` shows a command with many options: those that most people need first, then the others by what they are
-about.
-"""
+"""Panels of `--help` for commands with many options: the most needed options first, then the others by topic."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ FIRST = {
     "train": "model redis_url store state metrics_port threads trace_ttl_hours config",
     "demo": "minutes model port tenants clients prompts keep plot json_file redis_url",
 }
-"""By command: its first panel, in this order."""
+"""Options of each command's first panel, in this order."""
 _OTHERS = {
     "Traces": "capture_floor capture_filter trace_ttl_hours context_window branch_share stream_max_bytes "
     "capture_bytes_per_s",
@@ -31,7 +29,7 @@ _PANELS = {name: panel for panel, names in _OTHERS.items() for name in names.spl
 
 
 class WithPanels(TyperCommand):
-    """A command of FIRST."""
+    """A command whose `--help` is sorted into panels; it must be in FIRST."""
 
     def __init__(self, name: str | None, *, params: list[Any], **more: Any) -> None:
         first = FIRST[name or ""].split()

@@ -1,4 +1,4 @@
-"""`slipstream replay` as a command; what it does is in slipstream/replay.py."""
+"""The command `slipstream replay`; slipstream/replay.py does the work."""
 
 from __future__ import annotations
 

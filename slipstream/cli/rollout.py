@@ -1,4 +1,4 @@
-"""`slipstream rollout`: groups of samples from a file, answered by a server through slipstream/client.py."""
+"""`slipstream rollout`: send groups of prompts from a file to a server (slipstream/client.py), write the samples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def read_groups(path: Path, defaults: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The groups of a file by where they stand; what a line does not say, `defaults` do. Raises ConfigError."""
+    """The groups of a file, by "FILE, line N"; `defaults` fill in missing fields. Raises ConfigError."""
     rows = read_json_lines(path, dict[str, Any], example='{"prompt": "…", "n": 8}')
     groups = {
         f"{path}, line {number}": {"id": str(index), **defaults, **group} for index, (number, group) in enumerate(rows)

@@ -1,4 +1,4 @@
-"""`slipstream serve`, its two halves `sglang` and `gateway` as services of their own, and `train`."""
+"""The commands `slipstream serve`, `train`, and `sglang` and `gateway`, the parts of `serve` as separate services."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def serve(
 
 
 def _learning(context: typer.Context, given: Mapping[str, Any]) -> Learning:
-    """What nobody has named lies in the folder of the data."""
+    """The `Learning` of `serve --learn`; a Redis or store that is not given is kept in the data folder."""
     from slipstream.start.learning import Learning, default_data_dir
 
     def named(option: str) -> Any:
@@ -120,7 +120,7 @@ def _serve(given: Mapping[str, Any]) -> None:
         run_sglang_server(
             SglangStart(**_fields(SglangStart, {**given, "device": device})),
             _gateway_settings(effects.GATEWAY_IN_FRONT, given),
-            # Unless it learns on the CPU, the trainer takes the same one.
+            # The trainer takes the same GPU unless it is set to the CPU.
             shares_card=given["learn"] and device == "cuda" and os.environ.get(f"{_PREFIX}DEVICE") != "cpu",
             **_fields(run_sglang_server, given),
         )
@@ -135,7 +135,7 @@ def _serve(given: Mapping[str, Any]) -> None:
 
 
 def _given(context: typer.Context) -> dict[str, Any]:
-    """The options of a command under the names of the fields that take them."""
+    """A command's options, with the names of the dataclass fields that take them."""
     with working("starting"):
         warn_of_unread_variables()
         from speculator.draft.checkpoint import model_name
@@ -157,8 +157,8 @@ def _fields(kind: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any
 
 
 def _gateway_settings(rules: Iterable[effects.Rule], given: Mapping[str, Any]) -> GatewaySettings:
-    """Of this process's environment and the command line. Raises ConfigError for a variable that is unusable, or of
-    another engine.
+    """Gateway settings from the environment and the command line. Raises ConfigError for a variable that is invalid or
+    for another engine.
     """
     from serving.gateway.config import load_settings
 
@@ -268,7 +268,7 @@ def gateway(
         from slipstream.start.gateway import GatewayOptions, run_gateway
 
     if len(sglang) > 1 and not pool:
-        raise ConfigError("--sglang more than once is for routers before the same engines: pass --pool, or it once")
+        raise ConfigError("several --sglang are for routers before the same engines: add --pool, or pass only one")
     model_dir = resolve_model(model)
     with working(f"waiting for SGLang at {sglang[0]}") as is_there:
         run_gateway(
@@ -288,7 +288,7 @@ def gateway(
 
 
 _PREFIX = "SLIPSTREAM_TRAINER_"
-"""Of the trainer's settings: an option stands before its variable."""
+"""Prefix of the trainer's variables; a command option overrides its variable."""
 
 
 def train(

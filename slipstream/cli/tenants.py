@@ -1,4 +1,4 @@
-"""`slipstream tenants`: whose traffic is kept; what it does is in slipstream/tenants.py."""
+"""The commands `slipstream tenants …`; slipstream/tenants.py does the work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`slipstream traces`: recordings of the trace stream; what it does is in slipstream/traces.py."""
+"""The commands `slipstream traces …`; slipstream/traces.py does the work."""
 
 from __future__ import annotations
 
@@ -74,9 +74,7 @@ def prune(
 
     check_options(context, PRUNE)
     if older_than_hours <= 0:
-        raise ConfigError(
-            "nothing is pruned without an age: pass --older-than-hours, or set SLIPSTREAM_TRACE_TTL_HOURS"
-        )
+        raise ConfigError("no age to prune by: pass --older-than-hours, or set SLIPSTREAM_TRACE_TTL_HOURS")
     if not recordings and model is None:
         raise ConfigError("nothing to prune: give recordings, or --model for its stream")
     removed = {str(path): traces.prune(path, older_than_hours) for path in recordings or ()}

@@ -1,4 +1,4 @@
-"""`slipstream demo`: traffic, report and plot of the loop on one machine."""
+"""`slipstream demo`: serve, learn and measure on one machine; traffic, report and plot."""
 
 TENANTS = tuple(f"tenant-{number:02}" for number in range(1, 13))
-"""Who ask, each about topics of its own."""
+"""Tenants of the demo's traffic; each asks about topics of its own."""

@@ -1,11 +1,11 @@
-"""`slipstream demo`: the whole loop on one machine, told in chapters (slipstream/demo/story.py), and its figures.
+"""`slipstream demo`: run server, trainer and traffic on one machine, chapter by chapter (slipstream/demo/story.py).
 
 Start: Redis → draft lineage → gateway with engine → plain server → traffic → trainer.
 Stop:  traffic (answers in flight finish) → trainer catches up → trainer → gateways → Redis.
 
-The plain server is the same model in a second process without drafts, and nothing is captured or learned from there.
-Before, between and after stretches of live traffic the same clients ask it the next prompts, while the trainer is
-paused or has ended: what they see then is what they would see without Slipstream, in the same minutes.
+The plain server is the same model in a second process without drafts; nothing is captured there. Before, between and
+after stretches of live traffic the same clients send it the next prompts, while the trainer is paused or has ended. So
+it measures what clients would see without Slipstream, at nearly the same time.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ _READY_TIMEOUT_S = 180.0
 _CATCH_UP_S = 45.0
 """How long the trainer may take, after the last answer, to use the traces that are still in the stream."""
 _FLUSH_S = 20.0
-"""How long an engine that is to be restarted may take to write its last traces."""
+"""How long the engine may take to write its last traces before the restart."""
 _HEAD_OFF_SHARE = 0.25
-"""Of the drafting rounds, for the A/B of the draft head beside remembered text."""
+"""Share of drafting rounds without the draft head, for the A/B of the head beside remembered text."""
 _PLAIN_SHARE = 0.06
-"""Of the rounds, for the end-to-end speedup: twice what a server has, or a short demo would see too few stretches."""
+"""Share of rounds in plain stretches: twice a server's default, else a short demo would have too few of them."""
 _MLP_WIDTH = 512
-"""Of the draft: a slim head costs half as much (benchmarks/slim_heads.py)."""
+"""Width of the draft's MLP: a slim head costs half as much (benchmarks/slim_heads.py)."""
 _STRETCH_S = 60.0
 _PLAIN_S = 8.0
 _LEAST_PLAIN_S = 2.0
@@ -86,7 +86,7 @@ class DemoOptions:
     redis_url: str | None
     prompts: list[Prompt] | None
     keep: Path | None
-    """Where store, trainer's state and keys stay; the run begins from the last good draft there."""
+    """Folder in which store, trainer's state and keys are kept; the run begins with the last good draft there."""
     tenants: int
     clients: int
     samples: int
@@ -102,7 +102,7 @@ class DemoOptions:
 
 def run_demo(options: DemoOptions, console: Console) -> DemoRun:
     """Run the loop for `options.minutes` of traffic. Raises SlipstreamError when a part cannot start or ends early."""
-    bind("127.0.0.1", options.port).close()  # a busy port is worth knowing before anything slow starts
+    bind("127.0.0.1", options.port).close()  # fail on a busy port before anything slow starts
     with tempfile.TemporaryDirectory(prefix="slipstream-") as scratch, contextlib.ExitStack() as running:
         folder = Path(scratch)
         kept = options.keep or folder
@@ -115,7 +115,7 @@ def run_demo(options: DemoOptions, console: Console) -> DemoRun:
         if stream.lag().appended:
             raise ConfigError(f"Redis already holds traces of this model: pass an empty --redis-url or drop {key}")
         store = DraftStore(kept / "drafts")
-        # Of one list, so that no prompt is asked of both servers.
+        # Both servers take prompts from one list, so that neither gets a prompt that the other has answered.
         asked = options.prompts or built_in_prompts()
         width = check_folder(options.model_dir)["intermediate_size"]
         begun_with = ensure_lineage(
@@ -130,7 +130,7 @@ def run_demo(options: DemoOptions, console: Console) -> DemoRun:
         keys = make_keys(kept / "keys.json")
         write_synced(kept / "metrics.key", keys[METRICS].encode())
         (kept / "metrics.key").chmod(0o600)
-        # The plain server's Redis and store are its own: no trainer writes there, so nothing is swapped.
+        # The plain server has its own Redis and store, to which no trainer writes, so its draft is never swapped.
         (folder / "plain").mkdir()
         plain_redis = running.enter_context(EmbeddedRedis(folder / "plain" / "redis"))
         port, plain_port = options.port, free_port()
@@ -208,7 +208,7 @@ def _server(
 
 @dataclass(kw_only=True)
 class _Demo:
-    """One run: traffic and the observer beside it."""
+    """One run: sends the traffic and scrapes the metrics."""
 
     options: DemoOptions
     console: Console
@@ -234,12 +234,12 @@ class _Demo:
 
     async def run(self) -> DemoRun:
         run = self.observed
-        # A full collection that walked all that was imported would hold up the clients, and count as the service's gap.
+        # A full garbage collection over all imported modules would delay the clients and look like the server's gap.
         gc.collect()
         gc.freeze()
         async with httpx.AsyncClient(timeout=5, trust_env=False) as http, run.traffic, run.plain:
             with self._display() as show, self.training:
-                await self._decode_plainly(SETTLING_S / 2, show)  # its first answers load what later ones find loaded
+                await self._decode_plainly(SETTLING_S / 2, show)  # warm-up
                 await self._decode_plainly(self._plain_s, show)
                 run.started_unix_s = time.time()
                 for chapter in CHAPTERS:
@@ -257,7 +257,7 @@ class _Demo:
         return max(_LEAST_PLAIN_S, min(_PLAIN_S, 60 * self.options.minutes * CHAPTERS[0].share / 2))
 
     async def _tell(self, chapter: Chapter, http: httpx.AsyncClient, show: Callable[[], None]) -> None:
-        """One chapter: what happens at its beginning, and its stretches of live traffic."""
+        """Run one chapter: the event at its beginning, then its stretches of live traffic."""
         run, chapter_s = self.observed, 60 * self.options.minutes * chapter.share
         if run.chapters:
             await self._pause_for_plain_decoding(show)
@@ -294,7 +294,7 @@ class _Demo:
                 await self._restart(http, show)
 
     async def _restart(self, http: httpx.AsyncClient, show: Callable[[], None]) -> None:
-        """Start the engine again; its counters go on from where they were."""
+        """Restart the engine; later scrapes add the counters that it had before."""
         deadline = time.monotonic() + _FLUSH_S
         while time.monotonic() < deadline:
             await self._observe(http)
@@ -309,7 +309,7 @@ class _Demo:
         show()
 
     async def _serve(self, http: httpx.AsyncClient, stretch_s: float, show: Callable[[], None]) -> None:
-        """Live traffic, observed."""
+        """Send live traffic and scrape the metrics meanwhile."""
         run = self.observed
         end_s = run.at_s(time.time()) + stretch_s
         async with self._asking(run.traffic) as clients:
@@ -325,7 +325,7 @@ class _Demo:
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
-        """Time that is none of live traffic; the trainer stands still."""
+        """Leave the time of the block out of live traffic, and pause the trainer."""
         began_s, pauses = time.time(), self.observed.pauses
         pauses.append((began_s, math.inf))
         if self.trainer is not None:
@@ -338,7 +338,7 @@ class _Demo:
         pauses[-1] = (began_s, time.time())
 
     async def _decode_plainly(self, seconds: float, show: Callable[[], None]) -> None:
-        """The same clients ask the plain server, which is paused before and after."""
+        """Send the clients' requests to the plain server, which is paused before and after."""
         self.plain.check()
         self.plain.resume()
         self.decodes_plainly = True
@@ -350,7 +350,7 @@ class _Demo:
 
     @contextlib.asynccontextmanager
     async def _asking(self, traffic: Traffic) -> AsyncIterator[asyncio.Task[None]]:
-        """All clients, until the end of the block; then their answers in flight finish."""
+        """Run all clients until the end of the block, then let their answers in flight finish."""
         clients = asyncio.create_task(traffic.run(self.options.clients))
         try:
             yield clients
@@ -374,14 +374,14 @@ class _Demo:
         self._take_verdict()
 
     def _take_verdict(self) -> None:
-        """See what became of the poisoned draft."""
+        """Record when and why the poisoned draft was rolled back."""
         run = self.observed
         if run.poisoned is not None and run.verdict is None:
             run.verdict = verdict_on(self.store, run.poisoned)
             run.judged_by = run.samples[-1]
 
     async def _catch_up(self, http: httpx.AsyncClient, show: Callable[[], None]) -> None:
-        """Wait until every captured trace was used, or the time for it is over."""
+        """Wait until every captured trace was used, at most _CATCH_UP_S."""
         deadline = time.monotonic() + _CATCH_UP_S
         while time.monotonic() < deadline:
             await self._observe(http)
@@ -394,7 +394,7 @@ class _Demo:
 
     @contextlib.contextmanager
     def _display(self) -> Iterator[Callable[[], None]]:
-        """A table on a terminal, elsewhere a line now and then."""
+        """Show progress: a live table on a terminal, elsewhere a line every 15 s."""
         if self.console.is_terminal:
             with Live(console=self.console, auto_refresh=False) as live:
                 yield lambda: live.update(self._table(), refresh=True)
@@ -424,7 +424,7 @@ class _Demo:
 
 
 async def _wait(clients: asyncio.Task[None], seconds: float) -> None:
-    """Let the clients ask for so long; raises what ended them."""
+    """Let the clients run for so long; raises their error."""
     await asyncio.wait([clients], timeout=seconds)
     if clients.done():
         clients.result()

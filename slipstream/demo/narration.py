@@ -1,4 +1,4 @@
-"""What a demo says: figures while it runs, sentences after each chapter, and a summary."""
+"""Text output of the demo: figures while it runs, sentences after each chapter, and a summary."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slipstream.demo.report import (
 from slipstream.demo.story import POISON
 
 WINDOW_S = 60.0
-"""What the display shows is of so many seconds."""
+"""Length of the window that the live display covers."""
 _NAMES = {"head": "the head", "own": "own text", "group": "the prompt group's", "tenant": "the tenant's earlier text"}
 
 
@@ -48,7 +48,7 @@ def progress(run: DemoRun) -> dict[str, str]:
 
 
 def chapter_sentences(run: DemoRun, chapter: ChapterRun) -> list[str]:
-    """What a chapter showed."""
+    """Sentences about a chapter that has ended."""
     found = chapter_figures(run, chapter)
     rates = found["tokens_per_s_of_rounds"]
     lines = [
@@ -73,7 +73,7 @@ def _of_poisoned(document: Mapping[str, Any]) -> str:
 
 
 def sentences(document: Mapping[str, Any]) -> str:
-    """What the run showed, in ten sentences with numbers."""
+    """Summary of a run, about ten sentences with numbers."""
     ab, speed, client = document["ab"], document["speedup"], document["client_speedup"]
     length, traces = document["accept_length"], document["traces"]
     chapters = {chapter["name"]: chapter for chapter in document["chapters"]}

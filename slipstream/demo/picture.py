@@ -1,4 +1,4 @@
-"""The picture of a demo: where accepted tokens came from, and what both A/Bs showed, chapter by chapter."""
+"""Plot of a demo: accepted tokens by source, speedups of both A/Bs and acceptance length over the chapters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from slipstream.demo.report import SOURCES, DemoRun, accepted_by_source, tokens_per_s
 
 _WINDOW_S = 45.0
-"""A point is of so many seconds before it, of its own chapter alone."""
+"""Each point covers so many seconds before it, within its chapter."""
 _COLOURS = {"head": "#1a7f37", "own": "#79c0ff", "group": "#d2a8ff", "tenant": "#1f6feb"}
 _LABELS = {"head": "draft head", "own": "own text", "group": "prompt group", "tenant": "tenant's text"}
 
@@ -44,7 +44,7 @@ def draw(run: DemoRun, path: Path, *, title: str) -> None:
 
 
 def _windows(run: DemoRun) -> list[tuple[float, float]]:
-    """From and to of each point, in seconds."""
+    """(start, end) of each point's window, in seconds."""
     found = []
     for chapter in run.chapters:
         for one in run.live:
@@ -111,7 +111,7 @@ def _line(
 
 
 def _client_points(run: DemoRun) -> list[tuple[float, float]]:
-    """(minutes, ratio) in the middle of each live stretch: its tokens a second over those of the plain ones beside."""
+    """(minutes, ratio) of each live stretch: its tokens a second over those of the plain stretches before and after."""
     live, plain = run.traffic.stats.stretches, run.plain.stats.stretches
     rows = []
     for number, stretch in enumerate(live):

@@ -1,4 +1,4 @@
-"""What a demo observed, and its figures as JSON; narration.py says them in sentences, and picture.py draws them."""
+"""Observations of a demo and its figures as JSON; narration.py writes sentences from them, picture.py plots them."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ Bounds = Mapping[str, float | None]
 
 NEAR_SWAP_S = 1.0
 LAST_S = 120.0
-"""The figures of the end are those of the last two minutes."""
+"""Figures called "last" cover the last two minutes."""
 SOURCES = ("head", *TEXTS)
 _NUM_BLOCKS = 20
-"""Of a stretch of time, for the interval of an A/B."""
+"""Parts into which a period is divided for the confidence interval of an A/B."""
 
 
 @dataclass
 class ChapterRun:
-    """When a chapter was, in seconds of live traffic."""
+    """Start and end of a chapter, in seconds of live traffic."""
 
     chapter: Chapter
     start_s: float
@@ -45,20 +45,20 @@ class ChapterRun:
 
 @dataclass(kw_only=True)
 class DemoRun:
-    """What a demo observed. Times in `…_s` are seconds of live traffic, without the turns of the plain server."""
+    """Observations of a demo. Times in `…_s` are seconds of live traffic, without the time of the plain server."""
 
     traffic: Traffic
     plain: Traffic
-    """What the plain server was asked."""
+    """Traffic of the plain server."""
     num_clients: int = 1
     num_prompts: int
-    """That are different."""
+    """Number of different prompts."""
     begun_with: int = 1
     """Draft version at the start."""
     chapters: list[ChapterRun] = field(default_factory=list)
     poisoned: PoisonedDraft | None = None
     verdict: tuple[str, Mapping[str, Number]] | None = None
-    """Why the poisoned draft was taken back, and the figures that decided it."""
+    """Why the poisoned draft was rolled back, and the figures that decided it."""
     published_at: Scrape | None = None
     """The scrape before the poisoned draft was published, and `judged_by` the one that found the verdict."""
     judged_by: Scrape | None = None
@@ -67,7 +67,7 @@ class DemoRun:
     swaps_unix_s: list[float] = field(default_factory=list)
     started_unix_s: float = field(default_factory=time.time)
     pauses: list[tuple[float, float]] = field(default_factory=list)
-    """Of live traffic: from and to, unix time."""
+    """(start, end) of pauses of live traffic, unix time."""
     lag: StreamLag | None = None
     duration_s: float | None = None
     """None while it runs."""
@@ -78,17 +78,17 @@ class DemoRun:
 
     @property
     def live(self) -> list[Scrape]:
-        """The scrapes while there was traffic."""
+        """Scrapes during live traffic."""
         return [one for one in self.samples if self.duration_s is None or one.at_s <= self.duration_s]
 
     @property
     def swaps_s(self) -> list[float]:
-        """Swaps while there was traffic; the last versions arrive while the trainer catches up."""
+        """Times of draft swaps during live traffic; later ones come while the trainer catches up."""
         times_s = map(self.at_s, self.swaps_unix_s)
         return [at for at in times_s if self.duration_s is None or at <= self.duration_s]
 
     def between(self, start_s: float, end_s: float) -> Scrape | None:
-        """What counters gained between the scrapes nearest to both times; None before there are two."""
+        """Increase of all counters between the scrapes nearest to both times; None before there are two."""
         if len(self.samples) < 2:
             return None
         first, last = (min(self.samples, key=lambda one: abs(one.at_s - at)) for at in (start_s, end_s))
@@ -99,18 +99,18 @@ class DemoRun:
         return measure([window.head_ab for window in self._blocks(start_s, end_s)])
 
     def both_over_plain(self, start_s: float, end_s: float) -> Speedup:
-        """Time a token in rounds without drafts over time a token in rounds with them, as they come."""
+        """Time a token in control rounds over time a token in drafting rounds."""
         return measure([window.rounds_ab for window in self._blocks(start_s, end_s)])
 
     def _blocks(self, start_s: float, end_s: float) -> list[Scrape]:
-        """What counters gained in twenty parts of that time."""
+        """Increase of all counters in each of twenty parts of that time."""
         within = [one for one in self.samples if start_s <= one.at_s <= end_s]
         last = len(within) - 1
         ends = sorted({round(number * last / _NUM_BLOCKS) for number in range(_NUM_BLOCKS + 1)}) if within else []
         return [within[end].since(within[start]) for start, end in itertools.pairwise(ends)]
 
     def client_speedup(self) -> Speedup:
-        """What the clients saw a second over what they saw of the plain server; a block is a stretch of either."""
+        """The clients' tokens a second over those from the plain server, by pairs of neighbouring stretches."""
         live, plain = self.traffic.stats.stretches, self.plain.stats.stretches
         blocks = [Sums() for _ in live]
         for block, before, stretch in zip(blocks, plain, live, strict=False):
@@ -122,7 +122,7 @@ class DemoRun:
 
 
 def measured_speedup(sample: Scrape) -> float | None:
-    """Of decode rounds, over the last two minutes, as the server reports it."""
+    """Measured speedup of decode rounds over the last two minutes, as the server reports it."""
     return sample.total("slipstream_speedup_measured_ratio") or None
 
 
@@ -191,7 +191,7 @@ def figures(run: DemoRun, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def chapter_figures(run: DemoRun, chapter: ChapterRun) -> dict[str, Any]:
-    """Of one chapter: where accepted tokens came from, and what the arms of both A/Bs did."""
+    """Figures of one chapter: accepted tokens by source, speedups and rates of both A/Bs."""
     window = run.between(chapter.start_s, chapter.end_s)
     over_suffix = bounds(run.both_over_suffix(chapter.start_s, chapter.end_s))
     over_plain = bounds(run.both_over_plain(chapter.start_s, chapter.end_s))
@@ -212,7 +212,7 @@ def chapter_figures(run: DemoRun, chapter: ChapterRun) -> dict[str, Any]:
 
 
 def _by_arm(window: Scrape | None, over_suffix: float | None, over_plain: float | None) -> dict[str, float | None]:
-    """Tokens that rounds committed in a second of their own time, and what it would be with less to propose."""
+    """Tokens a second of round time: measured with both sources, derived for earlier text alone and for no drafts."""
     seconds = window.total("slipstream_round_seconds_total", mode="speculative") if window else 0.0
     tokens = window.total("slipstream_round_tokens_total", mode="speculative") if window else 0.0
     both = tokens / seconds if seconds else None
@@ -224,16 +224,16 @@ def _by_arm(window: Scrape | None, over_suffix: float | None, over_plain: float 
 
 
 def accepted_by_source(sample: Scrape) -> dict[str, int]:
-    """Accepted proposals by who proposed: the head, or earlier text by whose it was."""
+    """Accepted proposals by source: the head, or earlier text of the request, its prompt group or its tenant."""
     texts = {text: int(sample.total("slipstream_accepted_text_total", text=text)) for text in TEXTS}
     return {"head": int(sample.total("slipstream_accepted_total", source="head")), **texts}
 
 
 def poisoned_figures(run: DemoRun) -> dict[str, Any] | None:
-    """What became of the draft that was published on purpose.
+    """When and why the poisoned draft was rolled back; None where none was published.
 
-    `rounds` are those that asked or probed it, as the engine counted them; where the trainer's second look was first,
-    the most that they can have been.
+    `rounds` are those that used or probed it, as the engine counted them; where the trainer's review rolled it back, an
+    upper bound.
     """
     if run.poisoned is None:
         return None
@@ -253,13 +253,13 @@ def poisoned_figures(run: DemoRun) -> dict[str, Any] | None:
 
 
 def _num_asked(window: Scrape) -> int:
-    """How often the head was asked, or probed."""
+    """Number of rounds that used or probed the head."""
     asked = window.total("slipstream_proposals_total", source="head", position="1")
     return int(asked + window.total("slipstream_draft_looks_total"))
 
 
 def end_to_end(sample: Scrape) -> Bounds:
-    """The speedup that requests see, as the server reports it; with its 95% interval."""
+    """The server's end-to-end speedup with its 95% interval."""
     names = {"median": "", "low": "_lower", "high": "_upper"}
     return {name: sample.total(f"slipstream_speedup_end_to_end_ratio{end}") or None for name, end in names.items()}
 
@@ -271,7 +271,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _head(final: Scrape) -> dict[str, Any]:
-    """How often the head was right about the next token where it was asked, or probed."""
+    """The head's hit rate on the next token, in rounds that used or probed it."""
     total = final.total
     head_first = {"source": "head", "position": "1"}
     asked, probed = total("slipstream_proposals_total", **head_first), total("slipstream_draft_looks_total")
@@ -306,7 +306,7 @@ def bounds(measured: Speedup) -> Bounds:
 
 
 def tokens_per_s(stretches: Sequence[Stretch]) -> float | None:
-    """Of all clients together."""
+    """Tokens a second of all clients together."""
     seconds = sum(stretch.seconds for stretch in stretches)
     return sum(stretch.tokens for stretch in stretches) / seconds if seconds else None
 
@@ -323,7 +323,7 @@ def _gaps(run: DemoRun) -> dict[str, float | None]:
     at_s, gap_ms = gaps[:, 0], 1000 * gaps[:, 1]
     near = np.zeros(len(gaps), bool)
     for swap in run.swaps_unix_s:
-        # A gap belongs to the swap's second when any part of it does.
+        # A gap counts as near a swap when any part of it is within NEAR_SWAP_S.
         near |= (at_s >= swap - NEAR_SWAP_S) & (at_s - gap_ms / 1000 <= swap + NEAR_SWAP_S)
     return {
         "p50": float(np.percentile(gap_ms, 50)),
@@ -334,7 +334,7 @@ def _gaps(run: DemoRun) -> dict[str, float | None]:
 
 
 def host() -> dict[str, Any]:
-    """What the figures were measured on; no name of a machine or person."""
+    """Hardware and software that the figures were measured on, without names of machine or user."""
     info = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.is_file() else None
     return {

@@ -1,4 +1,4 @@
-"""The servers of the demo and of benchmarks: waiting until they take requests, and what their /metrics say."""
+"""Wait until the servers of the demo and of benchmarks are ready, and parse their /metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from speculator.errors import ConfigError
 
 
 def wait_until_ready(url: str, children: Sequence[Child], *, timeout_s: float) -> None:
-    """Wait until the gateway takes requests.
+    """Wait until the gateway accepts requests.
 
     Raises ChildError where one of the children ends, ConfigError where it takes too long.
     """
@@ -24,7 +24,7 @@ def wait_until_ready(url: str, children: Sequence[Child], *, timeout_s: float) -
     while time.monotonic() < deadline:
         for child in children:
             child.check()
-        # No proxy: it is on this machine.
+        # No proxy: the gateway is on this machine.
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(f"{url}/ready", timeout=2, trust_env=False).status_code == 200:
                 return
@@ -33,7 +33,7 @@ def wait_until_ready(url: str, children: Sequence[Child], *, timeout_s: float) -
 
 
 _COUNTED = ("_total", "_count", "_sum", "_bucket")
-"""How the series end that only ever grow."""
+"""Suffixes of series that only grow."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class Scrape:
         return cls(at_s, values)
 
     def since(self, first: Scrape) -> Scrape:
-        """What counters gained from `first` on; `at_s` is how many seconds that took."""
+        """Increase of all series since `first`; `at_s` is the number of seconds between."""
         gained = {series: value - first.values.get(series, 0.0) for series, value in self.values.items()}
         return Scrape(self.at_s - first.at_s, gained)
 
     def going_on(self, before: Scrape) -> Scrape:
-        """This one with the counters of an engine that was restarted after `before` going on from there."""
+        """This scrape with the counters of `before` added, after the engine was restarted and began at 0."""
         counted = {series: value for series, value in before.values.items() if series[0].endswith(_COUNTED)}
         together = {series: self.values.get(series, 0.0) + value for series, value in counted.items()}
         return Scrape(self.at_s, {**self.values, **together})
@@ -75,21 +75,21 @@ class Scrape:
 
     @property
     def head_ab(self) -> Sums:
-        """Rounds with remembered text alone, and those with the draft head beside it."""
+        """Time and tokens of rounds with remembered text alone (baseline) and of those with the draft head as well."""
         return self._sums("slipstream_head_ab_rounds", "slipstream_head_ab_round_{}", "arm", HEAD_AB_ARMS)
 
     @property
     def rounds_ab(self) -> Sums:
-        """Rounds in which nobody was drafted for, and those with drafts."""
+        """Time and tokens of control rounds (baseline) and of drafting rounds."""
         return self._sums("slipstream_rounds", "slipstream_round_{}", "mode", ("control", "speculative"))
 
     def _sums(self, counted: str, measured: str, label: str, arms: Sequence[str]) -> Sums:
-        """By batch size; `arms` are the values of `label`, the baseline's first."""
+        """Time and tokens by batch size; `arms` are the values of `label`, the baseline's first."""
         sums = Sums()
         for (series, labels), rounds in self.values.items():
             of = dict(labels)
             if series == f"{counted}_total" and of[label] in arms:
-                # The first round of a batch size may be half counted.
+                # A scrape during the first round of a batch size may have only one of the two series.
                 seconds, tokens = (
                     self.values.get((f"{measured.format(what)}_total", labels), 0.0) for what in ("seconds", "tokens")
                 )

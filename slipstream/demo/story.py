@@ -1,4 +1,4 @@
-"""The chapters of a demo, who its tenants are, and the draft that it poisons on purpose."""
+"""The chapters of a demo, its API keys, and the draft that it poisons on purpose."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from speculator.versions.lineage import admit
 from speculator.versions.store import DraftStore
 
 GUEST = "guest"
-"""The tenant of whoever opens the page or asks with a client of their own."""
+"""Tenant for the person who opens the page or sends own requests."""
 METRICS = "metrics"
 _ACTOR = "demo"
 
 
 @dataclass(frozen=True)
 class Chapter:
-    """A part of the run; `share` of its minutes."""
+    """A part of the run, which takes `share` of its minutes."""
 
     name: str
     share: float
@@ -48,7 +48,7 @@ DAY_0, LEARNING, SHIFT, POISON, RESTART = CHAPTERS = (
 
 
 def make_keys(file: Path) -> Mapping[str, str]:
-    """Write a file of API keys for the tenants, a guest, and whoever reads /metrics; the secrets by name.
+    """Write a file of API keys for the tenants, a guest and the scraper of /metrics; returns the secrets by name.
 
     Raises ConfigError where it cannot be written.
     """
@@ -66,7 +66,7 @@ def make_keys(file: Path) -> Mapping[str, str]:
 
 @dataclass(frozen=True)
 class PoisonedDraft:
-    """A version that was published on purpose, and the one that served when it was made."""
+    """A poisoned version, and the version in service from which it was made."""
 
     version: int
     parent: int
@@ -75,10 +75,9 @@ class PoisonedDraft:
 def publish_poisoned(
     store: DraftStore, pointer: DraftPointer, parent: int, *, target_fingerprint: str
 ) -> PoisonedDraft:
-    """Publish version `parent` with the rows of its output shuffled, without asking the gate.
+    """Publish a copy of version `parent` with shuffled output rows, without the gate.
 
-    It is as sure of its proposals as before, and each is another token than was meant. Raises StoreError, DraftError or
-    StreamError.
+    Its proposals are as confident as before, but for wrong tokens. Raises StoreError, DraftError or StreamError.
     """
     state = store.load(parent, expected_fingerprint=target_fingerprint)
     rows = torch.randperm(len(state["lm_head.weight"]), generator=torch.Generator().manual_seed(0))
@@ -96,7 +95,7 @@ def publish_poisoned(
 
 
 def verdict_on(store: DraftStore, poisoned: PoisonedDraft) -> tuple[str, Mapping[str, Number]] | None:
-    """Why the engine took the version back, and the figures that it decided by; None while it has not."""
+    """Why the version was rolled back, and the figures behind it; None while it has not been."""
     for transition in store.lifecycle.history(poisoned.version):
         if transition.state is VersionState.ROLLED_BACK:
             return transition.reason, transition.numbers

@@ -1,6 +1,6 @@
-"""Prompts of the demo and of benchmarks: real questions that come with the package, or a file's.
+"""Prompts of the demo and of benchmarks: real questions that come with the package, or those of a file.
 
-`prompts/` has GSM8K, HumanEval and Spec-Bench, with their licences. No prompt is asked twice while there are others.
+`prompts/` has GSM8K, HumanEval and Spec-Bench, with their licences. No prompt is repeated before all were used.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Prompt:
     domain: str
     text: str
     tenant: str = ""
-    """Who asks; empty where there are no tenants."""
+    """The tenant that sends it; empty where there are no tenants."""
 
 
 def built_in_prompts() -> list[Prompt]:
-    """All that come with the package, in a fixed order."""
+    """All prompts of the package, in a fixed order."""
     return [prompt for path in sorted(_FOLDER.glob("*.jsonl")) for prompt in read_prompts(path)]
 
 
@@ -48,7 +48,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def read_texts(path: Path) -> list[Text]:
-    """The traces of a recording as tokens, answers and what was kept of prompts; or what `read_prompts` reads. Raises
+    """Texts for choosing a draft vocabulary: a recording's traces as token ids, or the prompts of a file. Raises
     ConfigError.
     """
     if not is_recording(path):
@@ -58,22 +58,22 @@ def read_texts(path: Path) -> list[Text]:
 
 
 def endless(prompts: Sequence[Prompt], seed: int) -> Iterator[Prompt]:
-    """All prompts in a random order, then again in another: domains come in the shares that the list has."""
+    """Repeat all prompts for ever, each time in a new random order; domains keep their shares in the list."""
     order = random.Random(seed)
     while True:
         yield from order.sample(prompts, len(prompts))
 
 
 class TenantTraffic(Iterator[Prompt]):
-    """What several tenants ask, each about a topic of its own; the topics change when `shift` is set.
+    """Prompts of several tenants, each about a topic of its own; `shift` changes the topics.
 
-    The domains with the most prompts, half of all prompts or more, are the topics of the first traffic, and the others
-    those of the second. Each tenant has one domain of either. Where its domain has no prompt left that was not asked,
-    it asks about another one of the same traffic, then about any, and only then does a prompt come again.
+    The first phase has the domains with the most prompts, so many that they have at least half of all prompts; the
+    second phase has the others. Each tenant has one domain in either phase. Where its domain has no unused prompt left,
+    it takes one of another domain of the phase, then of any domain, and only then are prompts repeated.
     """
 
     def __init__(self, prompts: Sequence[Prompt], tenants: Sequence[str], seed: int) -> None:
-        """`prompts`: at least one; `tenants`: those who ask, in a random order."""
+        """`prompts`: at least one; the `tenants` take turns in a random order."""
         self._prompts, self._tenants, self._random = prompts, tenants, random.Random(seed)
         self._asked_by: list[str] = []
         self._left: dict[str, list[Prompt]] = {}
@@ -92,11 +92,11 @@ class TenantTraffic(Iterator[Prompt]):
         return bool(self._topics[1])
 
     def topics(self) -> Sequence[str]:
-        """The domains of the present traffic."""
+        """The domains of the current phase."""
         return self._topics[self.is_shifted and self.can_shift]
 
     def shift(self, *, to_second: bool) -> None:
-        """Ask about the second traffic's topics from now on, or about the first one's again."""
+        """Switch to the second phase's topics, or back to the first's."""
         self.is_shifted = to_second
 
     def __next__(self) -> Prompt:

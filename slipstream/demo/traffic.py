@@ -1,4 +1,4 @@
-"""Live traffic: clients that talk to the gateway with the openai client and measure what a user would see."""
+"""Live traffic: clients that send requests with the openai client and measure rates and gaps as a user sees them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ log = structlog.get_logger(__name__)
 
 
 SETTLING_S = 1.0
-"""Of a stretch, in which all clients read their first prompt at the same time: it counts in no rate."""
+"""Start of a stretch that no rate counts, because all clients' first prompts are prefilled at the same time."""
 
 
 @dataclass
 class Stretch:
-    """Time (unix) in which every client had a request in flight, and the tokens that arrived in it."""
+    """Period (unix time) in which every client had a request in flight, and the tokens that arrived in it."""
 
     start_s: float
     end_s: float = math.inf
@@ -38,7 +38,7 @@ class Stretch:
 
 @dataclass
 class TrafficStats:
-    """What the clients saw. `gaps` holds (unix time, seconds since the same answer's previous chunk)."""
+    """Measurements of the clients. `gaps` holds (unix time, seconds since the same answer's previous chunk)."""
 
     requests: int = 0
     failed: int = 0
@@ -48,7 +48,7 @@ class TrafficStats:
 
 
 class Traffic:
-    """Clients that each ask the next prompt for `samples` answers as soon as those before have ended.
+    """Clients that each send the next prompt, for `samples` answers, as soon as the answers before have ended.
 
     A context manager: the connections close at its end.
     """
@@ -65,7 +65,7 @@ class Traffic:
         keys: Mapping[str, str] | None = None,
         http: openai.DefaultAsyncHttpxClient | None = None,
     ) -> None:
-        """`keys` are API keys by tenant, where the server asks for them."""
+        """`keys` are API keys by tenant, where the server needs them."""
         self._client = openai.AsyncOpenAI(
             base_url=f"{base_url}/v1",
             api_key="none",
@@ -73,7 +73,7 @@ class Traffic:
             timeout=300,
             # No proxy: the server is on this machine.
             http_client=http or openai.DefaultAsyncHttpxClient(trust_env=False),
-            # Between two stretches the gateway would close an idle connection, perhaps just as a request comes.
+            # The gateway closes idle connections between stretches, perhaps just as a request goes out on one.
             default_headers={"Connection": "close"},
         )
         self._model, self._prompts, self._keys = model, prompts, keys or {}
@@ -147,11 +147,11 @@ class Traffic:
                         self.stats.gaps.append((time.time(), now - latest[choice.index]))
                     latest[choice.index] = now
         if len(finished) < self._samples:
-            # The client library says nothing when a stream is cut without a finish reason.
+            # The client library raises nothing when a stream is cut without a finish reason.
             raise openai.OpenAIError("the stream ended without a finish reason")
         self.stats.completion_tokens += num_tokens
         num_characters = sum(size for _, size in pieces)
-        # The protocol does not say how many tokens a chunk has: it gets its share of the answer's characters.
+        # The protocol does not give a chunk's number of tokens: estimate it by the chunk's share of the characters.
         self._stretch.tokens += sum(
             num_tokens * size / num_characters
             for at_s, size in pieces

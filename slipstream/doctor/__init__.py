@@ -1,1 +1,1 @@
-"""`slipstream doctor`: one module a subject; each check yields findings."""
+"""Checks of `slipstream doctor`, one module a subject; each check yields findings."""

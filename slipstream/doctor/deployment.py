@@ -1,6 +1,6 @@
-"""What a deployment is made of: settings, API keys, Redis, the draft store, the trainer's state, the trace stream.
+"""Checks of a deployment: settings, API keys, Redis, the draft store, the trainer's state, the trace stream.
 
-What imports PyTorch is imported by the check that needs it: the others then still find what they can.
+Modules that import PyTorch are imported inside the check that needs them, so that a broken PyTorch fails that one only.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ if TYPE_CHECKING:
 
 _LEAST_VERSION = (6, 2)
 _LEAST_TIMES_CAP = 1.5
-"""What the trainer has acked stays up to the cap: from 0.7 of `maxmemory` on capture would be sampled for good."""
+"""Least maxmemory over the stream's cap. Acked traces fill the stream up to its cap, and from 0.7 of `maxmemory` on
+capture keeps only a share of the traces, so a smaller Redis would sample for good."""
 _MIB = 2**20
 
 
 def check_settings(known: Set[str]) -> Iterator[Finding]:
-    """Every setting of the environment can be read, and no variable is there that nothing reads; `known` are read."""
+    """Every setting in the environment is valid, and no variable with our prefix is unread (not in `known`)."""
     from serving.sglang.settings import is_enabled
     from serving.sglang.settings import load_settings as load_plugin
     from slipstream.logs import load_settings as load_logs
@@ -56,27 +57,27 @@ def check_settings(known: Set[str]) -> Iterator[Finding]:
             num_faults += 1
             yield failed("settings", str(error))
     for name in sorted((COMPOSE_VARIABLES - known) & os.environ.keys()):
-        yield skipped("settings", f"{name} is docker compose's: nothing here reads it")
+        yield skipped("settings", f"{name} is for docker compose: slipstream does not read it")
     unknown = unknown_variables(os.environ, known | COMPOSE_VARIABLES)
     for name, nearest in unknown.items():
-        fix = f"is {nearest} meant?" if nearest else "unset it, docs/reference/configuration.md has all that are read"
+        fix = f"is {nearest} meant?" if nearest else "unset it; docs/reference/configuration.md lists all variables"
         yield warning("settings", f"nothing reads {name}: {fix}")
     if not num_faults and not unknown:
-        yield ok("settings", f"{sum(name in known for name in os.environ)} {PREFIX}* variables set, all of them usable")
+        yield ok("settings", f"{sum(name in known for name in os.environ)} {PREFIX}* variables set, all of them valid")
 
 
 def check_keys() -> Iterator[Finding]:
-    """The gateway's file of keys can be read and trusted, and keys in it still open something."""
+    """The gateway's key file is readable and private, and not all of its keys have expired."""
     try:
         settings = load_gateway()
     except ConfigError:
-        return  # the check of the settings says it
+        return  # reported by `check_settings`
     file = settings.keys_file
     if file is not None:
         keys = read_keys(file)
         over = [key.name for key in keys if key.is_expired(time.time())]
         if len(over) == len(keys):
-            yield warning("keys", f"{file} opens the gateway to nobody: make one with `slipstream keys add`")
+            yield warning("keys", f"{file} has no valid key: make one with `slipstream keys add`")
         elif over:
             yield warning("keys", f"{len(keys) - len(over)} in {file}; expired: {', '.join(over)}")
         else:
@@ -85,25 +86,25 @@ def check_keys() -> Iterator[Finding]:
         yield ok("keys", "one for all clients: SLIPSTREAM_API_KEY")
         return
     elif settings.auth_elsewhere:
-        yield ok("keys", "no API keys: something in front lets in the right clients alone, as AUTH_ELSEWHERE says")
+        yield ok("keys", "no API keys: AUTH_ELSEWHERE is set, so a proxy in front must authenticate clients")
     else:
-        yield ok("keys", "no API keys: whoever reaches the gateway is let in, so it starts on loopback alone")
+        yield ok("keys", "no API keys: the gateway serves any client, so it starts only on a loopback address")
         return
     if settings.admin_key is None:
-        yield warning("keys", "no admin key: /admin is closed to everyone, and only loopback is served without one")
+        yield warning("keys", "no admin key: /admin is closed, and the gateway starts only on a loopback address")
 
 
 def check_own_redis() -> Iterator[Finding]:
-    """The server that the demo and the tests start for themselves."""
+    """The Redis server that the demo and `serve --learn` start themselves works here."""
     with tempfile.TemporaryDirectory(prefix="slipstream-") as scratch, EmbeddedRedis(Path(scratch)) as own:
         with connect(own.url) as client:
             info: Any = client.info("server")
-        yield ok("redis", f"{info['redis_version']} of our own, started and stopped; --redis-url looks at another")
+        yield ok("redis", f"{info['redis_version']}, our own, starts and stops; --redis-url checks another")
 
 
 def check_redis(url: str, model: str) -> Iterator[Finding]:
-    """Reachable, new enough, keeps what it is given, has room for the traces of `model`, and lets us do everything that
-    the services do.
+    """Redis is reachable, new enough, persistent, has room for the traces of `model`, and grants the rights that the
+    services need.
     """
     with connect(url) as client:
         try:
@@ -111,17 +112,17 @@ def check_redis(url: str, model: str) -> Iterator[Finding]:
         except StreamError as error:
             if not is_denied(error):
                 raise
-            yield skipped("redis", "reached; this user may not ask for its version, persistence and memory (INFO)")
+            yield skipped("redis", "reached; version, persistence and memory unknown: this user may not run INFO")
         else:
             yield from judge_server(info, cap_for(resolve_model(model)))
         yield _rights(client)
 
 
 def judge_server(info: Mapping[str, Any], stream_bytes: int) -> Iterator[Finding]:
-    """Version, persistence and memory, as Redis's INFO tells them; `stream_bytes` is the stream's cap."""
+    """Check version, persistence and memory in the reply to Redis's INFO; `stream_bytes` is the stream's cap."""
     version = info["redis_version"]
     if tuple(int(part) for part in version.split(".")[:2]) < _LEAST_VERSION:
-        yield failed("redis", f"version {version}: 6.2 or newer is needed, it has the stream commands")
+        yield failed("redis", f"version {version}: upgrade to 6.2 or newer, which has the stream commands")
     else:
         yield ok("redis", f"version {version}")
 
@@ -129,9 +130,9 @@ def judge_server(info: Mapping[str, Any], stream_bytes: int) -> Iterator[Finding
     writes = {part: info.get(part, "ok") for part in ("aof_last_write_status", "rdb_last_bgsave_status")}
     if broken := [part for part, status in writes.items() if status != "ok"]:
         part = broken[0]
-        yield failed(name, f"{part} is {writes[part]}: give Redis a directory that it can write, with free space")
+        yield failed(name, f"{part} is {writes[part]}: give Redis a writable directory with free space")
     elif not info.get("aof_enabled"):
-        yield warning(name, "no append-only file, a restart of Redis loses traces: set appendonly yes")
+        yield warning(name, "no append-only file, so a restart of Redis loses traces: set appendonly yes")
     else:
         yield ok(name, "append-only file")
 
@@ -139,9 +140,9 @@ def judge_server(info: Mapping[str, Any], stream_bytes: int) -> Iterator[Finding
     used = f"{info['used_memory'] / _MIB:.0f} MiB in use"
     if policy != "noeviction":
         find = failed if limit else warning
-        yield find(name, f"{used}; {policy} would evict the stream unseen: set maxmemory-policy noeviction")
+        yield find(name, f"{used}; {policy} may evict the stream silently: set maxmemory-policy noeviction")
     elif not limit:
-        yield ok(name, f"{used}, no limit; the stream keeps its own (--stream-max-bytes)")
+        yield ok(name, f"{used}, no limit; the stream has its own cap (--stream-max-bytes)")
     elif limit < _LEAST_TIMES_CAP * stream_bytes:
         yield warning(
             name,
@@ -153,7 +154,7 @@ def judge_server(info: Mapping[str, Any], stream_bytes: int) -> Iterator[Finding
 
 
 def _rights(client: Any) -> Finding:
-    """What the services do, under the keys of a model that does not exist. Raises StreamError."""
+    """Try everything that the services do, with the keys of a made-up model. Raises StreamError."""
     keys = RedisKeys(model_key=f"doctor-{secrets.token_hex(4)}")
     stream = TraceStream(client, keys.model_key, max_bytes=_MIB, consumer="doctor")
     pointer = DraftPointer(client, keys.model_key)
@@ -166,7 +167,7 @@ def _rights(client: Any) -> Finding:
     }
     denied = {what: reason for what, do in tried.items() if (reason := _denial(do))}
     written = (keys.traces, keys.sizes, keys.num_appended, keys.accounts, keys.open)
-    # A user who may not remove one of them may remove others.
+    # One by one: a user who may not delete one key may delete others.
     for key in (*written, keys.dead_letters, keys.desired_draft, keys.engines, keys.engine("doctor")):
         _denial(partial(_ask, client, "delete", key))
     name, may = "redis rights", ", ".join(what for what in tried if what not in denied)
@@ -175,7 +176,7 @@ def _rights(client: Any) -> Finding:
     if not may:
         reason = next(iter(denied.values()))
         return failed(name, f"{reason}: give the user the keys slipstream:* and the commands on them")
-    return warning(name, f"this user may {may}; not {', '.join(denied)}: right for the user of one service alone")
+    return warning(name, f"this user may {may}; not {', '.join(denied)}: fine only for the user of a single service")
 
 
 @redis_errors
@@ -184,7 +185,7 @@ def _ask(client: Any, command: str, *arguments: str) -> Any:
 
 
 def _denial(do: Callable[[], object]) -> str:
-    """Redis's reason not to allow it, or nothing where it does."""
+    """Redis's reason to deny the action, or "" where it is allowed."""
     try:
         do()
     except StreamError as error:
@@ -203,7 +204,7 @@ def check_store(root: Path) -> Iterator[Finding]:
         raise ConfigError("not asked")
 
     if not is_writable(root):
-        yield failed("store", f"{root} cannot be written: let the services' user write there, or pass another --store")
+        yield failed("store", f"{root} is not writable: give the services' user write access, or pass another --store")
     store = DraftStore(root)
     rows = overview(store, no_redis).drafts
     damaged = ", ".join(str(row.version) for row in rows if row.damage)
@@ -213,14 +214,14 @@ def check_store(root: Path) -> Iterator[Finding]:
     elif damaged:
         yield failed("store", f"{root}: versions {damaged} are damaged: restore them, or remove their folders")
     elif served is None:
-        yield failed("store", f"{root}: no version may be served: `slipstream drafts promote` releases one of them")
+        yield failed("store", f"{root}: all versions are barred: release one with `slipstream drafts promote`")
     else:
         store.load(served)
-        yield ok("store", f"{root} holds {len(rows)} versions, {served} is whole and may be served")
+        yield ok("store", f"{root} holds {len(rows)} versions; version {served} is intact and may be served")
 
 
 def check_fit(model: str, root: Path) -> Iterator[Finding]:
-    """Whether the store's drafts are for a target of these sizes and this window. Raises DraftError where not."""
+    """The store's drafts fit the target's sizes and context window. Raises DraftError where they do not."""
     from speculator.versions.lineage import check_lineage
     from speculator.versions.store import DraftStore
 
@@ -228,11 +229,11 @@ def check_fit(model: str, root: Path) -> Iterator[Finding]:
     latest = store.latest()
     if latest is not None:
         check_lineage(store, latest, resolve_model(model))
-        yield ok("draft", f"those in {root} fit the target")
+        yield ok("draft", f"the drafts in {root} fit the target")
 
 
 def check_trainer(state: Path) -> Iterator[Finding]:
-    """The trainer's own checkpoint. Raises StoreError where it is damaged."""
+    """The trainer's checkpoint is readable. Raises StoreError where it is damaged."""
     from trainer.checkpoint import load_checkpoint
 
     found = load_checkpoint(state)
@@ -244,13 +245,13 @@ def check_trainer(state: Path) -> Iterator[Finding]:
 
 
 def check_stream(url: str, model: str, store_root: Path) -> Iterator[Finding]:
-    """Traces of the store's target in Redis, and the engines that report themselves there. Raises StreamError."""
+    """Traces of the store's target in Redis, and the engines that report there. Raises StreamError."""
     from speculator.versions.store import DraftStore
 
     store = DraftStore(store_root)
     newest = store.latest()
     if newest is None:
-        yield skipped("stream", "the store does not say yet which target it is for")
+        yield skipped("stream", "the store is empty, so its target is not known")
         return
     try:
         key = _model_key(model, store, newest)
@@ -263,7 +264,7 @@ def check_stream(url: str, model: str, store_root: Path) -> Iterator[Finding]:
         except StreamError as error:
             if not is_denied(error):
                 raise
-            yield skipped("stream", "this user may not see traces; the trainer's may")
+            yield skipped("stream", "this Redis user may not read traces: pass the trainer's user in --redis-url")
 
 
 def _model_key(model: str, store: DraftStore, version: int) -> str:
@@ -273,11 +274,11 @@ def _model_key(model: str, store: DraftStore, version: int) -> str:
 
 
 def _standing(client: Any, key: str) -> Finding:
-    """With commands that engine and trainer may run, and without making a stream where none is."""
+    """State of the stream, read with commands that engine and trainer may run, and without creating a stream."""
     name, counter = "stream", RedisKeys(model_key=key).num_appended
     count: bytes = _ask(client, "get", counter) or b"0"
     if not count.isdigit():
-        raise StreamError(f"{counter} in Redis holds no number: another client wrote there; remove that key")
+        raise StreamError(f"{counter} in Redis is not a number: another client wrote it; remove that key")
     if not int(count):
         return ok(name, f"no trace yet of {key}: serve with --capture")
     lag = TraceStream(client, key, max_bytes=_MIB, consumer="doctor").lag()
@@ -288,7 +289,7 @@ def _standing(client: Any, key: str) -> Finding:
     )
     others = {"skipped": lag.skipped, "redelivered": lag.redelivered, "foreign": lag.foreign}
     if told := ", ".join(f"{count} {name}" for name, count in others.items() if count):
-        return warning(name, f"{detail}; {told}: another client changes the stream or its group; find out which")
+        return warning(name, f"{detail}; {told}: another client changes the stream or its consumer group; stop it")
     if lag.lost:
-        return warning(name, f"{detail}: the trainer is too slow or was away; raise --stream-max-bytes, or start it")
+        return warning(name, f"{detail}: the trainer is too slow or was down; raise --stream-max-bytes, or start it")
     return ok(name, detail)

@@ -1,4 +1,4 @@
-"""What `slipstream doctor` finds out, and how a check is run."""
+"""Findings of `slipstream doctor`, and how it runs a check."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from speculator.errors import SlipstreamError
 class Level(StrEnum):
     OK = "ok"
     WARNING = "warning"
-    """Works, but costs something that an operator should know of."""
+    """Works, but with a drawback that an operator should know."""
     FAILED = "failed"
     """Something that is needed does not work."""
     SKIPPED = "skipped"
-    """Not looked at, for want of an option."""
+    """Not checked, because an option or a right is missing."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """`detail` says what is so and, unless all is well, how to mend it."""
+    """The result of a check; `detail` says what was found and, unless it is ok, how to fix it."""
 
     level: Level
     name: str
@@ -38,12 +38,10 @@ Check = Callable[[], Iterator[Finding]]
 
 
 def run_check(name: str, check: Check) -> Iterator[Finding]:
-    """What a check finds; what it raises is a finding, too."""
+    """Run a check and yield its findings; an exception becomes a failed finding."""
     try:
         yield from check()
     except SlipstreamError as error:
         yield failed(name, str(error))
-    except Exception as error:  # a sick machine fails in ways that nobody has thought of: say so, and look at the rest
-        yield failed(
-            name, f"this check itself failed ({type(error).__name__}: {error}): what it looks at is not as usual"
-        )
+    except Exception as error:  # an unforeseen failure of one check must not end the others
+        yield failed(name, f"the check itself failed unexpectedly ({type(error).__name__}: {error})")

@@ -1,6 +1,6 @@
-"""The machine and what runs on it: Python, memory, disk, PyTorch, GPU, ports, the target, SGLang with the plugin.
+"""Checks of the machine: Python, memory, disk, PyTorch, GPU, ports, the target, SGLang with the plugin.
 
-What PyTorch may break is imported by the check that needs it: the others then still find what they can.
+Modules that import PyTorch are imported inside the check that needs them, so that a broken PyTorch fails that one only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from speculator.host import CACHE_VARIABLE, cache_root, memory_bytes
 
 _NEEDED_DISK_GIB = 2.0
 _NEEDED_MEMORY_GIB = 3.5
-"""What a machine that is sold with 4 GB has at least."""
+"""A machine sold with 4 GB has at least so much."""
 _SGLANG_TIMEOUT_S = 300.0
 _HOOKS = "from serving.sglang.plugin.contract import check_sglang; print(check_sglang())"
 
@@ -43,25 +43,25 @@ def check_memory(needed_gib: float = _NEEDED_MEMORY_GIB) -> Iterator[Finding]:
 
 
 def check_disk(needed_gib: float = _NEEDED_DISK_GIB) -> Iterator[Finding]:
-    """The place of converted models and compiled kernels."""
+    """The cache folder, for converted models and compiled kernels, is writable and has room."""
     place = existing(cache_root())
     free = shutil.disk_usage(place).free / 2**30
     detail = f"{free:.1f} GiB free at {place}"
     if not is_writable(place):
-        yield failed("disk", f"{place} cannot be written: set {CACHE_VARIABLE} to another place")
+        yield failed("disk", f"{place} is not writable: set {CACHE_VARIABLE} to another folder")
     elif free < needed_gib:
-        yield failed("disk", f"{detail}: free some, or set {CACHE_VARIABLE} to another place")
+        yield failed("disk", f"{detail}: free {needed_gib} GiB, or set {CACHE_VARIABLE} to another folder")
     else:
         yield ok("disk", detail)
 
 
 def existing(path: Path) -> Path:
-    """The path, or the nearest of its parents that there is."""
+    """The path, or its nearest parent that exists."""
     return next(place for place in (path, *path.absolute().parents) if place.exists())
 
 
 def is_writable(path: Path) -> bool:
-    """Whether a file can be made in a folder, or the folder itself."""
+    """Whether files can be created in a folder, or the folder itself where it does not exist."""
     try:
         tempfile.TemporaryFile(dir=existing(path)).close()
     except OSError:
@@ -84,9 +84,9 @@ def check_gpu(*, needed: bool) -> Iterator[Finding]:
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         yield ok("gpu", ", ".join(names))
     elif needed:
-        yield failed("gpu", "PyTorch sees none, and SGLang needs one: check the driver, or serve with --engine local")
+        yield failed("gpu", "PyTorch finds no GPU, and SGLang needs one: check the driver, or use --engine local")
     else:
-        yield ok("gpu", "none, and the local engine needs none")
+        yield ok("gpu", "none; the local engine does not need one")
 
 
 def check_ports(ports: Sequence[int]) -> Iterator[Finding]:
@@ -103,7 +103,7 @@ def check_ports(ports: Sequence[int]) -> Iterator[Finding]:
 
 
 def _served_version(port: int) -> int | None:
-    """The draft version of a gateway on that port; None where something else holds it."""
+    """The draft version of a Slipstream gateway on that port; None where another program uses the port."""
     try:
         version = httpx.get(f"http://127.0.0.1:{port}/ready", timeout=2, trust_env=False).json()["draft_version"]
     except (httpx.HTTPError, ValueError, KeyError, TypeError):
@@ -114,7 +114,7 @@ def _served_version(port: int) -> int | None:
 def check_model(name: str, *, local: bool) -> Iterator[Finding]:
     """The target is found (an id is downloaded first) and complete. No weights are loaded.
 
-    With `local`, also whether the local engine runs it; SGLang knows itself what it runs.
+    With `local`, also check that the local engine can run it.
     """
     model_dir = resolve_model(name)
     yield ok("model", str(model_dir))
@@ -129,14 +129,14 @@ def check_model(name: str, *, local: bool) -> Iterator[Finding]:
     if local:
         model = check_model(model_dir)
         load_tokenizer(model_dir, vocab_size=model.config.vocab_size)
-        way = "our own pass" if fusible(model) else "Hugging Face's modelling"
-        yield ok("local engine", f"runs {type(model).__name__} through {way}")
+        way = "our own forward pass" if fusible(model) else "Hugging Face's code"
+        yield ok("local engine", f"runs {type(model).__name__} with {way}")
 
 
 def check_sglang(given: Path | None) -> Iterator[Finding]:
-    """An interpreter that has SGLang with the plugin, and every place in it that the plugin hooks.
+    """An interpreter has SGLang and the plugin, and SGLang has every function that the plugin hooks.
 
-    Importing SGLang takes half a minute; a place that has moved is named.
+    Importing SGLang takes half a minute. A finding names the function that is missing.
     """
     python = find_interpreter(given)
     check_interpreter(python)
@@ -150,6 +150,6 @@ def check_hooks(python: Path) -> Finding:
             [python, "-c", _HOOKS], capture_output=True, text=True, timeout=_SGLANG_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return failed("sglang hooks", f"{python} did not import SGLang in {_SGLANG_TIMEOUT_S:.0f} s: try it by hand")
+        return failed("sglang hooks", f"{python} took over {_SGLANG_TIMEOUT_S:.0f} s to import sglang: try it by hand")
     last = (done.stderr if done.returncode else done.stdout).strip().splitlines()[-1:] or ["no output"]
     return (failed if done.returncode else ok)("sglang hooks", last[0])

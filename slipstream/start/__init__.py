@@ -1,1 +1,1 @@
-"""What assembles the services, starts their processes, and ends them."""
+"""Assemble the services, start their processes, and end them."""

@@ -1,8 +1,7 @@
-"""How much of a GPU's memory SGLang takes where the trainer has the same one.
+"""Compute SGLang's share of a GPU's memory where the trainer uses the same GPU.
 
-Nobody sees there what the other will need: SGLang starts first and takes a share of what is free, for weights and
-cache. Both needs follow from files: the target's weights, the draft's shapes, config.json. They are computed, not
-measured.
+Neither process can see what the other will need: SGLang starts first and takes a share of the free memory, for weights
+and cache. So both needs are computed from files: the target's weights, the draft's shapes, config.json.
 """
 
 from __future__ import annotations
@@ -16,38 +15,38 @@ from speculator.errors import ConfigError
 from speculator.target_folder import read_config, weight_files
 
 FRACTION = "--mem-fraction-static"
-"""SGLang's share of what is free on its GPU when it starts, for weights and cache."""
+"""SGLang's option: the share of its GPU's free memory that it takes at start, for weights and cache."""
 _GIB = 2**30
 _TRAINED_BYTES = 20
-"""A trained weight in float32: itself, its gradient, two moments of AdamW, and its average."""
+"""Bytes a trained weight in float32: itself, its gradient, two moments of AdamW, and its average."""
 _STEP_BYTES = 2 * _GIB
-"""The trainer's CUDA context, and what a step computes between the weights."""
+"""The trainer's CUDA context and activations."""
 _WORK_SHARE, _LEAST_WORK_BYTES = 0.15, 3 * _GIB
-"""What SGLang needs beside weights and cache, for graphs and what a pass computes."""
+"""SGLang's memory beside weights and cache: CUDA graphs and activations."""
 _CONTEXT_BYTES = _GIB
-"""Of a process that has only looked at its GPU, or less."""
+"""Most memory that bare CUDA contexts take."""
 _LEAST_CONTEXT = 8192
-"""Tokens for which there must be room in the cache."""
+"""Tokens that the KV cache must hold at least."""
 _CACHE_BYTES = 2
-"""Of a key's or a value's number."""
+"""Bytes of one number in the KV cache."""
 
 
 @dataclass(frozen=True)
 class CardShares:
-    """Bytes on one GPU that holds SGLang, and the trainer beside it."""
+    """Memory needs, in bytes, of SGLang and the trainer on one GPU."""
 
     card: int
-    """What is free when SGLang starts."""
+    """Free memory when SGLang starts."""
     target: int
     draft: int
     least_cache: int
     work: int
     trainer: int
-    """What it has yet to take."""
+    """Memory that the trainer has not allocated yet."""
 
     @property
     def fraction(self) -> float:
-        """Of the card for SGLang's weights and cache. Raises ConfigError with the sum where that is too little."""
+        """Share of the free memory for SGLang's weights and cache. Raises ConfigError where that is too little."""
         need = self.target + self.draft + self.least_cache
         left = self.card - self.work - self.trainer
         if need > left:
@@ -55,7 +54,7 @@ class CardShares:
                 "target": self.target,
                 "draft": self.draft,
                 f"{_LEAST_CONTEXT} tokens of cache": self.least_cache,
-                "what SGLang computes with": self.work,
+                "SGLang's graphs and activations": self.work,
                 "trainer": self.trainer,
             }
             said = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in parts.items())
@@ -75,9 +74,9 @@ def card_shares(
     used_bytes: int = 0,
     tp_size: int = 1,
 ) -> CardShares:
-    """What the target of this folder and a draft of these shapes need.
+    """The memory needs for a target and a draft of these shapes.
 
-    `used_bytes` of the GPU are taken: by the trainer, where SGLang alone has been started again. Raises ConfigError.
+    `used_bytes` are allocated on the GPU already: by the trainer, where only SGLang restarts. Raises ConfigError.
     """
     config = read_config(model_dir)
     files = set(weight_files(model_dir).values())
@@ -91,7 +90,7 @@ def card_shares(
     return CardShares(
         card=free_bytes,
         target=sum(path.stat().st_size for path in files) // tp_size,
-        # It has the target's embedding, which is there already, and is exchanged for one that is staged beside it.
+        # Twice: a new version is staged beside the one in service. The embedding is the target's.
         draft=2 * 2 * draft_weights // tp_size,
         least_cache=_LEAST_CONTEXT * token_bytes // tp_size,
         work=max(int(_WORK_SHARE * free_bytes), _LEAST_WORK_BYTES),

@@ -1,4 +1,4 @@
-"""What has to be locked before a port that others can reach is opened."""
+"""Refuse to open a port that other machines can reach without keys and passwords."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from speculator.redis.client import PASSWORD_FILE_VARIABLE, RedisUrl
 _ADMIN_KEY = f"{ENV_PREFIX}ADMIN_KEY"
 _LEAST_DISTINCT = 6
 _WELL_KNOWN = ("admin", "changeme", "default", "example", "guest", "password", "redis", "secret", "slipstream", "test")
-"""Beginnings of passwords from examples and first guesses."""
+"""Prefixes of common example passwords."""
 _LEAST_LENGTH = 12
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it; a name but `localhost` may resolve to anything."""
+    """Whether only this machine reaches the address. Of names only `localhost` counts: others may resolve to any."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -28,11 +28,10 @@ def is_loopback(host: str) -> bool:
 
 
 def check_exposure(host: str, redis_url: str, settings: GatewaySettings) -> None:
-    """Raise ConfigError for a file of keys that is not usable, and for an unsafe start on an address that others reach.
+    """Raise ConfigError for an invalid key file, and for an unsafe start on an address that others reach.
 
-    Unsafe: no API keys, no admin key beside a file of them, a key or a password of Redis that can be guessed, another
-    machine's Redis without a password. An operator who has something in front that authenticates says so
-    (AUTH_ELSEWHERE), and then needs no API keys, but all the rest.
+    Unsafe: no API keys; a key file without an admin key; a key or Redis password that can be guessed; a remote Redis
+    without a password. With AUTH_ELSEWHERE (a proxy in front authenticates) no API keys are needed, but all the rest.
     """
     if settings.keys_file is not None:
         read_keys(settings.keys_file)
@@ -45,10 +44,10 @@ def check_exposure(host: str, redis_url: str, settings: GatewaySettings) -> None
     elif settings.keys_file is None and not settings.auth_elsewhere:
         raise ConfigError(
             f"{where} and there are no API keys: pass --api-key, or make keys with `slipstream keys add` and set "
-            f"{ENV_PREFIX}KEYS_FILE, or set {ENV_PREFIX}AUTH_ELSEWHERE=1 where something in front of the gateway lets "
-            "in the right clients alone"
+            f"{ENV_PREFIX}KEYS_FILE, or set {ENV_PREFIX}AUTH_ELSEWHERE=1 where a proxy in front of the gateway "
+            "authenticates clients"
         )
-    # Where all have one key, /admin may stay closed.
+    # With a single --api-key no admin key is required: /admin is closed then.
     if settings.admin_key is None and settings.api_key is None:
         raise ConfigError(
             f"{where} and there is no admin key: set {_ADMIN_KEY} to 32 random bytes, or {_ADMIN_KEY}_FILE"
@@ -59,14 +58,14 @@ def check_exposure(host: str, redis_url: str, settings: GatewaySettings) -> None
 
 
 def check_sglang_exposure(host: str, redis_url: str, *, is_private: bool) -> None:
-    """The same for SGLang's own port, which asks for no key. Raises ConfigError."""
+    """Raise ConfigError for an unsafe start of SGLang, whose own port needs no key."""
     if is_loopback(host):
         return
     where = f"others can reach --host {host}"
     if not is_private:
         raise ConfigError(
-            f"{where}, and whoever reaches SGLang's own port may replace its weights: leave --host out, or pass "
-            "--private-network where nobody but the gateway is on that network"
+            f"{where}, and any client of SGLang's own port can replace its weights: leave --host out, or pass "
+            "--private-network where only the gateway and Prometheus are on that network"
         )
     _check_redis(redis_url, where)
 
@@ -75,7 +74,7 @@ def _check_redis(url: str, where: str) -> None:
     try:
         parsed = RedisUrl.parse(url)
     except ValueError:
-        return  # connecting says what is wrong with it
+        return  # `connect` reports a bad URL
     password = parsed.options.get("password", "")
     remote = next((host for host, _ in parsed.hosts if not is_loopback(host)), None)
     if not password and "username" in parsed.options and (file := os.environ.get(PASSWORD_FILE_VARIABLE)):
@@ -83,11 +82,11 @@ def _check_redis(url: str, where: str) -> None:
     fix = f"give it a random one, and set it in --redis-url or {PASSWORD_FILE_VARIABLE}"
     if password and is_weak(password):
         raise ConfigError(f"{where} and the password of Redis can be guessed: {fix}")
-    # With TLS it may know its clients by their certificates.
+    # With TLS, Redis may authenticate clients by their certificates.
     if not password and not parsed.has_tls and remote is not None:
         raise ConfigError(f"{where} and Redis at {remote} has no password: {fix}")
 
 
 def is_weak(secret: str) -> bool:
-    """Whether it looks made up rather than drawn: no test of randomness, a net for defaults and examples."""
+    """Whether a secret looks like a default or an example; no test of randomness."""
     return len(secret) < _LEAST_LENGTH or len(set(secret)) < _LEAST_DISTINCT or secret.lower().startswith(_WELL_KNOWN)

@@ -1,10 +1,10 @@
-"""The gateway in front of an SGLang: one that it starts, one that runs as a service, or routers before several.
+"""The gateway in front of SGLang: one that it starts itself, one that runs as a service, or routers before several.
 
-Start: port → store → Redis → SGLang serves and its plugin reports → what the routers let through → client → gateway.
+Start: port → store → Redis → SGLang serves and its plugin reports → check of the routers → client → gateway.
 Stop:  gateway drains → client → SGLang, where it was started here → Redis connection closes.
 
-While an SGLang that runs as a service is away, requests get 503 and /ready says so. When an SGLang that was started
-here ends, the gateway tells who waits and the process ends with an error, for a supervisor to start both again.
+While an SGLang that runs as a service is down, requests and /ready get 503. When an SGLang that was started here ends,
+running requests get an error and the process ends with one, so that a supervisor restarts both.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ _HTTP_TIMEOUT_S = 5.0
 class GatewayOptions:
     sglang_urls: tuple[str, ...]
     engine_id: str | None
-    """The one that SGLang was given: its report is found by it. None: an sglang-router is at each address, and behind
-    each of them every engine that reports."""
+    """The --engine-id of the SGLang, under which it reports to Redis. None: each address is an sglang-router before all
+    engines that report."""
     model_dir: Path
-    """Its name is used and, where they are there, the tokenizer and the shapes of the weights, which are not read."""
+    """The target. Only its name is needed; tokenizer and weight shapes are used where the folder has them."""
     store: Path
     redis_url: str
     host: str
@@ -93,7 +93,7 @@ def run_gateway(
         newest = store.latest()
         if newest is None:
             raise ConfigError(f"{options.store} has no drafts: check --store, or run `slipstream drafts init --store`")
-        # The draft says which target it was made for: reading a large target's weights takes minutes.
+        # The draft has the target's fingerprint: computing it from a large target's weights takes minutes.
         fingerprint = store.manifest(newest).target_fingerprint
         key = model_key(options.model_dir, fingerprint)
         redis_client = opened.enter_context(connect(options.redis_url))
@@ -142,7 +142,7 @@ def run_sglang_server(
     Raises ConfigError, StreamError, StoreError or DraftError when it cannot start, EngineDeadError when SGLang ends.
     """
     check_exposure(host, start.redis_url, settings)
-    # While SGLang starts there is no event loop to hear it: leave by way of every callback below.
+    # While SGLang starts no event loop handles SIGTERM: exit through every callback below.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with ExitStack() as opened:
         listener = opened.enter_context(bind(host, port))
@@ -155,7 +155,7 @@ def run_sglang_server(
         newest = ensure_lineage(
             store, start.model_dir, fingerprint, draft_vocab_size=draft_vocab_size, seed=seed, texts=vocab_texts
         )
-        # Of this start alone: an order that was given to an earlier one ends with it.
+        # Unique to this start, so that orders in Redis for an earlier one do not apply.
         engine_id = f"{socket.gethostname()}-{os.getpid()}"
         options, version = with_draft(
             start, python, store, newest, fingerprint=fingerprint, engine_id=engine_id, shares_card=shares_card
@@ -208,10 +208,10 @@ async def _serve(
     on_serving: Callable[[str], None] = lambda _: None,
     trainer_status: ReadTrainerStatus | None = None,
 ) -> None:
-    """Serve on `listener` what SGLang answers at the first of `urls` that can be reached, until a signal or the end of
-    `beside`; `target` is the fingerprint of what it serves.
+    """Serve the gateway on `listener` until a signal or the end of `beside`. Requests go to the first reachable one of
+    `urls`; `target` is the target's fingerprint.
 
-    Raises ConfigError where this process may not have so many connections, and what `beside` raises.
+    Raises ConfigError where the limit of open files is too low, and what `beside` raises.
     """
     make_room(settings, each=2)
     registry = process_registry()
@@ -247,7 +247,7 @@ async def _serve(
 
 
 def _layout(model_dir: Path) -> Callable[[], TargetLayout] | None:
-    """What the target's new weights must be like; None where the folder has none to go by."""
+    """The shapes that new target weights must have; None where the folder has no weights to compare with."""
     try:
         weight_files(model_dir)
     except ConfigError:
@@ -265,9 +265,9 @@ def _rollouts(
     *,
     is_routed: bool,
 ) -> Rollouts | None:
-    """None where the model's tokenizer is not here."""
+    """What `/v1/rollouts` needs; None where the model's folder has no tokenizer."""
     if not (model_dir / "tokenizer.json").is_file():
-        log.warning("no rollouts here: --model has no tokenizer.json", model=str(model_dir))
+        log.warning("/v1/rollouts is not served: --model has no tokenizer.json", model=str(model_dir))
         return None
     key = model_key(model_dir, fingerprint)
     ended = EndedGroups(redis_client, key)
@@ -276,8 +276,8 @@ def _rollouts(
         try:
             ended.add(tenant, group_id)
         except StreamError as error:
-            # Engines drop the text later, where others need the room.
-            log.info("engines do not hear that a group has ended", reason=str(error))
+            # Engines then drop the group's text later, when they need the room.
+            log.info("cannot tell engines that a prompt group has ended", reason=str(error))
 
     def end_group(tenant: str, group_id: str) -> None:
         asyncio.get_running_loop().run_in_executor(None, tell, tenant, group_id)
@@ -296,7 +296,9 @@ def _rollouts(
 
 
 def _single(options: GatewayOptions, engine_id: str, pointer: DraftPointer) -> SglangClient:
-    """Once SGLang serves and its plugin reports. Raises ConfigError, EngineDeadError, StreamError."""
+    """Wait until SGLang serves and its plugin reports; return its client. Raises ConfigError, EngineDeadError or
+    StreamError.
+    """
     depth: int | None = None
     version: int | None = None
     [url] = options.sglang_urls
@@ -317,13 +319,15 @@ def _single(options: GatewayOptions, engine_id: str, pointer: DraftPointer) -> S
         engine_id=engine_id,
         max_depth=depth,
         draft_version=version,
-        # Whoever started it looks after its process; what we see of it is whether it answers.
+        # Another service started the process; the gateway only sees whether it answers.
         is_process_alive=lambda: True,
     )
 
 
 def _pool(options: GatewayOptions, pointer: DraftPointer, fingerprint: str) -> PoolClient:
-    """Once a router has an engine and a plugin reports. Raises ConfigError, EngineDeadError, StreamError."""
+    """Wait until a router has an engine and a plugin reports; return the pool's client. Raises ConfigError,
+    EngineDeadError or StreamError.
+    """
     serves = False
     version: int | None = None
     for http in _until_timeout(options):
@@ -344,13 +348,13 @@ def _pool(options: GatewayOptions, pointer: DraftPointer, fingerprint: str) -> P
 
 
 def _versions(pointer: DraftPointer) -> dict[str, int]:
-    """By the id of each engine that reports one."""
+    """The draft version that each engine reports, by engine id."""
     reports = {engine_id: EngineReport.parse(fields) for engine_id, fields in pointer.engines().items()}
     return {engine_id: report.version for engine_id, report in reports.items() if report.version is not None}
 
 
 def _until_timeout(options: GatewayOptions) -> Iterator[httpx.Client]:
-    """The same client again and again."""
+    """Yield an HTTP client every _POLL_S seconds until `start_timeout_s` is over."""
     deadline = time.monotonic() + options.start_timeout_s
     with httpx.Client(timeout=_HTTP_TIMEOUT_S, trust_env=False) as client:
         while time.monotonic() < deadline:
@@ -359,7 +363,7 @@ def _until_timeout(options: GatewayOptions) -> Iterator[httpx.Client]:
 
 
 def _depth(http: httpx.Client, url: str) -> int | None:
-    """Of the SGLang there; None while it does not serve."""
+    """The SGLang's draft depth; None while it does not serve."""
     with suppress(httpx.TransportError, ValueError, KeyError, TypeError):
         if http.get(f"{url}/health").status_code == 200:
             return int(http.get(f"{url}/server_info").json()["speculative_num_steps"])

@@ -1,12 +1,12 @@
-"""What `slipstream serve --learn` starts beside the server, in one folder.
+"""Trainer and Redis of `slipstream serve --learn`, with their files in one folder.
 
-    DATA/redis           where no --redis-url is given: Redis's file and socket, with recorded prompts and answers
-    DATA/drafts          where no --store is given: the draft versions
-    DATA/trainer-state   the trainer's checkpoint, and what it learns from
-    DATA/train.log       what the trainer says; train.log.1 is the part before
+    DATA/redis           without --redis-url: Redis's file and socket, with recorded prompts and answers
+    DATA/drafts          without --store: the draft versions
+    DATA/trainer-state   the trainer's checkpoint, and the traces that it learns from
+    DATA/train.log       the trainer's log; train.log.1 is the part before
 
-Start: folder → Redis → server → trainer, once the server takes requests.
-Stop:  server → trainer → Redis. Whatever ends this process, the other two are asked to end as well.
+Start: folder → Redis → server → trainer, once the server accepts requests.
+Stop:  server → trainer → Redis. If this process is killed, the kernel signals the other two to end.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ log = structlog.get_logger(__name__)
 _LOOK_S = 0.2
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _GOOD_RUN_S = 60.0
-"""A trainer that ran for so long has not failed at its start."""
+"""A trainer that ran for so long did not fail at its start, so the pause before its restart is short again."""
 _MAX_LOG_BYTES = 8 << 20
 
 
 def default_data_dir(model_name: str) -> Path:
-    """Of what a user keeps of a model. Raises ConfigError where there is no home."""
+    """Default of --data-dir, by model. Raises ConfigError where there is no home directory."""
     try:
         return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "slipstream" / model_name
     except RuntimeError:
@@ -47,7 +47,7 @@ def default_data_dir(model_name: str) -> Path:
 
 
 class DataDir:
-    """Where what lies in it."""
+    """Paths in the folder of `serve --learn`."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.redis, self.store = root, root / "redis", root / "drafts"
@@ -56,19 +56,19 @@ class DataDir:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerStatus:
-    """How the trainer has run so far. The last three fields are None until it has ended once."""
+    """State of the trainer process. The last three fields are None until it has ended once."""
 
     running: bool = False
     num_ended: int = 0
     exit_code: int | None = None
-    """Of the last end: negative for a signal, None also where no process could be started."""
+    """Last exit code: negative for a signal, None also where no process could be started."""
     ended_ms: int | None = None
     again_ms: int | None = None
-    """When it is started again, or was."""
+    """Time of the restart, in the future or past."""
 
 
 class TrainerKeeper:
-    """Keeps a trainer running: one that ends is started again, later each time it ends soon."""
+    """Restarts the trainer whenever it ends, after a pause that doubles while it keeps ending soon."""
 
     def __init__(
         self,
@@ -78,8 +78,8 @@ class TrainerKeeper:
         first_pause_s: float = _FIRST_PAUSE_S,
         max_log_bytes: int = _MAX_LOG_BYTES,
     ) -> None:
-        """`start` is called on a thread that lives until `stop`. A longer log than `max_log_bytes` moves to
-        `….log.1`, in the place of the one before.
+        """`start` is called on a thread that lives until `stop`. A log above `max_log_bytes` moves to `….log.1`,
+        replacing the one there.
         """
         self._start, self._log_path, self._first_pause_s = start, log_path, first_pause_s
         self.status = TrainerStatus()
@@ -91,7 +91,7 @@ class TrainerKeeper:
         self._thread.start()
 
     def stop(self) -> None:
-        """Once the child has ended in order; nothing before `begin`."""
+        """End the trainer and wait for it; does nothing before `begin`."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -103,7 +103,7 @@ class TrainerKeeper:
             try:
                 code, said = self._run(), self._last_line()
             except OSError as error:
-                # There is no memory for another process, for instance.
+                # For example no memory for another process.
                 code, said = None, str(error)
             if self._stopping.is_set():
                 return
@@ -117,7 +117,7 @@ class TrainerKeeper:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _run(self) -> int | None:
-        """To its end, which comes in order once we are stopping."""
+        """Run one trainer process until it ends, or end it once `stop` is called; returns its exit code."""
         child = self._start()
         self.status = replace(self.status, running=True)
         while child.returncode is None and not self._stopping.wait(_LOOK_S):
@@ -127,7 +127,9 @@ class TrainerKeeper:
         return child.returncode
 
     def _bound_log(self) -> None:
-        """The child goes on at the beginning: it appends. What it says between the two steps is lost."""
+        """Copy and truncate a log that is too long. The child opened it for appending, so it writes on at the start.
+        Lines written between copy and truncation are lost.
+        """
         with suppress(OSError):
             if self._log_path.stat().st_size > self._max_log_bytes:
                 shutil.copy(self._log_path, self._log_path.with_suffix(".log.1"))
@@ -139,13 +141,15 @@ class TrainerKeeper:
 
 
 class Learning:
-    """A context manager around the server; `begin` is for when that takes requests."""
+    """Redis and trainer of `serve --learn`: a context manager around the server. Call `begin` once that accepts
+    requests.
+    """
 
     def __init__(
         self, data_dir: Path, *, model: str, redis_url: str | None, store: Path | None, trace_ttl_hours: float = 0
     ) -> None:
-        """`model` as the trainer is to be given it. Without `redis_url` a Redis is started. Of `trace_ttl_hours` 0 the
-        trainer hears nothing.
+        """`model` is passed to the trainer's --model. Without `redis_url` a Redis is started. `trace_ttl_hours` 0 is
+        not passed on, so the trainer uses its own setting.
         """
         self._data, self._model, self._trace_ttl_hours = DataDir(data_dir.absolute()), model, trace_ttl_hours
         self.redis_url, self.store = redis_url or "", store or self._data.store
@@ -155,7 +159,7 @@ class Learning:
     def __enter__(self) -> Self:
         """Raises ConfigError where the folder cannot be used, or Redis does not start."""
         try:
-            # Prompts and answers lie here.
+            # Private: the folder has prompts and answers.
             self._data.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._data.log.touch(mode=0o600)
         except OSError as error:
@@ -173,11 +177,11 @@ class Learning:
             self._redis.stop()
 
     def trainer_status(self) -> dict[str, bool | int | None]:
-        """The fields of TrainerStatus."""
+        """The fields of `TrainerStatus`, for the live page."""
         return asdict(self._keeper.status)
 
     def begin(self, url: str) -> None:
-        """The server takes requests at `url`: say so, and start the trainer."""
+        """Print the server's addresses and start the trainer; call once the server accepts requests."""
         if console.is_terminal:
             say(f"page      {url}/")
             say(f"endpoint  {url}/v1")

@@ -1,4 +1,4 @@
-"""`slipstream serve`: the gateway with the local engine behind it, capture and hot swap beside it.
+"""`slipstream serve --engine local`: the gateway with the local engine, capture and hot swap in one process.
 
 Start: port → Redis → target → store → engine → recorder and follower → gateway.
 Stop:  gateway drains → follower → engine → group texts and recorder flush → Redis connections close.
@@ -50,7 +50,7 @@ from speculator.versions.store import DraftStore
 
 log = structlog.get_logger(__name__)
 _RECORDER_BUFFER_BYTES = 256 * 1024 * 1024
-"""Traces kept in memory while Redis is away; the newest beyond it are dropped and counted."""
+"""Bytes of traces kept in memory while Redis is down; newer ones beyond it are dropped and counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class ServeOptions:
     host: str
     port: int
     stream_max_bytes: int
-    """0 follows from the target's width."""
+    """0 computes the cap from the target's width."""
     draft_vocab_size: int | None
     vocab_texts: Sequence[Text]
     seed: int | None
@@ -80,8 +80,8 @@ def run_server(
     on_serving: Callable[[str], None] = lambda _: None,
     trainer_status: ReadTrainerStatus | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; `on_serving` is told the address once requests are taken, and must not block.
-    The page shows `trainer_status`, where this process keeps a trainer.
+    """Serve until SIGTERM or SIGINT; `on_serving` gets the address once requests are accepted, and must not block.
+    The page shows `trainer_status`, where this process runs a trainer.
 
     Raises ConfigError, StreamError, StoreError or DraftError when it cannot start, EngineDeadError when the engine
     fails.
@@ -162,14 +162,14 @@ def run_server(
             send_rewards=RewardStream(connection(), key).append if recorder else None,
             trainer_status=trainer_status,
         )
-        # In the order in which traffic passes them: what still arrives would go into what the next one forgets.
+        # In the order in which text passes through them: text still on its way is removed at the next one.
         forget = [app.state.erase, *([sharing.forget] if sharing else []), engine.forget]
         forget += [recorder.forget] if recorder else []
         expire = partial(engine.expire, ttl_s) if ttl_s else lambda: None
         privacy = ErasureWatch(Erasures(connection(), key).orders, forget, expire=expire)
 
         def status() -> dict[str, str | int | float]:
-            """What the engine's report says beside its version."""
+            """Fields of the engine's report in Redis, besides its draft version."""
             share = {"capture_share": round(recorder.stats().share, 4)} if recorder else {}
             about = {"target_version": engine.target_version, "asleep": int(engine.is_head_asleep)}
             return {**about, **engine.load.report(), **share, **privacy.look()}
@@ -194,13 +194,12 @@ def run_server(
 
 
 async def until_it_fails(engine: Engine, *, look_s: float = 1.0) -> None:
-    """Wait for the engine to fail: then it serves nobody, and whoever started this process starts it again.
-
-    Looks every `look_s` seconds. Raises EngineDeadError.
+    """Wait until the engine fails, checking every `look_s` seconds, and raise EngineDeadError. It ends this process, so
+    that a supervisor restarts it.
     """
     while (health := engine.health()).alive:  # noqa: ASYNC110 - its thread knows of no event loop
         await asyncio.sleep(look_s)
-    raise EngineDeadError(f"the engine ended ({health.detail}): the log says why")
+    raise EngineDeadError(f"the engine failed ({health.detail}): the log says why")
 
 
 def _recorder(options: ServeOptions, stream: TraceStream) -> TraceRecorder:

@@ -1,4 +1,4 @@
-"""How SGLang is started with the plugin: as a child of `slipstream serve`, or as a service of its own."""
+"""Start SGLang with the plugin: as a child of `slipstream serve`, or as a service of its own."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def with_draft(
     engine_id: str,
     shares_card: bool = False,
 ) -> tuple[SglangOptions, int]:
-    """What starts SGLang with the version to serve, and that version, which is verified before SGLang loads it.
+    """(options that start SGLang with the version to serve, that version). Verifies the version's files.
 
-    With `shares_card` the trainer has the same GPU, and SGLang takes what that leaves, unless `start.extra` says how
+    With `shares_card` the trainer uses the same GPU, and SGLang leaves room for it, unless `start.extra` says how
     much. Raises ConfigError, StoreError or DraftError.
     """
     version = version_to_serve(store, newest)
@@ -69,9 +69,9 @@ def with_draft(
 
 
 def become_sglang(start: SglangStart, *, host: str, port: int, engine_id: str, shares_card: bool = False) -> NoReturn:
-    """Replace this process by SGLang with the last good draft of the store; `shares_card` as of `with_draft`.
+    """Replace this process by SGLang with the last good draft of the store; `shares_card` as in `with_draft`.
 
-    Raises ConfigError, StoreError or DraftError where it would not start.
+    Raises ConfigError, StoreError or DraftError where it could not start.
     """
     python = checked_interpreter(start.python)
     store = DraftStore(start.store)
@@ -83,7 +83,7 @@ def become_sglang(start: SglangStart, *, host: str, port: int, engine_id: str, s
         options, version = with_draft(
             start, python, store, newest, fingerprint=fingerprint, engine_id=engine_id, shares_card=shares_card
         )
-    # SGLang reads it while it starts; nobody is left to remove it.
+    # SGLang reads this file while it starts. It stays: no code of ours runs after execve.
     candidates = Path(tempfile.mkdtemp(prefix="slipstream-sglang-")) / "adaptive.json"
     candidates.write_text(json.dumps(adaptive_config(options.depth, options.suffix_depth)))
     words = command(options, host=host, port=port, adaptive_config=candidates)
@@ -92,9 +92,9 @@ def become_sglang(start: SglangStart, *, host: str, port: int, engine_id: str, s
 
 
 def _fraction(options: SglangOptions, store: DraftStore, version: int) -> float:
-    """Of the GPU's memory for SGLang's weights and cache, beside the trainer. Raises ConfigError."""
+    """Share of the GPU's memory for SGLang's weights and cache, beside the trainer. Raises ConfigError."""
     if not torch.cuda.is_available():
-        raise ConfigError("trainer and SGLang are to share a GPU, and there is none: pass --device cpu")
+        raise ConfigError("PyTorch finds no GPU for SGLang and the trainer to share: pass --device cpu")
     free_bytes, all_bytes = torch.cuda.mem_get_info(0)
     shapes = expected_shapes(config_from_json(store.config(version)))
     shares = card_shares(
@@ -105,7 +105,7 @@ def _fraction(options: SglangOptions, store: DraftStore, version: int) -> float:
         tp_size=tp_size(options.extra),
     )
     log.info(
-        "sharing the card with the trainer",
+        "sharing the GPU with the trainer",
         **{name: f"{size / 2**30:.1f} GiB" for name, size in asdict(shares).items()},
     )
     return shares.fraction

@@ -180,7 +180,7 @@ def check_sglang(deployment: Deployment, say: Callable[[str], None]) -> None:
     deployment.choose("docker-compose.yml")
     if shutil.which("nvidia-smi") is None:
         said = _refusals(deployment)
-        for wanted in ("no NVIDIA card answers nvidia-smi", "Docker cannot reach a card"):
+        for wanted in ("nvidia-smi finds no GPU", "Docker cannot use a GPU"):
             [line] = [line for line in said if line.startswith(wanted)]
             say(f"make up refused: {line}")
     chosen = {"SLIPSTREAM_MODEL": "/models/toy", "SLIPSTREAM_MODEL_NAME": "toy"}

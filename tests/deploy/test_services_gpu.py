@@ -145,7 +145,7 @@ def test_what_is_missing_is_named(
     assert "leave --engine-id out" in refused(*front, "--pool", "--engine-id", "mine")
     url, stop = in_background(FakeSglang())
     assert "none reports to Redis" in refused(*front, "--pool", "--sglang", url)
-    assert "pass --pool, or it once" in refused(*front, "--sglang", url)
+    assert "add --pool, or pass only one" in refused(*front, "--sglang", url)
     stop()
 
 

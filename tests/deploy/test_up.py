@@ -150,16 +150,16 @@ def test_one_command_makes_env_and_secrets_and_keeps_what_is_there(checkout: Che
         ({"COMPOSE_VERSION": "2.24.3"}, "docker compose is 2.24.3: install 2.24.4"),
         ({"COMPOSE_VERSION": ""}, "docker compose is not installed"),
         ({"COMPOSE_VERSION": "v5.0.0"}, None),
-        ({"SLIPSTREAM_MODELS": "/no/such/folder"}, "/no/such/folder is no folder"),
-        ({"SLIPSTREAM_MODELS": "./models"}, "./models is no folder"),
-        ({"SLIPSTREAM_MODELS": "~/models", "HOME": "/no"}, "~/models is no folder"),
+        ({"SLIPSTREAM_MODELS": "/no/such/folder"}, "/no/such/folder is not a folder"),
+        ({"SLIPSTREAM_MODELS": "./models"}, "./models is not a folder"),
+        ({"SLIPSTREAM_MODELS": "~/models", "HOME": "/no"}, "~/models is not a folder"),
         ({"SLIPSTREAM_MODELS": "a-volume"}, None),
         ({"SLIPSTREAM_MODEL": "/models/mine"}, "set SLIPSTREAM_MODELS"),
         ({"SLIPSTREAM_MODEL": "/srv/models/mine"}, "write a folder as /models/NAME"),
         ({"SLIPSTREAM_MODEL": "./mine"}, "write a folder as /models/NAME"),
-        ({"CARDS": ""}, "no NVIDIA card answers nvidia-smi"),
+        ({"CARDS": ""}, "nvidia-smi finds no GPU"),
         ({"CARDS": "0, 575.57.08\\n"}, "driver is 575.57.08: install 580"),
-        ({"SLIPSTREAM_TRAINER_GPU": "2"}, "SLIPSTREAM_TRAINER_GPU=2 is no card"),
+        ({"SLIPSTREAM_TRAINER_GPU": "2"}, "SLIPSTREAM_TRAINER_GPU=2: nvidia-smi -L lists no such GPU"),
         ({"SLIPSTREAM_SGLANG_GPU": "MIG-aa-bb", "SLIPSTREAM_TRAINER_GPU": "1"}, None),
         ({"CARDS": "", "RUNTIME": "crun", "DRIVER": "other"}, None),
     ],
@@ -208,7 +208,7 @@ def test_users_of_redis_of_an_older_version_are_named_and_written_anew(ready: Ch
     users.chmod(0o644)
     users.write_text(f"{now}{line}\n" if line else now.replace(" +@connection", "", 1))
     code, [said] = ready.up()
-    assert (code, "redis_users is an older version's: make secrets" in said) == (2, True)
+    assert (code, "redis_users is outdated: make secrets" in said) == (2, True)
     ready.with_secrets()
     assert (users.read_text(), password.read_text()) == (now, before)
     assert ready.up() == (0, [])

@@ -30,7 +30,7 @@ def test_a_wrong_path_is_told_what_there_is(
     assert f"another directory, an id, {toy_model}" in line
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     assert BUNDLED_MODEL not in refused("serve", "--model", toy_model.parent / "tyo")
-    assert "is no directory" in refused("serve", "--model", toy_model / "config.json")
+    assert "is not a directory" in refused("serve", "--model", toy_model / "config.json")
 
 
 def test_directory_without_a_model(refused: Refused, tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_busy_metrics_port(run_cli: RunCli, toy_model: Path, redis_url: str, tmp
         port = taken.getsockname()[1]
         ended = run_cli("train", "--model", toy_model, *places, "--metrics-port", port)
     assert ended.returncode == 2
-    assert f"error: --metrics-port {port} of 127.0.0.1 cannot be taken" in ended.stderr.splitlines()[-1]
+    assert f"error: cannot listen on --metrics-port {port} of 127.0.0.1" in ended.stderr.splitlines()[-1]
     assert "Traceback" not in ended.stderr
     assert not (tmp_path / "drafts").exists()
 

@@ -273,7 +273,7 @@ def test_what_is_not_done_is_said(deployment: Deployment, traces: list[Trace], t
     (tmp_path / "state" / "replay").mkdir(parents=True, exist_ok=True)
     DraftPointer(deployment.client, deployment.key).report_engine("gone", {"version": 1})
     code, done = deployment.erase(ANNA, "--yes", "--timeout-s", 0.1)
-    assert (code, done["left"]) == (1, ["engine gone has not answered"])
+    assert (code, done["left"]) == (1, ["engine gone has not confirmed it"])
     (forks := tmp_path / "store" / "lineages").mkdir()
     code, done = deployment.erase(ANNA, "--yes", "--timeout-s", 0)
     assert code == 1

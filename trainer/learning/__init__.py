@@ -1,1 +1,1 @@
-"""From a batch to new weights: labels, losses, training-time test and the optimizer step."""
+"""Learning from a batch: labels, losses, training-time test and the optimizer step."""

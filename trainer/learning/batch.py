@@ -1,8 +1,8 @@
-"""From traces to one training batch: what is learnt of a trace, and how a few spans are packed side by side.
+"""Training examples and batches: what the draft learns from a trace, and how a few spans are packed into one row.
 
 Spans differ in length, and padding would cost a third of the work; so a batch is one row of tokens without padding, and
 an attention mask keeps the spans apart. Only base positions (see trainer/learning/labels.py) become queries. Positions
-before the first base, most of the prompt, give keys and values and nothing else.
+before the first base, most of the prompt, give only keys and values.
 
 Shape letters: T tokens of the span, R rows from the first base to the span's end, N base positions of the batch,
 J judged proposals, C context positions of the batch, M = C + N keys, B rows behind rejections, K kept target tokens,
@@ -39,8 +39,8 @@ class Example:
 
     `token_ids` [T] int64, `aux` [T, w] bfloat16, `labels` of R rows, `draft_ids` [R] int64: the draft id of the row's
     own token, −1 outside the draft vocabulary. `verdicts` and `branches` count bases from `first_base`. `text_ahead`
-    [R − 2] int64: how many of the next tokens of a base earlier text proposed rightly in service. The chain of
-    `answer_base` drafts the answer's second token; bases before it lie in the prompt.
+    [R − 2] int64 is that of `make_text_ahead`. The chain of `answer_base` drafts the answer's second token; bases
+    before it lie in the prompt.
     """
 
     trace_id: str
@@ -72,8 +72,8 @@ class Example:
 
 
 def make_example(trace: Trace, draft_ids_V: Tensor, *, feature_width: int, window: int | None = None) -> Example:
-    """Raises TraceError for a trace that this draft cannot learn from: other shapes, unknown tokens, or no label, or
-    positions beyond the draft's `window`.
+    """Make an example of a trace. Raises TraceError for one that this draft cannot learn from: other shapes, unknown
+    tokens, no label, or positions beyond the draft's `window`.
     """
     token_ids_T = torch.from_numpy(trace.token_ids).long()
     ids_TK = torch.from_numpy(trace.target_topk_ids)
@@ -81,10 +81,10 @@ def make_example(trace: Trace, draft_ids_V: Tensor, *, feature_width: int, windo
         raise TraceError(f"features are {trace.aux_hidden.shape[1]} wide, the draft reads {feature_width}")
     end = trace.header.first_position + len(token_ids_T)
     if window is not None and end > window:
-        raise TraceError(f"it ends at position {end}, beyond the draft's window of {window}")
+        raise TraceError(f"the trace ends at position {end}, beyond the draft's window of {window}")
     if max(int(token_ids_T.max()), int(ids_TK.max())) >= len(draft_ids_V):
         raise TraceError(f"a token id is outside the target's vocabulary of {len(draft_ids_V)}")
-    # Base n learns from row n + 1: the first base stands before the first row that has a distribution.
+    # Base n learns from row n + 1: the first base is one before the first row that has a distribution.
     has_row_T = ids_TK[:, 0] >= 0
     first_base = max(int(has_row_T.int().argmax()) - 1, 0)
     labels = make_labels(
@@ -98,7 +98,7 @@ def make_example(trace: Trace, draft_ids_V: Tensor, *, feature_width: int, windo
     if not bool(labels.labelled[1:-1].any()):
         raise TraceError("no position has both a target distribution and a following token")
     if not bool(torch.isfinite(labels.probs).all()):
-        raise TraceError("a target distribution has no probability at all")
+        raise TraceError("a target distribution has no finite probability")
     header, rows = trace.header, trace.branches
     return Example(
         trace_id=header.trace_id,
@@ -128,7 +128,7 @@ class Window:
 
 
 def cut(example: Example, *, max_bases: int, rng: random.Random) -> Window:
-    """The whole example, or a random window where it is longer than `max_bases`: attention grows with the square."""
+    """The whole example, or a random window where it is longer than `max_bases`: attention cost is quadratic."""
     num_bases = min(example.num_bases, max_bases)
     return Window(example=example, start=rng.randint(0, example.num_bases - num_bases), num_bases=num_bases)
 
@@ -146,9 +146,9 @@ class Context:
 
 @dataclass(frozen=True, kw_only=True)
 class BranchPairs:
-    """What the draft reads behind rejections: `token_ids` [B], `aux` [B, w], absolute `positions` [B]; `mask`
-    [B, M + B] bool says which keys (context, bases, then these) each sees: the text before its path, and its path;
-    `labels` of B rows.
+    """Inputs of the draft after rejected proposals (**Branches** in labels.py): `token_ids` [B], `aux` [B, w], absolute
+    `positions` [B]; `mask` [B, M + B] bool: the keys (context, bases, then these pairs) that each attends to, those of
+    the text before its path and of its path; `labels` of B rows.
     """
 
     token_ids: Tensor
@@ -194,7 +194,7 @@ _Tensors = TypeVar("_Tensors", Batch, Context, Labels, Verdicts, BranchPairs)
 
 
 def _moved(tensors: _Tensors, device: torch.device) -> _Tensors:
-    """All of its tensors, and those of what it holds."""
+    """A copy with all tensors, those of nested fields too, on the device."""
     held = {name: value for name, value in vars(tensors).items() if value is not None}
     moved: dict[str, Any] = {
         name: v.to(device) if isinstance(v, Tensor) else _moved(v, device) for name, v in held.items()
@@ -240,7 +240,7 @@ def pack(windows: Sequence[Window], *, max_context: int) -> Batch:
 
 
 def _pairs(windows: Sequence[Window], key_spans_M: Tensor, key_positions_M: Tensor) -> BranchPairs | None:
-    """Of the branches whose bases are the windows'; None where there are none."""
+    """The branches whose bases lie in the windows; None where there are none."""
     found, starts, spans = [], [], []
     for span, window in enumerate(windows):
         example, branches = window.example, window.example.branches

@@ -1,24 +1,24 @@
-"""What a trace says about every position of the draft's chains: the target's distribution, and verdicts on proposals.
+"""Training labels from a trace: the target's distribution at every position, and verdicts on proposals.
 
 **Labels.** Row t of a trace is the target's distribution p(· | tokens 0…t) over its K likeliest tokens. Temperature,
 top-k and top-p of the request turn it into the served distribution. Tokens outside the draft vocabulary D are then
-dropped *without* renormalising, so a row sums to m = Σ_{x ∈ D} p(x), the share that the draft could propose at all.
+dropped *without* renormalising, so a row sums to m = Σ_{x ∈ D} p(x), the share that the draft can propose at most.
 
-**Tail.** What lies below the K kept tokens has a mass but no identity. `probs` is renormalised over the kept tokens,
-which is what a distillation term can teach; `tail` is the share r of the served distribution that is missing, so that
-(1 − r) · probs is the served probability itself, for everything that compares probabilities (acceptance, reverse KL).
+**Tail.** Of the tokens below the K kept ones a trace has only the total mass. `probs` is renormalised over the kept
+tokens, which a distillation term can teach. `tail` is the share r of the served distribution that is missing, so
+(1 − r) · probs is the served probability, for terms that compare probabilities (acceptance, reverse KL).
 At temperature 1 the recorded log-probabilities give r exactly, to their float16 rounding. At another temperature T the
 tail is taken for n = r₁ / p_K tokens as likely as the least likely kept one, so that it weighs r₁ · p_K^(1/T − 1): too
 much below temperature 1, too little above it. Top-k within the kept tokens and a nucleus that ends within them leave no
 tail; the nucleus is cut by served, not by renormalised, mass.
 
-**Greedy.** A greedy request is served the target's likeliest token, whatever the others weigh: that decides acceptance,
-and `Labels.served` says so. `probs` of its rows are the target's at temperature 1: they teach more than one token, and
-a rejected token may have much of them. `cross_entropy` and terms that judge proposals take `served`. Terms that distil
-take `probs`, and so do `acceptance` and `log_acceptance`, on purpose: they are to teach more than the one token.
+**Greedy.** A greedy request is served the target's likeliest token, which alone decides acceptance: `Labels.served` has
+probability 1 there. `probs` of its rows are the target's at temperature 1, so they teach more than one token; a
+rejected token may be likely by them. `cross_entropy` and terms that judge proposals use `served`. Terms that distil use
+`probs`, and so do `acceptance` and `log_acceptance`, on purpose: so they teach more than one token.
 
-**Temperature.** The engine draws proposals from softmax(z / T) with the request's T, so that is the q to be compared
-with p: `temperature` is T for sampled requests and 1 for greedy ones.
+**Temperature.** The engine draws proposals from softmax(z / T) with the request's T, so that q is compared with p:
+`temperature` is T for sampled requests and 1 for greedy ones.
 
 **Alignment.** At base position t the draft reads the target's feature of t and token t+1, and predicts token t+2. In
 step k of training-time test (EAGLE-3, arXiv 2503.01840, section 3.2) it reads its own output of step k−1 in place of
@@ -31,7 +31,7 @@ the feature, and token t+1+k, and predicts token t+2+k: the label is row t+1+k. 
     base t = 1 = P−1   step 0 reads B, C   predicts D from row 2   step 1: E, row 3   step 2: F, row 4
     base t = 2         step 0 reads C, D   predicts E from row 3   step 1: F, row 4
     base t = 3         step 0 reads D, E   predicts F from row 4
-    base t = 4         would predict position 6, which nobody committed: no label
+    base t = 4         would predict position 6, which is outside the span: no label
 
 The chain that drafts the second token of every answer starts at P−1, the last prompt position. Earlier prompt positions
 are bases too where the trace has their distributions, and context only where it has not.
@@ -39,20 +39,20 @@ are bases too where the trace has their distributions, and context only where it
 **Verdicts.** A round at position p was drafted by the chain of base p−1, and a proposal at depth k of its tree (the
 root's children have depth 0) is for position p+1+k: it belongs to step k, and the target judged it by row p+k *if its
 parent was committed*. In a chain these are the accepted proposals and the first rejected one; in a tree also the
-siblings of accepted nodes. Nodes below a rejected one were judged under a text that nobody committed; they have no
+siblings of accepted nodes. Nodes below a rejected one were judged after a text that was not committed; they have no
 verdict. A round at p = 2 proposes `D X Y` where `D E` was committed:
 
     D  step 0, accepted (row 2)      X  step 1, rejected (row 3)      Y  below X: no verdict
 
 A proposal is accepted when it is the committed token. Verification emits the same token whatever was proposed
 (speculator/draft/verification.py), and under rejection sampling, of single proposals or of blocks, a rejected token is
-never the one that replaces it: q has more of it than p.
+never the one that replaces it, since its q is above its p.
 
-**Branches.** A row behind a rejection is the target's distribution after the text up to a rejected proposal x. The
-draft in service that had this text would read the pair (x, target's feature of x's parent) in its first step, behind
-the pairs of the text before it: so that is what it learns from, and the label is the row. The parent of the first
-rejected proposal is committed, and its feature is in the span; that of a later one is in its parent's row. Above, at
-p = 2, X stands at position 4 in the place of E. If the rows of X and Y were kept:
+**Branches.** A row behind a rejection is the target's distribution after the text up to a rejected proposal x. If x had
+been committed, the draft's next first step would read the pair (x, target's feature of x's parent), after the pairs of
+the text before. So this pair is the training input, and the row is its label. The parent of the first rejected proposal
+is committed, and its feature is in the span; that of a later one is in its parent's row. Above, at p = 2, X has
+position 4, as E has. If the rows of X and Y were kept:
 
     X  reads feature 3 (D), X    behind the pairs of positions 0 … 2              predicts from the row of X
     Y  reads feature of X, Y     behind the same pairs, and the pair of X         predicts from the row of Y
@@ -83,11 +83,11 @@ GREEDY_LABEL_TEMPERATURE = 1.0
 class Labels:
     """Distillation targets of R rows.
 
-    `draft_ids` [R, K] int64 (0 where the kept token is outside the draft vocabulary), `probs` [R, K] float32 what is
-    taught: probabilities among the kept tokens, likeliest first (0 outside the draft vocabulary, and on rows without a
-    label), `tail` [R] float32 the mass of all other tokens, `temperature` [R] float32 at which the draft proposes here,
-    `greedy` [R] bool: the request takes the likeliest token, whatever `probs` say, `labelled` [R] bool: the target's
-    own distribution is known.
+    `draft_ids` [R, K] int64 (0 where the kept token is outside the draft vocabulary), `probs` [R, K] float32 the
+    distribution to learn: probabilities among the kept tokens, likeliest first (0 outside the draft vocabulary, and on
+    rows without a label), `tail` [R] float32 the mass of all other tokens, `temperature` [R] float32 of the draft's
+    proposals here, `greedy` [R] bool: the request is greedy, `labelled` [R] bool: the trace has the target's
+    unconstrained distribution.
     """
 
     draft_ids: Tensor
@@ -125,7 +125,7 @@ class Labels:
 class Verdicts:
     """J judged proposals, in no particular order.
 
-    `bases` [J] int64 the base whose chain proposed, `steps` [J] int64 the proposal's place in the chain, `draft_ids`
+    `bases` [J] int64 the base whose chain proposed, `steps` [J] int64 the proposal's depth in the chain, `draft_ids`
     [J] int64, `logprobs` [J] float32 under the draft that proposed, at the request's temperature
     (`Correction` in trainer/learning/losses/correction.py says what they mean), `accepted` [J] bool, `versions` [J]
     int64 of the draft that proposed, `committed` [J] int64 draft id of the token that the target emitted there, −1
@@ -152,9 +152,8 @@ class Verdicts:
 class Branches:
     """N rows behind rejections.
 
-    `bases` [N] int64 the position of the committed pair in whose place the first of its path stands; `paths` [N, N]
-    bool which rows it comes after, itself included; `token_ids` [N] int64 and `aux` [N, w] bfloat16 the pair that the
-    draft reads; `labels` of N rows.
+    `bases` [N] int64 the base that the first pair of its path replaces; `paths` [N, N] bool the rows of its path,
+    itself included; `token_ids` [N] int64 and `aux` [N, w] bfloat16 the pair that the draft reads; `labels` of N rows.
     """
 
     bases: Tensor
@@ -167,7 +166,7 @@ class Branches:
         return len(self.bases)
 
     def within(self, start: int, end: int) -> Branches:
-        """Those of bases from `start` to before `end`."""
+        """The branches with start ≤ base < end."""
         chosen_N = (self.bases >= start) & (self.bases < end)
         own = {name: value[chosen_N] for name, value in vars(self).items()}
         return Branches(**{**own, "paths": own["paths"][:, chosen_N]})
@@ -200,7 +199,7 @@ def make_labels(
     logits_RK, tail_R = _served_topk(topk_logprobs_RK.float(), sampling)
     draft_ids_RK = draft_ids_V[topk_ids_RK.long().clamp_min(0)]
     known_RK = labelled_R[:, None] & (topk_ids_RK >= 0) & (draft_ids_RK >= 0)
-    # Rows without a distribution are −inf throughout, and their softmax is NaN: masked, never multiplied away.
+    # Rows without a distribution are all −inf, and their softmax is NaN: masked, since NaN times 0 is NaN.
     probs_RK = logits_RK.softmax(-1).masked_fill(~known_RK, 0.0)
     return Labels(
         draft_ids=draft_ids_RK.clamp_min(0),
@@ -260,9 +259,9 @@ def make_verdicts(trace: Trace, draft_ids_V: Tensor, *, first_base: int) -> Verd
 
 
 def make_text_ahead(trace: Trace, *, first_base: int, num_bases: int) -> Tensor:
-    """[N] int64: how many of the tokens that the chain of base n would propose earlier text proposed, and rightly.
+    """[N] int64: how many of the tokens after base n were proposed by earlier text in service, and accepted.
 
-    From the rounds that took earlier text in service; a base inside such a run has what is left of it.
+    From the rounds that proposed earlier text; a base inside such a run has the rest of the run.
     """
     rounds, ahead_N = trace.rounds, torch.zeros(num_bases, dtype=torch.int64)
     from_text_R = rounds.draft_version == NO_DRAFT
@@ -276,8 +275,8 @@ def make_text_ahead(trace: Trace, *, first_base: int, num_bases: int) -> Tensor:
 def make_branches(trace: Trace, rows: BranchRows, draft_ids_V: Tensor, *, first_base: int) -> Branches:
     """The trace's rows behind rejections; `bases` counts from span index `first_base`.
 
-    Where the span's own distribution is constrained at their base, they have no label. Raises TraceError for a token
-    that the target does not have, and for a row without any probability.
+    They have no label where the span's distribution at their base is constrained. Raises TraceError for a token id
+    outside the target's vocabulary, and for a row whose probabilities are not finite.
     """
     rounds, (depth_RP, _, _) = trace.rounds, judge(trace)
     start_R = rounds.position.astype(np.int64) - trace.header.first_position
@@ -300,7 +299,7 @@ def make_branches(trace: Trace, rows: BranchRows, draft_ids_V: Tensor, *, first_
     constrained_N = torch.from_numpy(trace.constrained)[bases]
     labels = make_labels(ids_NK, logprobs_NK, constrained_N, trace.header.sampling, draft_ids_V)
     if not bool(torch.isfinite(labels.probs).all()):
-        raise TraceError("a target distribution behind a rejection has no probability at all")
+        raise TraceError("a target distribution behind a rejection has no finite probability")
     return Branches(
         bases=torch.tensor(bases) - first_base, paths=paths, token_ids=token_ids_N, aux=torch.stack(aux), labels=labels
     )

@@ -1,19 +1,19 @@
-"""One optimiser step, and everything that it changes: the weights, their running average, the optimiser's moments.
+"""The optimiser step, the running average of the weights, and what happens when a step is not finite.
 
 The published draft is the running average of the weights, not the weights themselves: at a constant learning rate the
 average of the last few dozen steps accepts more than any single one of them (measured: 0.05 tokens a verification).
 
-Where several processes train together (trainer/ranks.py) a step is about all their batches: a mean is the sum of
+Where several processes train together (trainer/ranks.py) a step uses all their batches: a mean is the sum of
 the ranks' sums over the sum of their counts, exactly as if one process had the whole batch.
 
-**Fit to be published?** What not-finite steps mean, as a small state machine.
+**Health.** `Guard` tracks steps that are not finite:
 
     healthy ──(a step is not finite)──▶ suspect ──(GOOD_STEPS good ones in a row)──▶ healthy
                                            └──(BAD_STEPS bad ones in a row)──▶ restore the last good weights ──▶ suspect
 
 A suspect draft goes on learning and is not published. Bad traces and bad weights look the same in one step; the next
-steps tell them apart. Where a good one follows, the traces of the bad ones were at fault and are discarded. Where none
-does, the weights are taken back, and the traces are believed once more: if it goes on, it is the traces after all.
+steps tell them apart. Where a good one follows, the traces of the bad steps were at fault and are discarded. Where none
+does, the last good weights are restored and the traces kept: if bad steps continue, the traces are at fault after all.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from trainer.learning.ttt import BatchLoss, Counts, ttt_loss
 from trainer.ranks import Ranks
 
 GOOD_STEPS = 20
-"""About a second of training here; the averaged draft forgets a bad moment in as many steps."""
+"""About a second of training on a CPU; the averaged weights forget a bad step within so many."""
 BAD_STEPS = 8
 
 
 class Guard:
-    """Fed with every step; steps without any label say nothing and are left out by the caller."""
+    """Tracks whether the draft may be published. The caller reports every step that had a label."""
 
     def __init__(self) -> None:
         self._num_good = GOOD_STEPS
@@ -53,12 +53,12 @@ class Guard:
 
     @property
     def must_restore(self) -> bool:
-        """So many bad steps in a row that the weights are not to be trusted."""
+        """So many bad steps came in a row that the weights are probably broken."""
         return self._num_bad >= BAD_STEPS
 
     @property
     def blames_traces(self) -> bool:
-        """No step was good since the weights were taken back: they cannot be what is wrong."""
+        """No step was good since the last good weights were restored, so the traces are at fault."""
         return self._restored
 
     def observe(self, *, finite: bool) -> None:
@@ -67,7 +67,7 @@ class Guard:
         self._num_bad = 0 if finite else self._num_bad + 1
 
     def restored(self) -> None:
-        """The last good weights are back; they are published again after GOOD_STEPS good steps."""
+        """Note that the last good weights were restored; they may be published after GOOD_STEPS good steps."""
         self._num_bad = self._num_good = 0
         self._restored = True
 
@@ -79,26 +79,26 @@ def all_finite(state: Mapping[str, Tensor]) -> bool:
 
 # The average covers about the last tenth of a short history, and at most this many steps.
 MAX_AVERAGED_STEPS = 100
-# When the target has moved, at most this many: what is older was learnt from another target.
+# When the target has moved, at most this many: older weights were learnt from another target.
 MOVED_AVERAGED_STEPS = 10
-# So does the baseline of the policy gradient, the running share of accepted proposals.
+# Weight of a step in the policy gradient's baseline, the running share of accepted proposals.
 BASELINE_SHARE = 1.0 / 100
-# Of the features' mean size: smaller ones count as of this size, as the weights of one that is always 0 must not fly.
+# Least size of a feature, relative to the mean: a feature that is always 0 must not make its weights explode.
 LEAST_FEATURE_RMS = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport(Counts):
-    """What a step did, the batches of all ranks taken together. `loss` in nats a base position; `applied` is false, and
-    nothing changed, where loss or gradient was not finite or where there was no label at all.
+    """Result of a step over the batches of all ranks. `loss` in nats a base position; `applied` is false, and nothing
+    changed, where loss or gradient was not finite or no position had a label.
     """
 
     loss: float = 0.0
     applied: bool = False
     is_culprit: bool = False
-    """The step was not finite, and this rank's own batch is a reason."""
+    """This rank's own gradient was not finite."""
     first_steps: tuple[tuple[int, int], ...] = ()
-    """As in `BatchLoss`, of this rank's traces, by the draft before the step."""
+    """`BatchLoss.first_steps` of this rank's traces, by the draft before the step."""
 
     @property
     def accept_length(self) -> float:
@@ -110,14 +110,14 @@ class Learner:
     """A draft in training. `draft` holds the weights in float32, `averaged` the weights to publish."""
 
     def __init__(self, draft: Eagle3Draft, config: TrainerConfig, ranks: Ranks | None = None) -> None:
-        """Computes where the draft is. Under several ranks all must begin with the same draft, or `load_state`."""
+        """Computes on the draft's device. All ranks must begin with the same draft, or call `load_state`."""
         self.draft = draft
         self.averaged = _shadow(draft)
         self.num_steps = 0
         self.history = 0
-        """Steps that the average goes by: all of them, or fewer since the target has moved."""
+        """Number of steps that sets the average's memory: all steps, or fewer since the target has moved."""
         self.baseline = 0.0
-        """Running share of accepted proposals, of the terms that ask for it."""
+        """Running share of accepted proposals, for the policy gradient."""
         self._config = config
         self._ranks = ranks or Ranks()
         self._mix = LossMix.parse(config.loss)
@@ -130,7 +130,7 @@ class Learner:
     def step(self, batch: Batch | None) -> StepReport:
         """Learn from the batches of all ranks, or leave everything as it was (see `StepReport.applied`).
 
-        None: this rank has nothing to learn from, and takes the others' step.
+        None: this rank has no batch, and takes the others' step.
         """
         self._optimizer.zero_grad(set_to_none=True)
         found = self._loss(batch)
@@ -143,10 +143,10 @@ class Learner:
         own_gradients = self._own_gradients()
         *gradients, squares_w = self._ranks.add_up([*own_gradients, self._feature_squares(batch)])
         norm = nn.utils.get_total_norm(gradients)
-        # A NaN anywhere in the loss or its gradient is in the norm too, whichever rank it comes from; all the same one
-        # rank's doubt is enough, or their weights could part.
-        loss, num_doubts = self._ranks.sum([own_loss.item(), not math.isfinite(norm.item())])
-        applied = not num_doubts
+        # A NaN anywhere in the loss or its gradient reaches the norm on every rank. Still the ranks agree explicitly:
+        # if one skipped the step alone, their weights would differ.
+        loss, num_not_finite = self._ranks.sum([own_loss.item(), not math.isfinite(norm.item())])
+        applied = not num_not_finite
         is_culprit = not applied and not math.isfinite(nn.utils.get_total_norm(own_gradients).item())
         if applied:
             self._apply(gradients, norm, (squares_w / total.num_bases).sqrt())
@@ -158,12 +158,12 @@ class Learner:
         )
 
     def target_moved(self) -> None:
-        """The target is another one: the average forgets the weights of before sooner, and then less soon again."""
+        """Shorten the average's memory after the target has moved; it grows again with the steps."""
         self.history = min(self.history, 9 * (MOVED_AVERAGED_STEPS - 1))
 
     @property
     def is_finite(self) -> bool:
-        """Weights, average and moments have no NaN and nothing infinite."""
+        """No weight, average or moment is NaN or infinite."""
         return all_finite(self._tensors())
 
     def state(self) -> dict[str, Tensor]:
@@ -176,9 +176,9 @@ class Learner:
         }
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Take over what `state` returned. Raises KeyError or RuntimeError where it is another draft's."""
+        """Load what `state` returned. Raises KeyError or RuntimeError for a state of another draft."""
         self.num_steps = int(state["num_steps"])
-        # Checkpoints of before it was counted apart have none.
+        # Older checkpoints have no "history".
         self.history = int(state.get("history", state["num_steps"]))
         self.baseline = float(state["baseline"])
         with torch.no_grad():
@@ -236,8 +236,8 @@ class Learner:
         fusion = self._parameters["fc.weight"]
         before = fusion.detach().clone()
         self._optimizer.step()
-        # AdamW moves every weight alike, and features differ in size by hundreds. Each column of `fc` moves as if its
-        # feature were of size 1: else the few largest features decide alone what the draft reads.
+        # AdamW moves every weight by about the same amount, while features differ in size by a factor of hundreds. So
+        # each column of `fc` moves as if its feature had size 1: else the few largest features would dominate.
         size_w = rms_w.clamp_min(LEAST_FEATURE_RMS * rms_w.mean())
         if size_w.min() > 0:  # else all features are 0
             with torch.no_grad():
@@ -261,5 +261,5 @@ def _counts(values: Iterable[float]) -> Counts:
 
 
 def _shadow(draft: Eagle3Draft) -> Eagle3Draft:
-    """A copy of the weights beside the same embedding, which is the target's and large."""
+    """A copy of the draft's weights that shares the embedding, which is the target's and large."""
     return copy.deepcopy(draft, {id(draft.embed): draft.embed}).requires_grad_(False)

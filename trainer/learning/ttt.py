@@ -1,20 +1,20 @@
-"""The loss of a batch by training-time test: the draft's chains step by step, against labels and verdicts.
+"""The loss of a batch by training-time test: unroll the draft's chains and compare them with labels and verdicts.
 
-A batch's loss is a sum over its labelled positions' number, so that several processes can make one loss out of their
-parts of a batch: each divides its sum by the number of all.
+A batch's loss is a sum divided by the number of labelled positions. So several processes can compute one loss: each
+divides its own sum by the number of all.
 
 **Training-time test** (EAGLE-3, arXiv 2503.01840, section 3.2) unrolls the draft. A chain goes on only while its
 proposals are the tokens that were committed. That is what happens in service: the target emits a fixed next token, and
 the first proposal that differs ends the round. So a deeper step is trained on exactly the chains that reach it, and
-costs only their share of the work. States that an older draft reached, and that a verdict speaks about, can be asked
-for. Rows behind rejections are learned from in one pass beside the first step, and not unrolled.
+costs only their share of the work. On request it also visits the states of recorded verdicts, which an older draft
+reached. Rows behind rejections are learnt from in one pass beside the first step, and not unrolled.
 
-No two batches have the same shapes, and oneDNN takes longer to compile a kernel for a new one than to multiply matrices
-as small as these. So their rows are filled up with zeros, whose results are cut off again, to one of a few numbers.
+Every batch has other shapes, and oneDNN takes longer to compile a kernel for a new shape than to multiply matrices as
+small as these. So rows are padded with zeros to one of a few sizes, and the results of the padding are cut off.
 
-Shape letters: N base positions, K steps of a chain, S states of a step (chains still alive), P of them and what fills
-up, J judged proposals, B rows behind rejections, M keys, R rows, H query heads, G key heads, h head size, d hidden
-size, D draft vocabulary.
+Shape letters: N base positions, K steps of a chain, S states of a step (chains still alive), P padded S, J judged
+proposals, B rows behind rejections, M keys, R rows, H query heads, G key heads, h head size, d hidden size, D draft
+vocabulary.
 """
 
 from __future__ import annotations
@@ -35,34 +35,32 @@ from trainer.learning.losses.mix import LossMix
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """What a loss is about."""
+    """Numbers of positions and proposals that a loss sums over."""
 
     num_bases: int = 0
     """Base positions of the batch."""
     num_labels: int = 0
-    """Those with a label."""
+    """Base positions with a label."""
     num_accepted: int = 0
     """Accepted proposals of the chains that start there, of at most `ttt_steps` each."""
     num_verdicts: int = 0
-    """Judged proposals that a term of the loss was about."""
+    """Judged proposals in a term of the loss."""
     num_rewarded: int = 0
-    """Verdicts that say accepted."""
+    """Accepted ones among them."""
     num_branches: int = 0
-    """Rows behind rejections that a term of the loss was about."""
+    """Rows behind rejections in a term of the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLoss(Counts):
-    """The sums of `ttt_loss`'s parts over a batch, discounted and weighted, and the counts of what they sum."""
+    """The parts of `ttt_loss` summed over a batch, discounted and weighted, with their counts."""
 
     on_text: Tensor
     reinforced: Tensor
     dropped: Tensor
     off_path: Tensor
     first_steps: tuple[tuple[int, int], ...] = ()
-    """Of each trace: of how many bases the draft's likeliest first proposal was the committed token, and of how many
-    labelled ones.
-    """
+    """For each trace (bases where the draft's likeliest first proposal was the committed token, labelled bases)."""
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -75,7 +73,7 @@ class BatchLoss(Counts):
         return self.mean_over(self)
 
     def mean_over(self, counts: Counts) -> Tensor:
-        """This batch's part of a loss that is about all that `counts` says."""
+        """This batch's part of the loss over all batches that `counts` covers."""
         return (self.on_text + self.reinforced + self.dropped + self.off_path) / max(counts.num_labels, 1)
 
 
@@ -84,10 +82,9 @@ def ttt_loss(draft: Eagle3Draft, batch: Batch, mix: LossMix, *, num_steps: int, 
 
         (Σ_k γ^k (Σ_states (committed-text terms)  +  Σ_verdicts (proposal terms))  +  Σ_branches (branch terms)) / N
 
-    N counts base positions with a label: a verdict, or a row behind a rejection, weighs as much as a state, however few
-    there are. Under `chains=own`
-    chains that ended add nothing, so a deeper step weighs as much as it is reached, and states that only an older draft
-    reached enter no committed-text term.
+    N counts base positions with a label, so a verdict, or a row behind a rejection, weighs as much as a state. Under
+    `chains=own` ended chains add nothing, so a deeper step weighs by how often it is reached, and states that only an
+    older draft reached have no committed-text term.
     """
     on_text = reinforced = dropped = off_path = draft.fc.weight.new_zeros(())
     num_labels = num_accepted = num_verdicts = num_rewarded = num_branches = 0
@@ -138,7 +135,7 @@ def ttt_loss(draft: Eagle3Draft, batch: Batch, mix: LossMix, *, num_steps: int, 
 
 
 def _by_trace(batch: Batch, proposals: UnrolledStep) -> tuple[tuple[int, int], ...]:
-    """(likeliest proposals that were committed, all) of each trace's chains."""
+    """(chains whose likeliest proposal was committed, all chains) of each trace."""
     ends, traces_N = batch.last_rows.unique_consecutive(return_inverse=True)  # type: ignore[no-untyped-call]
     traces_S = traces_N[proposals.chains]
     hits, all_ = (traces.bincount(minlength=len(ends)).tolist() for traces in (traces_S[proposals.hits], traces_S))
@@ -146,7 +143,7 @@ def _by_trace(batch: Batch, proposals: UnrolledStep) -> tuple[tuple[int, int], .
 
 
 def _recorded(mix: LossMix, batch: Batch, num_steps: int) -> Verdicts | None:
-    """The recorded verdicts that a term is about; None where the mix asks for none, or for the draft's own."""
+    """The recorded verdicts that the loss uses; None where it uses none, or those of the draft's own proposals."""
     if not mix.uses_verdicts or mix.verdicts != "recorded":
         return None
     useful_J = batch.verdicts.steps < num_steps
@@ -163,7 +160,9 @@ def _states_of(verdicts: Verdicts, batch: Batch, num_steps: int) -> Tensor:
 
 
 def _judged_here(verdicts: Verdicts | None, proposals: UnrolledStep, num_bases: int) -> tuple[Tensor, Verdicts]:
-    """([J] index into the step's states, the verdicts on proposals made there): recorded, or on the likeliest ones."""
+    """([J] index into the step's states, verdicts on proposals made there): the recorded ones, or, where `verdicts` is
+    None, those on the draft's likeliest proposals.
+    """
     device = proposals.chains.device
     if verdicts is None:
         likeliest_S = proposals.logits.detach().argmax(-1)
@@ -186,14 +185,14 @@ def _judged_here(verdicts: Verdicts | None, proposals: UnrolledStep, num_bases: 
 
 
 _CHAINS, _CONTEXT, _KEYS = 64, 128, 256
-"""Their numbers are filled up to multiples of these: a few hundred kernels, most steps with fewer of them."""
+"""Numbers of chains, context positions and keys are padded to multiples of these: a few hundred kernels in all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnrolledStep:
-    """What S chains propose in one step: `chains` [S] indexes the batch's bases, `label_rows` [S] its rows; `logits`
-    [S, D]; `committed` [S] draft ids of the tokens that were, −1 outside the draft vocabulary; `hits` [S] bool, the
-    likeliest proposal is that token; `own` [S] bool, the draft's own proposals have led here, not the text alone.
+    """Proposals of S chains in one step: `chains` [S] indexes the batch's bases, `label_rows` [S] its rows; `logits`
+    [S, D]; `committed` [S] draft ids of the committed tokens, −1 outside the draft vocabulary; `hits` [S] bool, the
+    likeliest proposal is that token; `own` [S] bool, all proposals of the chain before this step were hits.
     """
 
     step: int
@@ -216,9 +215,8 @@ def unroll(
     """Yield one `UnrolledStep` a step, until `num_steps` or until no chain is alive.
 
     `wanted_NK` [N, num_steps] bool asks for states besides those that the draft's own chains reach: the chain of base n
-    then goes on along the text until the last of them. Vocabulary-sized work is done only for states that are own or
-    wanted and whose label exists; a chain without a label ends there. `attention` is the batch's own, for a caller that
-    goes on with its keys.
+    then follows the committed text until the last of them. Logits are computed only for states that are own or wanted;
+    a chain ends at a position without a label. Pass `attention` to use its keys afterwards.
     """
     attention = attention or ChainAttention.of(draft, batch)
     feature_Sd = _fuse(draft, _filled(batch.aux))[: len(batch.rows)]
@@ -266,7 +264,7 @@ def _propose(
 
 
 def branch_logits(draft: Eagle3Draft, pairs: BranchPairs, attention: ChainAttention) -> Tensor:
-    """[B, D] what the draft proposes behind rejected proposals; `attention` has taken the first step of their batch."""
+    """[B, D] logits of the draft after rejected proposals; call after `attention` took the batch's first step."""
     feature_1Pd = draft(
         _filled(pairs.token_ids)[None],
         _fuse(draft, _filled(pairs.aux))[None],
@@ -288,18 +286,18 @@ def _keep(
 
 
 def _filled(rows: Tensor, unit: int = _CHAINS) -> Tensor:
-    """`rows` [n, …], and zeros behind them, a multiple of `unit` in all."""
+    """`rows` [n, …], padded with zeros to a multiple of `unit`."""
     missing = -len(rows) % unit
     return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
 
 
 def _fuse(draft: Eagle3Draft, aux: Tensor) -> Tensor:
-    # Back from autocast's bfloat16: the stream that the layer adds to keeps full precision, and so do its norms.
+    # Back from autocast's bfloat16: the residual stream and its norms keep full precision.
     return draft.fuse(aux).to(draft.fc.weight.dtype)
 
 
 def _context_keys(draft: Eagle3Draft, context: Context) -> tuple[Tensor, Tensor]:
-    """Keys and values [1, G, C, h] of positions that ask nothing: no query, no MLP, no logits."""
+    """Keys and values [1, G, C, h] of the context, which needs no query, MLP or logits."""
     layer, attention = draft.midlayer, draft.midlayer.self_attn
     feature_1Cd = _fuse(draft, _filled(context.aux, _CONTEXT))[None]
     embed_1Cd = F.embedding(_filled(context.next_tokens, _CONTEXT), draft.embed)[None].to(feature_1Cd.dtype)
@@ -314,19 +312,19 @@ def _context_keys(draft: Eagle3Draft, context: Context) -> tuple[Tensor, Tensor]
 
 
 class ChainAttention:
-    """Attention of the chains. Step 0 sees the context and the bases through the mask; a deeper step sees the same
-    keys as its base did, and besides them only its own chain's keys.
+    """Attention of the chains. In step 0 a base attends to context and bases through the mask; a deeper step attends to
+    the same keys as its base did, and to its own chain's keys.
     """
 
     @classmethod
     def of(cls, draft: Eagle3Draft, batch: Batch) -> ChainAttention:
-        """Of the batch's chains, before their first step."""
+        """For a batch's chains, before their first step."""
         return cls(_context_keys(draft, batch.context), batch.mask)
 
     def __init__(self, context: tuple[Tensor, Tensor], mask_NM: Tensor) -> None:
         self._context = context
         self._num_bases, num_keys = mask_NM.shape
-        # Nobody sees what fills up the keys. The rows that fill up see what the first one does: something.
+        # No query attends to padded keys. Padded rows attend to the same keys as the first row, so softmax has some.
         self._num_missing = -num_keys % _KEYS
         self._mask_PM = F.pad(mask_NM, (0, self._num_missing))
         self._shared: tuple[Tensor, Tensor] | None = None
@@ -334,13 +332,13 @@ class ChainAttention:
         self.keep(torch.arange(self._num_bases, device=mask_NM.device))
 
     def keep(self, chains: Tensor) -> None:
-        """Go on with these of the current chains."""
+        """Drop all current chains but these."""
         rows_P = _filled(chains)
         self._mask_PM = self._mask_PM[rows_P]
         self._chain = [(key[:, :, rows_P], value[:, :, rows_P]) for key, value in self._chain]
 
     def beside(self, mask_BM: Tensor) -> ChainAttention:
-        """Of other rows, which see the same keys and their own through this mask; after the first step."""
+        """For other rows, which attend to the same keys and their own by this mask; call after the first step."""
         assert self._shared is not None
         num_keys = self._shared[0].shape[2] - self._num_missing
         key, value = (shared[:, :, :num_keys] for shared in self._shared)
@@ -354,7 +352,7 @@ class ChainAttention:
         keys_GMh, values_GMh = self._shared[0][0], self._shared[1][0]
         num_groups, M, head_dim = keys_GMh.shape
         num_chains = query.shape[2]
-        # Heads that share a key stand together: [G, H/G, P, h].
+        # Query heads that share a key head are grouped: [G, H/G, P, h].
         query_GqPh = query[0].reshape(num_groups, -1, num_chains, head_dim) * head_dim**-0.5
         scores = (query_GqPh.flatten(1, 2) @ keys_GMh.transpose(1, 2)).view(num_groups, -1, num_chains, M)
         scores = scores.float().masked_fill(~self._mask_PM, float("-inf"))
@@ -366,5 +364,5 @@ class ChainAttention:
         return out.flatten(0, 1)[None]
 
     def _behind(self, context: Tensor, bases: Tensor) -> Tensor:
-        """[1, G, M, h] of both and what fills up."""
+        """[1, G, M, h] context, bases and padding."""
         return F.pad(torch.cat([context, bases[:, :, : self._num_bases]], 2), (0, 0, 0, self._num_missing))

@@ -1,10 +1,10 @@
-"""The averaged draft as a candidate: when it is due, what the gate says, and how it is published.
+"""Candidates: when the averaged draft is due for the gate, and how it is published.
 
 training ──▶ due ──▶ gate (gate.py) ──▶ version in the store ──▶ checkpoint ──▶ pointer in Redis
     └──────────── start again ◀──────────── rolled back, barred (live_review.py)
 
-The pointer comes last, after a checkpoint that knows the version: whenever the trainer is killed, no engine is told of
-a version that the trainer would not find itself descended from. A candidate that the gate refuses leaves an event.
+The pointer comes last, after a checkpoint that names the version. So wherever the trainer is killed, engines never
+serve a version that the restarted trainer's weights do not descend from. A refused candidate leaves an event.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ _ACTOR = "trainer"
 
 
 class Candidates:
-    """All ranks call it in the same order: each scores drafts on its own traces, and rank 0 decides and publishes."""
+    """Judges and publishes the averaged draft. All ranks call the same methods in the same order: each scores drafts on
+    its own traces, and rank 0 decides and publishes.
+    """
 
     def __init__(
         self,
@@ -55,7 +57,7 @@ class Candidates:
         vetoed_since_s: float | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`vetoed_since_s` is when the golden set first vetoed, in seconds since the epoch; None where it did not."""
+        """`vetoed_since_s`: when the golden set first vetoed since the last version, in seconds since the epoch."""
         self._training, self._intake, self._gate = training, intake, gate
         self._store, self._pointer, self._config = store, pointer, config
         self._metrics, self._ranks, self._clock = metrics, ranks, clock
@@ -71,11 +73,11 @@ class Candidates:
         """On rank 0."""
         self._tried_s = time.monotonic()
         self._is_unannounced = False
-        """The version in training was stored, and Redis was away."""
+        """The version in training is stored, but the pointer could not be set: Redis was away."""
         self._start_from(training.version)
 
     def heed_rollbacks(self) -> bool:
-        """True where the training began again from another version's weights."""
+        """Restart training where its version was rolled back or barred; True where it did."""
         training = self._training
         good = self._ranks.lead(lambda: self._rollbacks.look(training.version))
         if not good:
@@ -87,7 +89,9 @@ class Candidates:
 
     @property
     def due(self) -> bool:
-        """Enough time has passed, enough was learnt since the last version, and something since the last decision."""
+        """Whether to judge a candidate: enough time and enough tokens since the last version, and a step since the last
+        decision.
+        """
         learnt_tokens, config = self._training.learnt_tokens, self._config
         is_due = (
             self._training.guard.healthy
@@ -99,8 +103,10 @@ class Candidates:
         return self._ranks.any(self._ranks.leads and is_due)
 
     def publish(self) -> bool:
-        """Judge the averaged draft on traces that no draft has learnt from, and store it where it is fit; True where it
-        was, and is to be announced after a checkpoint. One that could not be announced comes before a new one.
+        """Judge the averaged draft on traces that no draft has learnt from, and store it where the gate promotes it.
+
+        True where a version is stored: write a checkpoint, then call `announce`. A version that could not be announced
+        earlier comes before a new candidate.
         """
         if self._is_unannounced:
             return True
@@ -133,19 +139,19 @@ class Candidates:
         return bool(version)
 
     def announce(self) -> None:
-        """Tell the engines of the version that was stored."""
+        """Point the engines to the stored version."""
         version = self._training.version
         self._is_unannounced = not self._ranks.lead(lambda: self._announce(version))
         if not self._is_unannounced:
             self._start_from(version)
 
     def _start_from(self, version: int) -> None:
-        """From here on enough must be learnt for the next candidate."""
+        """Count the tokens towards the next candidate from here."""
         self._begun_tokens = self._judged_tokens = self._training.learnt_tokens
         self._metrics.published_version.set(version)
 
     def _incumbent(self) -> int:
-        """What engines have in service or will: the published version, else the last good one, else the one in
+        """The version that engines serve or will serve: the published one, else the last good one, else the one in
         training. Raises StoreError.
         """
         try:
@@ -158,8 +164,8 @@ class Candidates:
         return states.last_good() or self._training.version
 
     def _carry_out(self, decision: GateDecision, draft: Eagle3Draft, info: dict[str, Any]) -> int | None:
-        """Store the draft where the gate lets it; returns its version. The decision goes into the manifest and into the
-        store's events.
+        """Store the draft where the gate promotes it; returns its version. The decision is recorded in the manifest and
+        in the store's events.
         """
         self._tried_s = time.monotonic()
         self._metrics.observe_gate(
@@ -211,7 +217,7 @@ class Candidates:
         return True
 
     def _failed(self, error: SlipstreamError) -> None:
-        """A candidate could not be judged or published; the next attempt comes after the usual interval."""
+        """Log and count a failed attempt to judge or publish; the next one comes after the usual interval."""
         self._tried_s = time.monotonic()
         self._metrics.publish_errors.inc()
         log.error("draft not published", error=str(error))
@@ -222,8 +228,8 @@ class Candidates:
         self._store.lifecycle.events.append("gate", actor=_ACTOR, **fields)
 
     def _is_patience_over(self, decision: GateDecision) -> bool:
-        """Whether this veto of the golden set is one too many. What is held, or worse on held-out traces, was not its
-        doing, and an operator's recording may veto for ever.
+        """Whether the golden set has vetoed for longer than `golden_patience_s` without a new version. Only vetoes
+        count, not other refusals. An operator's recording may veto for ever.
         """
         if decision.outcome is GateOutcome.PROMOTE:
             self.vetoed_since_s = None
@@ -240,14 +246,14 @@ class Candidates:
         if since_s is None or not self._ranks.leads:
             return
         numbers = {"num_traces": num_traces, "vetoed_s": round(self._clock() - since_s)}
-        log.warning("the golden set is given up: traffic has left it behind", **numbers)
+        log.warning("the golden set is replaced by new traces: it vetoed every candidate for too long", **numbers)
         try:
             self._store.lifecycle.events.append("golden_renewed", actor=_ACTOR, **numbers)
         except StoreError as error:
-            log.warning("not on record", error=str(error))
+            log.warning("the event golden_renewed was not recorded", error=str(error))
 
     def _info(self) -> dict[str, Any]:
-        """What a manifest says about the learning; whose traffic it was is known on rank 0."""
+        """What the manifest says about the training; complete on rank 0 alone."""
         intake = self._intake
         parts = self._ranks.gather(msgspec.json.encode(self._training.tenants))
         tenants = joined_counts(msgspec.json.decode(part, type=TenantCounts) for part in parts)

@@ -1,37 +1,35 @@
-"""The gate: may a candidate be tried in place of the incumbent? Decided on traces that neither has learnt from.
+"""The gate: decides whether a candidate may replace the incumbent, on traces that neither has learnt from.
 
 Both drafts decode the held-out traces again (`score`), and their accept lengths are compared (trainer/statistics.py).
 Answers to one prompt resemble each other and count as one trace. Traces are few, so the bounds are those of Student's
-t: four traces decide only what is plain.
+t: with four traces only a large difference decides.
 
     promote   better, and worse by more than ε in at most one case of twenty
     refuse    worse, or worse by more than the golden ε on the golden set, in all but one case of twenty
-    hold      anything else: the incumbent stays, training goes on, and the next interval asks again
+    hold      anything else: the incumbent stays, training goes on, and the gate judges again after the next interval
 
-When the target has moved since the incumbent was published, the candidate is better in expectation before any trace is
-asked, and traces of the new target are few. Then ε is wider (`moved_epsilon`); what is promoted must still come out
-better on them.
+When the target has moved since the incumbent was published, the candidate is expected to be better, and traces of the
+new target are few. Then ε is wider (`moved_epsilon`); a promoted candidate must still come out better on them.
 
-The golden set is old traffic, which a legitimate shift may serve a little worse; so it has a wider ε and only a veto,
-and a veto that lasts too long ends with a new golden set (trainer/replay/eval_sets.py). It is asked only about a
-candidate that the held-out traces speak for.
+The golden set is old traffic. A draft that follows a legitimate shift of traffic may be a little worse on it, so it has
+a wider ε and can only veto. A veto that lasts too long ends with a new golden set (trainer/replay/eval_sets.py). Only a
+candidate that wins on the held-out traces is scored on it.
 
-Every rank scores its own traces, and rank 0 decides about all of them. Each draft is asked once about a trace: the
+Every rank scores its own traces, and rank 0 decides about all of them. Each draft is scored once on a trace: the
 incumbent's scores are kept from one decision to the next, and those of a candidate become the incumbent's when it is
 published. How often the gate is wrong: benchmarks/results/gate.md.
 
 **How many tokens a draft would commit.** A proposal is accepted when it is the token that the text has there, whatever
 the engine's verification (`speculator.trace.Verification`). So a trace can be decoded again with any draft
-(`predict_acceptance`): every answer position is asked for the probability that the draft's proposal there is accepted,
-given the text's token y, and the rounds that follow from it are counted in expectation. Control rounds, which draft
-nothing, are no part of it.
+(`predict_acceptance`): at every answer position we compute the probability that the draft's proposal is accepted, given
+the text's token y, and from these the expected rounds. Control rounds, which draft nothing, are not counted.
 
-**Beside earlier text.** Where earlier text was right in service, the engine has no need of the head: such a round
-commits what text proposed, whichever draft is judged. So a draft is judged by what it earns where text fails.
+**Beside earlier text.** Where a proposal from earlier text was right in service, the engine does not need the head:
+such a round commits the same tokens with either draft. So the score depends on a draft only where text fails.
 
-A greedy request accepts the draft's likeliest token or not, and the expectation is the count itself. So does an engine
-in which the target draws by itself. Where the draft draws, what it would draw is not in the trace; with p served and q
-drafted it follows from y.
+For a greedy request the draft's likeliest token is accepted or not, so the expectation is a plain count. The same holds
+for an engine that verifies against the target's own sample (`target_only`). Where the engine samples the draft's
+proposals, the trace does not have this draft's; with p served and q drafted the probability follows from y.
 
 * **Coupled**, under drafter-invariant verification (speculator/draft/verification.py): with the same Gumbel noise p and
   q both choose y with probability 1 / Σ_x max(p(x)/p(y), q(x)/q(y)) (Moulton and Jiang, "Maximally consistent sampling
@@ -40,8 +38,7 @@ drafted it follows from y.
 * **Rejection sampling**: y is proposed and accepted with probability q(y) · min(1, p(y) / q(y)), emitted with p(y), so
   P(accepted | y) = min(1, q(y) / p(y)). Block verification accepts no less, and is counted so.
 
-Equal distributions give 1. What is drawn at different positions is independent, and decides there one accepted proposal
-or one rejection, never both: the probabilities along a chain multiply.
+Equal distributions give 1. Samples at different positions are independent, so the probabilities along a chain multiply.
 
 Shape letters: N base positions, S states, K kept target tokens or depth, D draft vocabulary.
 """
@@ -78,15 +75,15 @@ _MAX_RATIO = 1e30
 def expected_rounds(
     accept_NK: Tensor, labelled_N: Tensor, depth: int, *, text_ahead_N: Tensor | None = None
 ) -> Acceptance:
-    """Decode one span again with chains of `depth`: what would its verifications commit?
+    """What the verifications of one span would commit, in expectation, with chains of `depth` proposals.
 
     `accept_NK` [N, K ≥ depth] is the probability that proposal k of the chain from base n is accepted once those before
     it are; 0 where the chain has ended. `labelled_N` says whether the token that base n predicts has a label. A round
     at base n commits its accepted proposals and one token more, and the next one starts behind them. Positions without
-    a label are passed over and counted nowhere. The last round counts only tokens inside the span. A round at a base
-    where earlier text was right, `text_ahead_N` [N] tokens far, commits those, and none of the chain.
+    a label are passed over and counted nowhere. The last round counts only tokens inside the span. `text_ahead_N` [N]
+    is how many tokens earlier text proposed rightly; where it is above 0 a round commits those instead of the chain.
 
-    Example: N = 5, all labelled, accepted for sure [1, 0, 2, 1, 0] leading proposals, depth 3: rounds at 0 (2 tokens)
+    Example: N = 5, all labelled, [1, 0, 2, 1, 0] proposals accepted with probability 1, depth 3: rounds at 0 (2 tokens)
     and at 2 (3 tokens), so 5 tokens in 2 rounds, length 2.5.
     """
     accept, labelled = accept_NK[:, :depth].tolist(), labelled_N.tolist()
@@ -123,10 +120,10 @@ def expected_rounds(
 
 
 def recorded_rounds(trace: Trace) -> Acceptance:
-    """What the rounds that a trace recorded committed, of the answer's tokens inside the span.
+    """Tokens that a trace's own rounds committed in service, of the answer's tokens inside the span.
 
-    A round in which nothing was proposed leaves no record; it is a position that no recorded round covers, and so is a
-    control round, which live figures leave out.
+    A round that proposed nothing, control rounds included, leaves no record. A position that no recorded round covers
+    counts as such a round.
     """
     first, rounds = trace.header.first_position, trace.rounds
     accepted_at = dict(zip((rounds.position - first).tolist(), rounds.num_accepted.tolist(), strict=True))
@@ -161,11 +158,11 @@ def rejection_acceptance(logits_SD: Tensor, labels: Labels, tokens_S: Tensor) ->
     """[S] probability that the draft proposed the emitted token and had it accepted, given that it was emitted.
 
     `logits_SD` are tempered (`Labels.tempered`), `tokens_S` draft ids of the emitted tokens, −1 outside the draft
-    vocabulary. Below the kept tokens, where the trace has a mass and no shape, the target is taken to be shaped like
-    the draft: that is exact where nothing is served there, and too hopeful for an emitted token that was not kept.
+    vocabulary. For the tokens below the kept ones a trace has only their total mass. There we take p proportional to q:
+    exact where that mass is 0, too high an acceptance for an emitted token that was not kept.
     """
     given = _given_emitted(logits_SD, labels, tokens_S)
-    # A token that is served with no probability was emitted all the same: p is rounded.
+    # p may be 0 for an emitted token because recorded probabilities are rounded.
     accept_S = (given.q / given.p).nan_to_num(0.0, posinf=1.0).clamp_max(1.0)
     return torch.where(given.is_possible, accept_S, 0.0)
 
@@ -174,15 +171,15 @@ class _Given(NamedTuple):
     """Served p and drafted q of S rows."""
 
     kept_p: Tensor
-    """[S, K] at the kept tokens, 0 at those that the draft cannot propose; so with `kept_q`."""
+    """[S, K], as `kept_q`: at the kept tokens, 0 at those that the draft cannot propose."""
     kept_q: Tensor
     p: Tensor
-    """[S] at the emitted token, and so with `q`; below the kept ones of all of them together."""
+    """[S], as `q`: of the emitted token; of all tokens below the kept ones together where it is one of those."""
     q: Tensor
     outside_p: Tensor
-    """[S] of kept tokens that the draft cannot propose."""
+    """[S] p of all kept tokens that the draft cannot propose."""
     below_q: Tensor
-    """[S] of all but the kept tokens."""
+    """[S] q of all but the kept tokens."""
     is_possible: Tensor
     """[S] bool: the draft can propose the emitted token."""
 
@@ -202,7 +199,7 @@ def _given_emitted(logits_SD: Tensor, labels: Labels, tokens_S: Tensor) -> _Give
 
 
 _DRAWN = {"coupled": coupled_acceptance, "rejection": rejection_acceptance, "block": rejection_acceptance}
-"""Acceptance by verification, where the draft draws its proposals."""
+"""Acceptance by kind of verification, where the engine samples the draft's proposals."""
 _MAX_BASES = 512
 _ALL_CONTEXT = 1 << 31
 
@@ -215,11 +212,11 @@ def predict_acceptance(
     beside_text: bool = False,
     max_bases: int = _MAX_BASES,
 ) -> dict[int, Acceptance]:
-    """Acceptance over the answers of `examples` with chains of each of the `depths`; with `beside_text`, where earlier
-    text was right in service, of what it proposed.
+    """Expected acceptance of a draft over the answers of `examples`, for chains of each of the `depths`.
 
-    The draft reads the whole kept prompt as context, as in service. A long answer is computed in windows of `max_bases`
-    positions: attention grows with the square of a batch, and so does its mask.
+    With `beside_text` a round in which earlier text was right in service commits that text's proposals. The draft reads
+    the whole kept prompt as context, as in service. A long answer is computed in windows of `max_bases` positions,
+    since attention and its mask grow with the square of a batch.
     """
     totals = {depth: Acceptance() for depth in depths}
     for example in examples:
@@ -242,13 +239,13 @@ def accept_probabilities(
     draft: Eagle3Draft, batch: Batch, *, depth: int, verification: Verification
 ) -> tuple[Tensor, Tensor]:
     """([N, depth] float64 P(proposal k of the chain from base n is accepted, once those before it are), [N] bool the
-    base has a label), both on the CPU. All of the batch's requests are verified so; greedy ones as if `target_only`.
-    What is not a number, because weights or features overflow, accepts nothing.
+    base has a label), both on the CPU. `verification` holds for all requests of the batch; pass `target_only` for
+    greedy ones. A probability of NaN, from overflowing weights or features, counts as 0.
     """
     num_bases, device = len(batch.rows), batch.rows.device
     accept_NK = torch.zeros(num_bases, depth, dtype=torch.float64, device=device)
     labelled_N = torch.zeros(num_bases, dtype=torch.bool, device=device)
-    # A chain of likeliest tokens is followed while it is right; one that is drawn may be right anywhere.
+    # A chain of likeliest tokens ends at its first wrong one; a sampled chain may reach every position.
     drawn = _DRAWN.get(verification)
     wanted_NK = None if drawn is None else torch.ones(num_bases, depth, dtype=torch.bool, device=device)
     for proposals in unroll(draft, batch, num_steps=depth, wanted_NK=wanted_NK):
@@ -268,8 +265,8 @@ Score = Callable[[Eagle3Draft, Stored, TrainerConfig], Acceptance]
 def score(draft: Eagle3Draft, stored: Stored, config: TrainerConfig) -> Acceptance:
     """What the draft would commit on one trace beside earlier text, with chains of `gate_depth`.
 
-    An engine decides in each round how deep it drafts, by what time costs there (speculator/proposals/planner.py); a
-    trace has no times. So drafts are compared at one depth, which treats both alike.
+    An engine chooses the depth of each round by measured costs (speculator/proposals/planner.py), which a trace does
+    not have. So both drafts are compared at one depth.
     """
     with autocast(draft.embed.device, is_wanted=config.autocast):
         found = predict_acceptance(draft, [stored.example], depths=[config.gate_depth], beside_text=True)
@@ -283,26 +280,26 @@ class GateOutcome(enum.Enum):
 
 
 class GateDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """What was decided, and everything that it rests on."""
+    """The gate's decision about a candidate, with the numbers behind it."""
 
     outcome: GateOutcome
     reason: str
     incumbent: int
     """The version that the candidate was compared with."""
     fresh: Comparison | None = None
-    """On held-out traces; None where the candidate was unfit to be compared."""
+    """On held-out traces; None where the candidate's weights are not finite."""
     golden: Comparison | None = None
-    """None where the golden set was not asked, because the held-out traces were against the candidate already."""
+    """On the golden set; None where the candidate did not win on the held-out traces."""
     seconds: float = 0.0
 
     @property
     def is_vetoed(self) -> bool:
-        """Better on held-out traces, and refused for the golden set: it is not asked about any other."""
+        """Better on held-out traces, and refused because of the golden set."""
         return self.outcome is GateOutcome.REFUSE and self.golden is not None
 
     @property
     def numbers(self) -> dict[str, Number]:
-        """The same without structure: golden ones under `golden_…`."""
+        """The decision's numbers as a flat dict; those of the golden set are named `golden_…`."""
         found: dict[str, Number] = {"incumbent": self.incumbent, "seconds": self.seconds}
         for prefix, part in (("", self.fresh), ("golden_", self.golden)):
             if part is not None:
@@ -321,7 +318,7 @@ class Decide(Protocol):
 def decide(
     fresh: Comparison, golden: Comparison | None, *, incumbent: int, epsilon: float, golden_epsilon: float
 ) -> GateDecision:
-    """See the head of this file; without a golden comparison the held-out traces decide alone."""
+    """Apply the gate's rule (at the top of this file); without `golden` the held-out traces decide alone."""
     if fresh.num_traces < MIN_TRACES or fresh.lower is None:
         outcome, reason = GateOutcome.HOLD, f"fewer than {MIN_TRACES} prompts are held out"
     elif _is_worse(fresh, 0.0):
@@ -361,7 +358,8 @@ class Gate:
         self._candidate_scores: dict[str, Acceptance] = {}
 
     def judge(self, candidate: Eagle3Draft, *, incumbent: int, has_moved: bool = False) -> GateDecision | None:
-        """The decision about a candidate, on rank 0; None elsewhere. `has_moved`: the target, since the incumbent came.
+        """The decision about a candidate, on rank 0; None elsewhere. `has_moved`: the target has moved since the
+        incumbent was published.
 
         Raises StoreError, on all ranks, where one of them cannot load the incumbent.
         """
@@ -372,7 +370,7 @@ class Gate:
         here = {*self._held_out.trace_ids, *self._golden.trace_ids}
         self._incumbent, self._scores = incumbent, {one: score for one, score in known.items() if one in here}
         self._candidate_scores = {}
-        # While the pool is young, the golden traces are as fresh.
+        # Until the held-out pool has released a trace, the golden traces are as recent as its own.
         fresh = self._compare(candidate, [*self._held_out, *(self._golden if self._held_out.is_young else ())])
         rule = partial(
             self._decide,
@@ -389,11 +387,11 @@ class Gate:
         return msgspec.structs.replace(decision, seconds=time.monotonic() - start_s)
 
     def published(self, version: int) -> None:
-        """The candidate of the last decision is the incumbent now."""
+        """Make the candidate of the last decision the incumbent, with its scores."""
         self._incumbent, self._scores = version, self._candidate_scores
 
     def _compare(self, candidate: Eagle3Draft, traces: Sequence[Stored]) -> Comparison | None:
-        """Over the traces of all ranks, on rank 0."""
+        """Compare both drafts over the traces of all ranks; the result is on rank 0, None elsewhere."""
         failed, scores = False, list[PromptScores]()
         try:
             self._add_scores(lambda: self._load_draft(self._incumbent), traces, self._scores)

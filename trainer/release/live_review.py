@@ -1,34 +1,33 @@
-"""Versions in service: a second look at a new one on the traces that arrive, and what rollbacks mean for training.
+"""Review of versions in service on arriving traces, and what rollbacks mean for training.
 
-**Second look.** An engine compares accept lengths of different requests (serving/hotswap/breaker.py), and requests
-differ more from each other than drafts do, so it takes back only what is clearly worse. Here both drafts decode the
-same traces again, as at the gate, and some twenty traces tell a tenth from nothing. The gate has judged most versions
-like that; this is about traffic that had no part in its judgement, and about versions that never came to it. It does
-not matter who published a version: this trainer, an operator, or whoever writes to the store.
+**Review** (second look). An engine compares accept lengths of different requests (serving/hotswap/breaker.py). Requests
+differ more from each other than drafts do, so it rolls back only what is clearly worse. Here both drafts decode the
+same traces again, as at the gate; some twenty traces show a change of a tenth. The gate judges versions in the same
+way, on other traces. The review covers traffic that the gate did not see, and versions that never passed the gate,
+whoever published them: this trainer, an operator, or anyone who writes to the store.
 
-The change of the accept length is compared after every trace, within bounds that hold over all looks together
-(trainer/statistics.py). Answers to one prompt count as one trace. With the ε of the gate, the narrow one also where the
-target has moved, the version is
+The change of the accept length is compared after every trace, with bounds that hold for all comparisons together
+(trainer/statistics.py). Answers to one prompt count as one trace. With ε = `gate_epsilon`, also where the target has
+moved, the version is
 
     rolled back   confidently worse by more than ε: barred as by an engine; engines and training go back
     kept          confidently not worse by ε, after `MIN_KEPT` traces at least
     undecided     neither, after `review_traces`
-    withdrawn     barred by somebody else, pinned by the operator, or a newer version has come into service; or one of
-                  the two cannot be read any more
+    withdrawn     barred by another, pinned by the operator, replaced by a newer version in service, or one of the two
+                  drafts cannot be read
 
-It costs two decodings a trace, of at most `_TRACES_A_TURN` in a turn of the training loop; `_ANSWERS_A_PROMPT` answers
-to a prompt are decoded, and as many prompts as `review_traces`. Meanwhile both drafts are in memory. A trainer that is
-killed begins anew with a version that is still on trial, and so does one whose incumbent is barred or removed: nobody
-goes back to it. What cannot be read or written is tried again; learning goes on.
+It costs two decodings a trace, of at most `_TRACES_A_TURN` in a turn of the training loop. It decodes up to
+`_ANSWERS_A_PROMPT` answers to a prompt, of up to `review_traces` prompts. Meanwhile both drafts are in memory. A review
+starts again where the trainer was restarted, or where the incumbent was barred or removed, since no engine would go
+back to that one. What cannot be read or written is tried again; learning goes on.
 
-**Rollbacks.** A version that was rolled back or barred is no base to go on from: the trainer starts again from the last
-good one. Two versions in a row that engines rolled back mean that the gate does not see what live traffic sees, so
-publishing pauses:
+**Rollbacks.** When the trainer's own version was rolled back or barred, it restarts training from the last good one.
+When engines rolled back two versions in a row, the gate misses something about live traffic, so publishing pauses:
 
     pause = publish_pause_s · 2^(n − 2), at most MAX_PAUSE_S, from the last of n ≥ 2 rollbacks in a row
 
-Then one version is published on trial, and the next one waits for what becomes of it, as long as the pause was:
-promoted, everything is as before; rolled back, the pause is twice as long. A promotion by an operator ends it at once.
+Then one version is published on trial. The next one waits for its outcome, for at most as long as the pause was. A
+promotion ends the pauses; a rollback doubles the pause. A promotion by an operator ends a pause at once.
 """
 
 from __future__ import annotations
@@ -61,13 +60,13 @@ _IN_SERVICE = frozenset({VersionState.LIVE, VersionState.PROMOTED})
 class Newcomer(NamedTuple):
     version: int
     incumbent: int
-    """The last good version but for it: what engines go back to."""
+    """The last good version before it, to which engines go back."""
     sequence: int
-    """Of the transition with which it came: a version that was barred and released comes anew."""
+    """Number of the transition that brought it into service; a version that was barred and released has a new one."""
 
 
 def _is_gone(histories: Mapping[int, Sequence[Transition]], current: Newcomer) -> bool:
-    """Nobody goes back to its incumbent: it was barred, or removed."""
+    """The newcomer's incumbent was barred or removed, so no engine would go back to it."""
     history = histories.get(current.incumbent)
     return history is None or history[-1].state in BARRED
 
@@ -79,14 +78,14 @@ def _came(history: Sequence[Transition]) -> int:
 log = structlog.get_logger()
 ACTOR = "trainer:review"
 ALPHA = 0.01
-"""Of versions that are worse by just ε, the share that may be rolled back, and the share that may be kept: where what
-traces say of them is spread roughly like a normal distribution. Where it is not, in that all of the loss is on a few
-traces, these have to come first: of versions that lose half on one trace in ten and nothing on the others 1 in 200 is
-kept, of those that lose 60% on one in twenty 7 in 100 (tests/trainer/release/test_review.py).
+"""Error rate: of versions that are worse by exactly ε, the share that may be rolled back, and the share that may be
+kept. It holds for roughly normal differences between traces. Where a few traces have all of the loss, errors are more
+frequent: of versions that lose half on one trace in ten 1 in 200 is kept, of those that lose 60% on one in twenty 7 in
+100 (tests/trainer/release/test_review.py).
 """
 MIN_KEPT = 50
 DOUBT = 0.1
-"""As if one more trace had differed by so much: some first traces that say the same do not decide."""
+"""`doubt` of `compare`: a few first traces that agree do not decide."""
 LOOK_INTERVAL_S = 1.0
 _TRACES_A_TURN = 2
 _ANSWERS_A_PROMPT = 4
@@ -101,7 +100,7 @@ class ReviewOutcome(enum.Enum):
 
 
 def review_outcome(found: Comparison, *, epsilon: float, is_last: bool) -> ReviewOutcome | None:
-    """None where it takes more traces."""
+    """The outcome of a review; None where it needs more traces."""
     if found.upper is not None and found.upper < -epsilon:
         return ReviewOutcome.ROLLED_BACK
     if found.num_traces >= MIN_KEPT and found.lower is not None and found.lower > -epsilon:
@@ -110,7 +109,9 @@ def review_outcome(found: Comparison, *, epsilon: float, is_last: bool) -> Revie
 
 
 class Review:
-    """All ranks call it in the same order: each decodes its own traces, and rank 0 decides about all of them."""
+    """Compares the newest version in service with the one before. All ranks call the same methods in the same order:
+    each decodes its own traces, and rank 0 decides about all of them.
+    """
 
     def __init__(
         self,
@@ -127,22 +128,22 @@ class Review:
         self._lifecycle, self._pointer, self._config, self._score = lifecycle, pointer, config, score
         self._metrics, self._ranks, self._load_draft, self._clock = metrics, ranks, load_draft, clock
         self._newcomer = self._word = _NOBODY
-        """Who is reviewed, and who is to be from the next turn on: rank 0's word."""
+        """The version under review; and, on rank 0, the one to review from the next turn on."""
         self._settled: int | None = None
-        """The transition up to which every version that came into service was reviewed, by its sequence."""
+        """Sequence number of the transition up to which all versions in service were reviewed."""
         self._looked_s = float("-inf")
         self._drafts: tuple[Eagle3Draft, Eagle3Draft] | None = None
         """The newcomer and its incumbent, once there is a trace to decode."""
         self._waiting: deque[Stored] = deque(maxlen=config.review_traces)
         self._texts: set[bytes] = set()
         self._prompts: Counter[bytes] = Counter()
-        """How many of those texts are answers to a prompt."""
+        """How many of `_texts` answer each prompt."""
         self._answers: list[PromptScores] = []
-        """Those of all ranks, on rank 0."""
+        """Scores from all ranks; on rank 0."""
         self._is_gone = False
         """One of the drafts can never be loaded."""
         self._verdict: tuple[ReviewOutcome, Comparison] | None = None
-        """That has been reached and not yet been carried out."""
+        """Reached, and not yet carried out."""
         self._seconds = 0.0
 
     @property
@@ -156,7 +157,7 @@ class Review:
         return bool(self._waiting)
 
     def arrived(self, traces: Iterable[Stored]) -> None:
-        """New traces, whatever becomes of them otherwise."""
+        """Queue new traces for the review, whether or not the trainer keeps them."""
         if self._newcomer == _NOBODY:
             return
         for stored in traces:
@@ -167,13 +168,13 @@ class Review:
                 self._waiting.append(stored)
 
     def forget(self, is_gone: Callable[[Provenance], object]) -> None:
-        """Drop what waits and is gone."""
+        """Drop waiting traces for which `is_gone` is true."""
         self._waiting = deque(
             (one for one in self._waiting if not is_gone(one.provenance)), maxlen=self._waiting.maxlen
         )
 
     def take_turn(self) -> None:
-        """Look who is in service, and decode a few of the traces that wait."""
+        """Check which version is in service, and decode a few of the waiting traces."""
         if not self._config.review_traces:
             return
         newcomer = self._agree()
@@ -210,7 +211,7 @@ class Review:
             self._verdict = ReviewOutcome.WITHDRAWN, self._compare()
             self._carry_out()
         else:
-            # The same version with another incumbent, for the one before was barred, begins anew.
+            # Where the incumbent was barred, the same version begins a new review against another incumbent.
             self._word = newcomer
 
     def _find_newcomer(self) -> Newcomer:
@@ -218,7 +219,7 @@ class Review:
         histories = self._lifecycle.histories()
         came = {version: _came(history) for version, history in histories.items() if history[-1].state in _IN_SERVICE}
         if self._settled is None:
-            # Versions that were promoted before this process began are as good as they ever will be.
+            # Versions that were promoted before this process began are not reviewed.
             promoted = (came[one] for one in came if histories[one][-1].state is VersionState.PROMOTED)
             self._settled = max(promoted, default=0)
         version = max(came, key=came.__getitem__, default=None)
@@ -269,7 +270,7 @@ class Review:
             self._carry_out()
 
     def _carry_out(self) -> None:
-        """Bar the version where that is the verdict, and end the review; what fails is tried again at the next look."""
+        """Bar the version where that is the verdict, and end the review; on an error the next turn tries again."""
         assert self._verdict is not None
         outcome, found = self._verdict
         try:
@@ -277,10 +278,10 @@ class Review:
                 outcome = ReviewOutcome.WITHDRAWN
             self._end(outcome, found)
         except (StoreError, StreamError) as error:
-            log.warning("not carried out yet, tried again", outcome=outcome.value, error=str(error))
+            log.warning("the review's outcome could not be stored, will retry", outcome=outcome.value, error=str(error))
 
     def _roll_back(self, found: Comparison) -> bool:
-        """False where the operator wants this version all the same, or it is gone."""
+        """Bar the version; False where an operator pinned it, or its state does not allow it."""
         version, incumbent, _ = self._newcomer
         if self._pointer.pinned() == version:
             return False
@@ -289,7 +290,7 @@ class Review:
             self._lifecycle.bar(version, actor=ACTOR, reason=reason, numbers=self._numbers(found))
         except LifecycleError:
             return False
-        # Not the incumbent as it was when the review began: it may have been barred since.
+        # Not the review's incumbent: that may have been barred meanwhile.
         if (good := self._lifecycle.last_good()) is not None:
             self._pointer.replace(version, good)
         return True
@@ -310,7 +311,7 @@ class Review:
 
 MAX_PAUSE_S = 24 * 3600.0
 MIN_TRIAL_S = 300.0
-"""A trial that has no verdict holds up publishing for at least so long, however short the pauses are."""
+"""Least time for which a trial without an outcome holds up publishing, however short the pause was."""
 _UNDECIDED = frozenset({VersionState.SCORED, VersionState.LIVE})
 
 
@@ -323,7 +324,9 @@ def pause_s(num_rollbacks: int, first_pause_s: float) -> float:
 
 
 class RollbackWatch:
-    """Rank 0's view of the lifecycle. What cannot be read now is read next time: learning goes on meanwhile."""
+    """Watches for rollbacks, on rank 0: says when to restart training and when to pause publishing. After a read error
+    it tries again next time.
+    """
 
     def __init__(
         self,
@@ -340,14 +343,14 @@ class RollbackWatch:
         self._lifecycle, self._metrics, self._published = lifecycle, metrics, published
         self._first_pause_s, self._clock = first_pause_s, clock
         self._looked = self._trial = (0, -math.inf)
-        """(version, when): the last look; and when a version was first found on trial."""
+        """(version, time): of the last check; and when that version's trial was first seen."""
         self.paused = False
-        """Nothing may be published now."""
+        """No version may be published."""
         metrics.publishing_paused.set(0)
 
     def look(self, version: int) -> int | None:
-        """The version to start again from where `version`, the one that the weights descend from, is barred; None where
-        nothing has to change. Looks at a version at most every LOOK_INTERVAL_S.
+        """The version to restart training from where `version`, from which the weights descend, is barred; else None.
+        Reads the states at most every LOOK_INTERVAL_S.
         """
         now_s, before = self._clock(), self._looked
         if version == before[0] and now_s - before[1] < LOOK_INTERVAL_S:
@@ -383,10 +386,10 @@ class RollbackWatch:
         )
 
     def _is_on_trial(self, version: int, now_s: float, num_rollbacks: int) -> bool:
-        """Nobody tries what the pointer does not name, such as a version scored just before the trainer was killed.
+        """Whether engines are trying `version`, and publishing must wait for the outcome.
 
-        A trial that has no verdict after as long as the pause before it, or MIN_TRIAL_S, holds up publishing no longer:
-        no engine may be left that could give one.
+        They try only what the pointer names, so not a version scored just before the trainer was killed. The wait ends
+        after as long as the pause before it, or MIN_TRIAL_S: there may be no engine left to decide.
         """
         if self._lifecycle.state(version) not in _UNDECIDED:
             return False
@@ -395,7 +398,7 @@ class RollbackWatch:
                 return False
         except StreamError:
             return True
-        # Engines know it from now on.
+        # The trial begins when the pointer first names the version.
         if self._trial[0] != version:
             self._trial = (version, now_s)
         return now_s - self._trial[1] <= max(pause_s(num_rollbacks, self._first_pause_s), MIN_TRIAL_S)

@@ -1,1 +1,1 @@
-"""From the stream to what the trainer can learn from: traces are read, admitted, kept, drawn and forgotten."""
+"""Traces in the trainer: read from the stream, admitted, kept, drawn for batches, and forgotten."""

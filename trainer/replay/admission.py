@@ -1,17 +1,16 @@
-"""What becomes of an arriving trace: learnt from, held out, kept as golden, refused; and when it is forgotten.
+"""Admission of arriving traces: learnt from, held out, kept as golden, or refused; and which ones to forget.
 
-A few early traces become the golden set, a share of the others is held out for a while, and the rest is offered to the
-replay at once. Golden and held-out traces are done with as far as Redis is concerned: the next checkpoint lists them.
+A few early traces become the golden set, a share of the others is held out for a while, and the rest goes to the replay
+at once. Golden and held-out traces can be acked in Redis as soon as a checkpoint lists them, without a step.
 
-A trace whose text is here already, or was refused, is done with at once: it needs no step. It does not count for drift,
-or one client that repeats itself could raise an alarm. "Here" is about this rank: where several train together, one
-text may have a place in each.
+A trace whose text this rank has already, or refused, can be acked, too. It does not count for drift, or one client that
+repeats itself could raise an alarm. Several ranks may each hold the same text.
 
-When the target moves, only traces of the newest version judge drafts. What was held out of older ones, and the golden
-set, are learnt from, and the next traces take their places. An operator's recording stays, and may veto.
+When the target moves, only traces of its newest version judge drafts. Older held-out and golden traces go to the
+replay, and the next traces take their places. An operator's recording stays, and may veto.
 
-`Forgetting` names the traces that must go: those of an erased tenant up to its order, and those that are too old. It
-reads the orders every LOOK_S, and answers by the orders that it knows.
+`Forgetting` says which traces must go: those of an erased tenant from before its erasure order, and those that are too
+old. It reads the erasure orders from Redis every LOOK_S; in between it uses those that it read last.
 """
 
 from __future__ import annotations
@@ -37,22 +36,23 @@ from trainer.replay.memory import Provenance, Stored, priority
 from trainer.replay.trace_source import TraceSource
 
 _MANY_OLDER = 32
-"""Traces of older targets in a row after which we warn; again after twice as many, and so on."""
+"""Traces of older targets in a row that cause a warning; the next one comes after twice as many, and so on."""
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arrivals:
-    """What one read brought: news to learn from, or only `num_repeated_tokens` of texts that are here already."""
+    """The result of one read. `num_repeated_tokens` are those of texts that this rank has already."""
 
     is_news: bool
+    """The replay took a new trace."""
     num_repeated_tokens: int
     traces: list[Stored]
-    """All of them, whatever became of each."""
+    """All traces that were read, admitted or not."""
 
 
 class Intake:
-    """Fills replay, held-out pool and golden set, first with this rank's share of what the last checkpoint lists."""
+    """Fills replay, held-out pool and golden set; at the start with this rank's share of the last checkpoint."""
 
     def __init__(
         self,
@@ -71,13 +71,13 @@ class Intake:
         self.num_repeated = progress.num_repeated
         self._ranks = ranks
         self.target_version = progress.target_version
-        """The newest of which a trace has come to any rank."""
+        """The newest target version among the traces of all ranks."""
         self._num_older, self._warn_at = 0, _MANY_OLDER
         self._follow(self.target_version)
         self.domains = DomainNames(config.max_domains, progress.domain_tenants)
         self.drift = DriftMonitor(progress.drift)
         self._priorities = progress.replay or {}
-        # An operator's recording takes the place of golden traces, which then are learnt from in the end.
+        # Where an operator's recording is the golden set, the checkpoint's golden traces are held out instead.
         self._were_golden = set(progress.golden if config.golden is None else ())
         self._were_held_out = {*progress.held_out, *progress.golden} - self._were_golden
         wanted = None if progress.replay is None else [one for one in progress.trace_ids if ranks.owns(one)]
@@ -87,11 +87,11 @@ class Intake:
                 self._restore(stored)
                 num_found += 1
         if wanted:
-            # Pending ones come again with the next reads.
-            log.info("replay filled again", num_traces=num_found, num_missing=len(wanted) - num_found)
+            # Missing traces that are still pending in Redis come with the next reads.
+            log.info("replay restored", num_traces=num_found, num_missing=len(wanted) - num_found)
 
     def read(self, block_ms: int) -> Arrivals:
-        """Take as many traces as the replay has room for, and what leaves the held-out pool for them."""
+        """Read as many traces as the replay has room for and admit each; also admit those released from held-out."""
         room = self._replay.room
         new = self._source.read(room, block_ms) if room else []
         self._follow_newest(new)
@@ -112,7 +112,7 @@ class Intake:
         )
 
     def _follow_newest(self, arrived: Sequence[Stored]) -> None:
-        """Before anything is placed: what comes of a newer target judges drafts for it."""
+        """Move to a newer target version before the traces are admitted, so that its traces can be held out."""
         newest = max((stored.provenance.target_version for stored in arrived), default=0)
         version, previous = self._ranks.max(newest), self.target_version
         if version > previous:
@@ -121,7 +121,9 @@ class Intake:
             log.info("the target has moved", version=version, previous=previous, num_forgotten=num_forgotten)
 
     def _notice_older(self, arrived: Sequence[Stored]) -> None:
-        """Where whoever trains the target counts from the beginning again, nothing judges drafts any more."""
+        """Warn where all traces are of older targets: then no trace is held out. It happens when the target's trainer
+        restarts its version count.
+        """
         if any(stored.provenance.target_version >= self.target_version for stored in arrived):
             self._num_older, self._warn_at = 0, _MANY_OLDER
             return
@@ -136,11 +138,11 @@ class Intake:
             )
 
     def _follow(self, version: int) -> int:
-        """How many traces are too old to be learnt from."""
+        """Apply a new target version; returns how many traces were too old and dropped."""
         too_old = self._replay.follow_target(version)
         self._source.mark_used(too_old)
         old = self.held_out.forget(lambda one: one.target_version < version)
-        # An operator's recording judges what it can, and is never learnt from; it does not pass for fresh traffic.
+        # An operator's recording stays and is never learnt from; its old traces do not count as fresh traffic.
         has_old_recording = self._config.golden is not None and any(
             stored.provenance.target_version < version for stored in self.golden
         )
@@ -154,7 +156,7 @@ class Intake:
         return len(too_old)
 
     def renew_golden(self) -> int:
-        """Learn from the golden traces from now on, and fill the set with those that come next; how many they were."""
+        """Move the golden traces to the replay, so that the next arrivals refill the set; returns how many moved."""
         given_up = self.golden.give_up()
         for stored in given_up:
             self._offer(stored)
@@ -163,15 +165,15 @@ class Intake:
     def forget(
         self, is_gone: Callable[[Provenance], object], *, is_golden_gone: Callable[[Provenance], object]
     ) -> list[Stored]:
-        """Remove, and return, the traces that are gone, from wherever they are kept. None of them needs a step now."""
+        """Remove and return traces for which `is_gone` is true, from all sets; they can be acked without a step."""
         gone = [*self._replay.forget(is_gone), *self.held_out.forget(is_gone), *self.golden.forget(is_golden_gone)]
         self._source.mark_used(gone)
         return gone
 
     @property
     def settled(self) -> tuple[int, int]:
-        """(`num_traces`, `new_tokens`) without what is in hand: who goes on from the next checkpoint gets that again,
-        and counts it then.
+        """(`num_traces`, `new_tokens`) without waiting unacked traces: after a restart Redis delivers those again, and
+        they are counted then.
         """
         in_hand = self._source.trace_ids_in_hand
         unused = [stored for stored in self._replay.waiting if stored.trace_id in in_hand]
@@ -179,12 +181,12 @@ class Intake:
 
     @property
     def golden_trace_ids(self) -> list[str]:
-        """None of an operator's recording, which is read again at every start."""
+        """For the checkpoint; empty for an operator's recording, which is read again at every start."""
         return self.golden.trace_ids if self._config.golden is None else []
 
     @property
     def held_out_trace_ids(self) -> list[str]:
-        """Settled with Redis and not learnt from, oldest first: those that were released and wait, then the pool."""
+        """Not learnt from and not to be delivered again, oldest first: released and waiting ones, then the pool."""
         in_hand = self._source.trace_ids_in_hand
         released = [trace_id for trace_id in self._replay.waiting_trace_ids if trace_id not in in_hand]
         return released + self.held_out.trace_ids
@@ -218,7 +220,7 @@ class Intake:
         return admission
 
     def _offer(self, stored: Stored) -> Admission:
-        """To the replay."""
+        """Offer a trace to the replay."""
         provenance = stored.provenance
         domain = self.domains.name(provenance.domain, provenance.tenant)
         admission = self._replay.add(stored, domain=domain)
@@ -226,10 +228,11 @@ class Intake:
         return admission
 
     def met(self, stored: Stored, num_accepted: int, num_positions: int) -> None:
-        """The draft in training has met a new trace, before it learnt from it: its likeliest proposals were what the
-        target said at so many of these positions.
+        """Record how well the draft in training predicted a new trace before it learnt from it: its likeliest proposal
+        was the target's token at `num_accepted` of `num_positions`.
 
-        That tells how good it is for this traffic, whether it was asked in service or earlier text was, or nobody.
+        This measures the draft on all traffic, whatever the engine proposed in service. It sets the trace's priority
+        and feeds the drift monitor.
         """
         if not num_positions:
             return
@@ -240,7 +243,7 @@ class Intake:
         self.watch(domain, num_accepted, num_positions)
 
     def watch(self, domain: str, num_accepted: int, num_tokens: int) -> None:
-        """Count one answer of a domain, and say so where acceptance has fallen."""
+        """Feed one answer of a domain to the drift monitor; log where acceptance has fallen."""
         for name in self.drift.observe(domain, num_accepted, num_tokens):
             series = self.drift.series[name]
             self._metrics.drift_alarms.labels(name).inc()
@@ -251,7 +254,7 @@ class Intake:
             self._metrics.observe_drift(name, short=series.short, long=long, margin=series.margin, alarm=series.alarm)
 
     def _restore(self, stored: Stored) -> None:
-        """Where it was at the checkpoint; or, where it would judge drafts for a target that has moved, as a new one."""
+        """Put a trace back into its set. A held-out or golden one of an older target goes to the replay as new."""
         was_kept = stored.trace_id in self._were_golden or stored.trace_id in self._were_held_out
         if was_kept and stored.provenance.target_version < self.target_version:
             self._offer(stored)
@@ -269,7 +272,9 @@ REASONS = ("erased", "expired")
 
 
 class Forgetting:
-    """`name` is the process's in Redis; `ttl_s` 0 sets no limit of age; `clock` gives seconds since the epoch."""
+    """Says which traces to forget, and reports to Redis what was removed. `name` identifies this process there; `ttl_s`
+    0 sets no age limit; `clock` gives seconds since the epoch.
+    """
 
     def __init__(
         self,
@@ -289,23 +294,25 @@ class Forgetting:
         self._looked_s: float | None = None
 
     def reason(self, provenance: Provenance) -> str | None:
-        """Of REASONS, why a trace is to be forgotten; None where it may be kept."""
+        """Why a trace must be forgotten, one of REASONS; None where it may be kept."""
         if covers(self._orders, provenance.tenant, provenance.created_ms):
             return "erased"
         too_old = self._ttl_s and self._clock() - provenance.created_ms / 1000 > self._ttl_s
         return "expired" if too_old else None
 
     def reason_in_recording(self, provenance: Provenance) -> str | None:
-        """The same for an operator's recording: whoever chose it chose its age, too."""
+        """The same for an operator's recording, which does not expire: the operator chose its age."""
         return "erased" if self.reason(provenance) == "erased" else None
 
     @property
     def may_have_orders(self) -> bool:
-        """Some tenant is to be forgotten, or Redis has not said yet that none is."""
+        """There is an erasure order, or the orders could not be read yet."""
         return bool(self._orders) or not self._are_known
 
     def look(self) -> bool:
-        """True where it was time to look: remove what has a reason, then `report`. Redis being away is no error."""
+        """Read the erasure orders, every LOOK_S. True where that was due: remove the traces that have a `reason`, then
+        `report`. Without Redis the known orders hold.
+        """
         now_s = time.monotonic()
         if self._looked_s is not None and now_s - self._looked_s < LOOK_S:
             return False
@@ -317,9 +324,9 @@ class Forgetting:
         return True
 
     def sweep(self) -> bool:
-        """Take what the orders cover out of the stream: an engine that was cut off may send it afterwards.
+        """Remove what the orders cover from the stream: an engine that was cut off may send it after the erasure.
 
-        False where it is to be done again.
+        False where it must be tried again.
         """
         orders = dict(self._orders)
         if not orders:
@@ -340,7 +347,7 @@ class Forgetting:
                 self._removed[stored.provenance.tenant] += 1
 
     def report(self) -> None:
-        """Say that everything that the orders cover is gone from here."""
+        """Report to Redis that this process has removed everything that the orders cover."""
         report = TrainerReport(
             at_ms=now_ms(),
             erased_ms=max(self._orders.values(), default=0),

@@ -1,20 +1,21 @@
-"""What the trainer can learn from: new traces first, and a bounded memory of the older ones.
+"""The replay: the traces that the trainer learns from, new ones first, and a bounded memory of older ones.
 
     add ──▶ waiting ──(first step)──▶ memory ──(no room)──▶ forgotten
 
 A trace waits until its first step and is kept for more: a live service brings too few tokens to use them once only.
-Both together are bounded in bytes. trainer/replay/memory.py says what is kept and how often it is drawn.
+Waiting and kept traces together are bounded in bytes. trainer/replay/memory.py says which traces are kept and how often
+each is drawn.
 
-One text has one place, whoever sends it and how often: a repetition only renews the proposals of the one that is there.
+Each text is kept once, whoever sends it and however often. A repetition only renews the proposals of the kept trace.
 
-**Rewards.** Reinforcement learning moves the target towards what it rewards, so that is where the draft has to be good
-next: ReSpec (arXiv 2510.26475) weights the draft's distillation by the reward of the rollout. Here the replay draws a
-trace by its weight, which is the same in expectation and costs nothing for what counts little:
+**Rewards.** Reinforcement learning moves the target towards what it rewards, so the draft must become good there:
+ReSpec (arXiv 2510.26475) weights the draft's distillation by the reward of the rollout. Here the replay draws a trace
+with a probability by its weight, which is the same in expectation and spends no step on traces of little weight:
 
     weight = B^z,  z = (reward − mean of its group) / deviation of its group, cut to ±1
 
-Only the place in the group counts, as in GRPO's advantage: rewards have no common scale, and a prompt that every answer
-solves says nothing. A trace whose group has no rewards, or only equal ones, weighs 1.
+Only the rank within the group counts, as in GRPO's advantage: rewards have no common scale, and a prompt that every
+answer solves teaches nothing. A trace whose group has no rewards, or only equal ones, weighs 1.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ from trainer.replay.memory import (
     version_weight,
 )
 
-# Texts that were discarded and would spoil a batch again; the oldest are forgotten.
+# Hashes of discarded texts, which would spoil a batch again; the oldest are dropped.
 _MAX_REFUSED = 1000
 
 
 class Admission(StrEnum):
-    """What became of a trace that was offered; all but NEW need no step now."""
+    """What became of an arriving trace; all but NEW can be acked without a step."""
 
     NEW = "new"
     HELD_OUT = "held_out"
@@ -62,16 +63,16 @@ class Admission(StrEnum):
     REFUSED = "refused"
     """Its text was discarded before."""
     NO_ROOM = "no_room"
-    """Larger than what the waiting traces leave of the memory."""
+    """Larger than the memory that the waiting traces leave."""
     OLD_TARGET = "old_target"
     """Too many target versions behind (trainer/replay/memory.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """One batch, and the new traces that were kept without a first step: their tenant had its share already.
+    """One batch. `passed_over` are new traces kept without a first step, because their tenant has had its share.
 
-    `proposal_weight` in [0, 1]: how far the batch's proposals still count in the off-policy terms, on average
+    `proposal_weight` in [0, 1]: the mean weight of the batch's proposals in the off-policy terms, by their staleness
     (trainer/replay/memory.py).
     """
 
@@ -83,7 +84,7 @@ class Draw:
 
 
 class Replay:
-    """Owned by the training loop; not thread-safe."""
+    """The waiting and the learnt traces. Owned by the training loop; not thread-safe."""
 
     def __init__(
         self,
@@ -154,7 +155,7 @@ class Replay:
         return dict(sizes)
 
     def knows(self, stored: Stored) -> bool:
-        """Its text is here, or was discarded."""
+        """Whether a trace's text is in the replay, or was discarded."""
         text_hash = stored.provenance.text_hash
         return text_hash in self._by_text or text_hash in self._refused
 
@@ -175,21 +176,21 @@ class Replay:
         return Admission.NEW
 
     def restore(self, stored: Stored, *, domain: str, priority: float = 1.0) -> None:
-        """Take a trace that was learnt from before a restart, unless it is too old by now."""
+        """Take a trace that was learnt from before a restart, unless its target is too old."""
         if self._freshness(stored.provenance) and stored.provenance.text_hash not in self._by_text:
             self._memory.keep(self._place(stored, domain, priority))
             self._make_room()
 
     def follow_target(self, version: int) -> list[Stored]:
-        """The newest target is of this version now; removes, and returns, the traces that are too old for it."""
+        """Set the newest target version; remove and return the traces that are too old for it."""
         self._target_version = version
         return self.forget(lambda provenance: not self._freshness(provenance))
 
     def draw(self, num_tokens: int, *, published: int) -> Draw:
-        """Different traces for one batch, of about `num_tokens` bases: a new one where there is one, and old ones by
-        priority. When as many new ones wait as may wait, the trainer is behind and takes new ones first.
+        """Draw different traces for one batch of about `num_tokens` bases: a new one where there is one, and old ones
+        by priority. When the waiting queue is full, the trainer is behind and takes new ones first.
 
-        `published` is the draft version that serves now; proposals age by it.
+        `published` is the draft version in service, from which the age of proposals is counted.
         """
         behind = self.room == 0
         chosen: list[Slot] = []
@@ -198,7 +199,7 @@ class Replay:
         while self._waiting and (behind or not chosen) and _num_tokens(chosen) < num_tokens:
             slot = self._waiting.popleft()
             self._memory.keep(slot)
-            # A tenant may have its share; up to the cap, all the same; and everything while nothing is kept of anybody.
+            # A tenant may have its share of the memory, or the cap where that is more; anything while no trace is kept.
             limit = max(shares.get(slot.tenant, 0.0), self._max_tenant_share) if shares else 1.0
             if self._mix.share_with(slot.tenant, slot.num_tokens) > limit:
                 passed_over.append(slot.stored)
@@ -222,7 +223,7 @@ class Replay:
         return Draw(batch=batch, num_new=num_new, passed_over=passed_over, proposal_weight=mean)
 
     def prioritise(self, stored: Stored, priority: float) -> None:
-        """How much more often than others a trace is drawn from now on."""
+        """Set how much more often than others a trace is drawn."""
         if (slot := self._by_text.get(stored.provenance.text_hash)) is not None:
             slot.priority = priority
 
@@ -238,7 +239,7 @@ class Replay:
             del self._refused[next(iter(self._refused))]
 
     def forget(self, is_gone: Callable[[Provenance], object]) -> list[Stored]:
-        """Remove, and return, the traces that are gone, waiting ones too."""
+        """Remove and return all traces, waiting ones too, for which `is_gone` is true."""
         gone = [slot for slot in self._by_text.values() if is_gone(slot.stored.provenance)]
         for slot in gone:
             if slot.learnt:
@@ -260,7 +261,7 @@ class Replay:
         return slot
 
     def _renew(self, slot: Slot, stored: Stored) -> None:
-        """Newer proposals on a text that is here; it stays whose it was, so that nobody can take another's place."""
+        """Replace a kept trace by a newer one of its text; the slot keeps its tenant, so none can displace another."""
         is_older = stored.provenance.target_version < slot.stored.provenance.target_version
         if slot.learnt and stored.num_bytes <= slot.num_bytes and not is_older:
             slot.stored = stored
@@ -272,7 +273,7 @@ class Replay:
             del self._by_text[slot.stored.provenance.text_hash]
 
     def _masses(self) -> dict[str, float]:
-        """Tokens by tenant as they would be drawn without a cap."""
+        """Weighted tokens by tenant: the mix that would be drawn without a cap."""
         masses: defaultdict[str, float] = defaultdict(float)
         for slot in self._memory:
             masses[slot.tenant] += self._weight(slot) * slot.num_tokens
@@ -297,7 +298,7 @@ class Replay:
             yield slots[heapq.heappop(race)[1]]
 
     def _weight(self, slot: Slot) -> float:
-        """Above 0: what is too old is not kept."""
+        """How often a trace is drawn, relative to others; above 0, since a trace with weight 0 is not kept."""
         provenance = slot.stored.provenance
         return slot.priority * self._reward_weight(provenance) * self._freshness(provenance)
 
@@ -316,7 +317,7 @@ _CHUNK = 100
 
 
 def reward_weights(rewards: Mapping[int, float], *, bound: float) -> dict[int, float]:
-    """Of the samples of a group by number, each in [1/bound, bound]."""
+    """Weights of a group's samples by their number, each in [1/bound, bound]."""
     mean, deviation = statistics.fmean(rewards.values()), statistics.pstdev(rewards.values())
     if deviation <= 0:
         return dict.fromkeys(rewards, 1.0)
@@ -326,7 +327,7 @@ def reward_weights(rewards: Mapping[int, float], *, bound: float) -> dict[int, f
 
 
 class RewardWeights:
-    """Reads the rewards as they come; the groups rewarded longest ago are forgotten. Owned by the training loop."""
+    """Reads rewards of rollout samples from Redis; drops the oldest groups. Owned by the training loop."""
 
     def __init__(
         self,
@@ -345,7 +346,7 @@ class RewardWeights:
         self._weights: dict[tuple[str, str], dict[int, float]] = {}
 
     def look(self) -> None:
-        """Take what came since, now and then. Redis being away is no error here."""
+        """Read new rewards, at most every second. Without Redis, log and retry later."""
         if self._bound == 1 or self._clock() < self._next_look_s:
             return
         self._next_look_s = self._clock() + _LOOK_EVERY_S
@@ -364,7 +365,7 @@ class RewardWeights:
 
     def weight(self, provenance: Provenance) -> float:
         """How much more often than others the trace is drawn."""
-        # SGLang has a request for each time that a sample went on there: "group/3#2".
+        # In SGLang a sample that was interrupted continues as a new request: "group/3#2".
         group_id, _, number = provenance.request_id.partition("#")[0].rpartition("/")
         of_group = self._weights.get((provenance.tenant, group_id))
         return of_group.get(int(number), 1.0) if of_group and number.isdigit() and number.isascii() else 1.0

@@ -1,27 +1,28 @@
-"""Traces that are kept from learning: the held-out set and the golden set. One of each text, oldest first.
+"""Traces that judge candidates: the held-out set and the golden set. One trace of each text, oldest first.
 
 **Held out** are fresh traces that wait before they are learnt from, so that the gate has some that no draft has seen.
 
     arriving ──(a fixed share of all texts)──▶ held out ──(newer ones came)──▶ the replay, as a new trace
 
-Which texts are held out depends on the text alone: a text that comes again goes the same way, and one that was learnt
-from does not come back as a fresh one while the replay remembers it. Nothing is lost: a trace leaves as soon as the
-pool is full. First leaves one of a tenant that has more than its share, then one that has siblings here, since answers
-to one prompt judge as one, then the oldest. The pool is part of the trainer's checkpoint.
+Whether a text is held out depends on the text alone, so a repeated text goes the same way. A text that was learnt from
+cannot come back as held out while the replay has it. No trace is lost: when the pool is full, one is released. First
+goes one of a tenant above its share, then one that has siblings here, since answers to one prompt count as one, then
+the oldest. The pool is part of the trainer's checkpoint.
 
-**The golden set** is a few early traces that are never learnt from, against drafts that learn to serve others badly.
+**The golden set** is a few early traces that are never learnt from. It guards against drafts that become bad for this
+early traffic, for example because someone sends poisoned traffic later.
 
-They are the first that arrive, some of each domain, and are part of the trainer's checkpoint; or an operator's own
-recording, which is read at every start. Whoever sends poison later finds them in place.
+The set is the first traces that arrive, some of each domain, saved in the trainer's checkpoint; or an operator's own
+recording, which is read at every start.
 
-Traffic may also have left them behind for good. Then every draft that suits the present is worse on them, and their
-veto would stand for ever:
+Traffic may also move away for good. Then every draft that suits the present is worse on the golden traces, and their
+veto would stand for ever. So the set is renewed:
 
     vetoed ──(golden_patience_s without a version, and vetoed again)──▶ learnt from; the next take their places
 
-Poison must be most of the traffic for all that time to come so far, and live traffic still judges what is published. An
-operator's recording is never given up: whoever chose it can choose another. Its traces do not grow too old, either, but
-those of an erased tenant go.
+An attacker would have to send most of the traffic all that time, and the review still judges what is published. An
+operator's recording is never renewed: the operator can choose another. It does not expire, but traces of an erased
+tenant are removed.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class KeptTraces:
         return sum(stored.num_bytes for stored in self)
 
     def forget(self, is_gone: Callable[[Provenance], object]) -> list[Stored]:
-        """Remove, and return, the traces that are gone."""
+        """Remove and return the traces for which `is_gone` is true."""
         gone = [stored for stored in self if is_gone(stored.provenance)]
         for stored in gone:
             del self._by_text[stored.provenance.text_hash]
@@ -73,24 +74,24 @@ class KeptTraces:
 
 
 class HeldOut(KeptTraces):
-    """At most `max_traces` and `max_bytes`, `max_tenant_share` of them one tenant's where there are others; after each
-    `keep` call `release`.
+    """The held-out set: at most `max_traces` and `max_bytes`, of which one tenant has at most `max_tenant_share` where
+    there are others. After each `keep` call `release`.
     """
 
     def __init__(self, *, share: float, max_traces: int, max_bytes: float, max_tenant_share: float, seed: int) -> None:
         super().__init__()
         self._share, self._max_traces, self._max_bytes = share, max_traces, max_bytes
         self._max_of_tenant = max_tenant_share * max_traces
-        # Not the replay's: its reservoirs would keep just those texts longest.
+        # Not the replay's seed: with that its reservoirs would keep exactly the held-out texts longest.
         self._seed = seed + 1
         self.is_young = True
-        """Nothing has left it yet, since the start of the process."""
+        """No trace was released since the start of the process."""
 
     def chooses(self, stored: Stored) -> bool:
         return sampling_key(stored.provenance.text_hash, self._seed) < self._share
 
     def release(self) -> Iterator[Stored]:
-        """Give up what is too much."""
+        """Remove and yield traces while there are too many."""
         while len(self) > self._max_traces or self.num_bytes > self._max_bytes:
             self.is_young = False
             yield self._by_text.pop(self._next())
@@ -108,7 +109,7 @@ _VARIABLE = f"{ENV_PREFIX}GOLDEN"
 
 
 class GoldenSet(KeptTraces):
-    """At most `max_traces` and `max_bytes`, of which one tenant gets at most `max_tenant_share`."""
+    """The golden set: at most `max_traces` and `max_bytes`, of which one tenant has at most `max_tenant_share`."""
 
     def __init__(self, *, max_traces: int, max_bytes: float, max_tenant_share: float) -> None:
         super().__init__()
@@ -116,9 +117,9 @@ class GoldenSet(KeptTraces):
         self._max_of_tenant = max_tenant_share * max_traces
 
     def wants(self, stored: Stored) -> bool:
-        """There is room, no other answer to its prompt is here, for answers to one prompt judge as one, and its domain
-        and tenant have not had their shares. A domain's share leaves as much for the next one that comes: half of the
-        places for the first, a third for the second.
+        """Whether to keep a new trace: there is room, no other answer to its prompt is here, and its domain and tenant
+        are below their shares. With n domains, this one's included, a domain gets a share of 1/(n + 1), so that another
+        one still finds room.
         """
         domains = {one.provenance.domain for one in self} | {stored.provenance.domain}
         of_domain = sum(one.provenance.domain == stored.provenance.domain for one in self)
@@ -132,7 +133,7 @@ class GoldenSet(KeptTraces):
         )
 
     def give_up(self) -> list[Stored]:
-        """All of them; the next that are wanted take their places."""
+        """Empty the set and return its traces, so that the next ones can fill it."""
         given_up = list(self)
         self._by_text.clear()
         return given_up
@@ -146,9 +147,9 @@ def golden_set(
     target_fingerprint: str,
     is_gone: Callable[[Provenance], object] = lambda _: False,
 ) -> GoldenSet:
-    """As configured: to be filled by traffic, or this rank's share of an operator's recording.
+    """The golden set as configured: empty, to be filled by traffic, or this rank's share of an operator's recording.
 
-    Raises ConfigError where that is no recording of this target or has no usable trace.
+    Raises ConfigError where the recording is of another target or has no usable trace.
     """
     if config.golden is None:
         return GoldenSet(
@@ -158,12 +159,12 @@ def golden_set(
         )
     with RecordingReader(config.golden) as reader:
         if reader.header.target_fingerprint != target_fingerprint:
-            raise ConfigError(f"{config.golden} was recorded from another target: set {_VARIABLE} to one of this")
+            raise ConfigError(f"{config.golden} was recorded from another target: set {_VARIABLE} to one from this one")
         usable = list(islice(_usable(reader, make_example), config.golden_traces))
     if not usable:
-        raise ConfigError(f"{config.golden} has no trace that this draft can be judged by: set another {_VARIABLE}")
+        raise ConfigError(f"{config.golden} has no trace that fits this draft: set {_VARIABLE} to another recording")
     golden = GoldenSet(max_traces=0, max_bytes=0, max_tenant_share=0)
-    # Without those that are to be forgotten; where that is all of them, drafts are judged by the held-out set alone.
+    # Erased traces are left out; where that leaves none, the held-out set alone judges drafts.
     usable = [stored for stored in usable if not is_gone(stored.provenance)]
     for stored in usable[ranks.rank :: ranks.size]:
         golden.keep(stored)

@@ -1,28 +1,27 @@
-"""The traces in memory: what is known of each, which are kept within a number of bytes, how often each is drawn.
+"""The replay's memory: metadata of each trace, which traces are kept within a byte limit, how often each is drawn.
 
     keep ──▶ recent ──(too many)──▶ its domain's reservoir ──(no room)──▶ given up
 
-`recent` is the traffic of now. The reservoirs keep an even sample of every domain's past, so that traffic that moves
-away and comes back finds a draft that has not forgotten it. The domain that holds most gives way first, and before it a
-tenant that holds more than its share.
+`recent` holds the newest traffic. The reservoirs keep an even sample of every domain's past, so that the draft does not
+forget traffic that goes away and comes back. Where room is needed, a tenant above its share loses traces first, then
+the domain with the most bytes.
 
-**Reservoir sampling** goes by random keys: every trace has a number drawn from its text, and the traces with the
-smallest are kept (bottom-k sampling). Each subset of the domain's history is as likely as with Vitter's algorithm R. It
-does not matter in which order traces came or come back: after a restart the same history gives the same sample, without
-a count of what was seen.
+**Reservoir sampling** goes by random keys: every trace has a key drawn from its text, and the traces with the smallest
+keys are kept (bottom-k sampling). Each subset of the domain's history is as likely as with Vitter's algorithm R. The
+order of arrival does not matter: after a restart the same history gives the same sample, without a count of all traces.
 
-**How often a trace is drawn** is bounded, so that nothing starves and nothing takes over:
+**How often a trace is drawn** is bounded, so that every trace is drawn at times and none dominates:
 
 * priority: badly accepted traces are drawn more often, between 1/B and B times the usual (`priority`);
 * tenant share: where one tenant would fill the mix, the others are drawn more often instead, up to MAX_REPEAT times as
   often as they would be (`capped_shares`).
 
-**Staleness** is how far old proposals still count. Committed text has the target's distribution whoever drafted, so
-distillation uses it as long as it is kept. Terms about proposals are off-policy, and their importance weights grow with
-the distance between then and now: a proposal at most α versions old counts fully, and fades to nothing at 2α. (ROLL
-Flash, arXiv 2510.11345, drops whole samples older than α; here only the proposals go.) The age is measured where the
-sample is used, against the version published then. Where the target itself moved, the whole trace ages, with an α of
-its own: it is drawn less often, by the same weight, and forgotten where that is 0.
+**Staleness** is how much old proposals still count. Committed text has the target's distribution whichever draft
+proposed, so distillation uses it as long as it is kept. Loss terms about proposals are off-policy, with importance
+weights that grow with age. A proposal at most α versions old counts fully; beyond that its weight falls to 0 at 2α.
+(ROLL Flash, arXiv 2510.11345, drops whole samples older than α; here only the proposals are dropped.) The age is
+measured when the sample is used, against the version published then. Where the target itself moved, the whole trace
+ages, with an α of its own: by the same weight it is drawn less often, and it is forgotten at weight 0.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ _HASH_BYTES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """`text_hash` is the same for the same token ids, whoever sent them, and `prompt_hash` for answers to one prompt,
-    which resemble each other: one more says less than one to another prompt. No text can be read from either.
+    """Metadata of a trace. `text_hash` is equal for equal token ids, whoever sent them. `prompt_hash` is equal for
+    answers to one prompt, which resemble each other and so count as one in comparisons. Neither reveals the text.
     """
 
     tenant: str
@@ -58,7 +57,7 @@ class Provenance:
     prompt_hash: bytes
     num_completion_tokens: int
     num_proposed_by_version: tuple[tuple[int, int], ...]
-    """(draft version, proposals), by version; empty where nothing was proposed."""
+    """(draft version, number of proposals), by version; empty where no draft proposed."""
     target_version: int = 0
 
 
@@ -104,14 +103,13 @@ def provenance_of(trace: Trace) -> Provenance:
 
 
 def _prompt_hash(header: TraceHeader, token_ids: np.ndarray) -> bytes:
-    """Of the group where the client named one: a sample that goes on elsewhere has another prompt than its siblings.
-    An answer whose span keeps nothing of its prompt is taken to be the only one.
+    """Hash of the client's prompt group where it named one: a sample that another engine continued has a longer prompt
+    than its siblings. An answer whose span keeps nothing of its prompt counts as the only one.
     """
     if header.group_id:
         return _hash(f"{len(header.tenant)} {header.tenant} {header.group_id}".encode())
     prompt = token_ids[: max(header.num_prompt_tokens - header.first_position, 0)]
-    # The span keeps the tail of a long prompt, and of one that was in the prefix cache. Others may have the same tail;
-    # fewer have the same length, too.
+    # Of a long or cached prompt the span keeps only the tail. Other prompts may share it; few also share the length.
     return _hash(b"%d " % header.num_prompt_tokens + (prompt if len(prompt) else token_ids).tobytes())
 
 
@@ -121,16 +119,16 @@ def _hash(data: bytes) -> bytes:
 
 @dataclass(kw_only=True, eq=False)
 class Slot:
-    """One place in the replay's memory. `stored` is replaced when the same text comes again."""
+    """A trace in the replay with its sampling state. `stored` is replaced when the same text comes again."""
 
     stored: Stored
     domain: str
     tenant: str
     priority: float
     key: float
-    """In [0, 1), even over texts."""
+    """In [0, 1), uniform over texts (`sampling_key`)."""
     learnt: bool = False
-    """A step has seen it, or it was passed over; it waits otherwise."""
+    """It was in a step, or was passed over; False while it waits."""
 
     @property
     def num_bytes(self) -> int:
@@ -142,7 +140,7 @@ class Slot:
 
 
 def sampling_key(text_hash: bytes, seed: int) -> float:
-    """The seed keeps a client from choosing texts that are never replaced."""
+    """A pseudo-random number in [0, 1) from the text. The seed keeps clients from choosing texts with small keys."""
     digest = hashlib.blake2b(text_hash, digest_size=7, key=str(seed).encode()).digest()
     return int.from_bytes(digest) / 2.0**56
 
@@ -171,11 +169,11 @@ class Memory:
         self._recent.append(slot)
 
     def remove(self, slot: Slot) -> None:
-        """Raises ValueError where it is not here."""
+        """Raises ValueError for a trace that is not in the memory."""
         (self._recent if slot in self._recent else self._reservoirs).remove(slot)
 
     def make_room(self, waiting_bytes: int) -> list[Slot]:
-        """Give up what does not fit beside the waiting traces; returns it."""
+        """Remove and return the traces that do not fit beside the waiting ones."""
         while _num_bytes(self._recent) > self._max_recent_bytes:
             self._reservoirs.append(self._recent.popleft())
         given_up = []
@@ -210,16 +208,16 @@ def _bytes_by(slots: Iterable[Slot], name_of: Callable[[Slot], str]) -> Counter[
 
 
 MAX_REPEAT = 16.0
-"""Few traces are not repeated beyond this to dilute another tenant's, or the draft would learn them by heart."""
+"""How much more often the cap on one tenant may let other traces be drawn; beyond, the draft would overfit to them."""
 HALF_LIFE_TOKENS = 20_000
 _FORGOTTEN_TOKENS = 1.0
 
 
 def priority(acceptance: float, mean: float, deviation: float, *, bound: float) -> float:
-    """In [1/bound, bound]: bound^z, with z how many standard deviations below the mean it was accepted, cut to ±1.
+    """How often to draw a trace, in [1/bound, bound]: bound^z, z = (mean − acceptance) / deviation, cut to ±1.
 
-    The mean is that of its own domain and time: a hard domain is not a badly drafted one, and a young draft accepts
-    little of everything. 1 where nothing is known yet.
+    Mean and deviation are those of the trace's domain at that time: otherwise hard domains, and all early traces, would
+    count as badly drafted. 1 while the deviation is unknown (0).
     """
     if deviation <= 0:
         return 1.0
@@ -230,9 +228,9 @@ def priority(acceptance: float, mean: float, deviation: float, *, bound: float) 
 def capped_shares(masses: Mapping[str, float], cap: float) -> dict[str, float]:
     """Each tenant's share of the mix: its natural share (of the masses), except that none is above `cap`.
 
-    What the capped ones give up goes to the others in proportion, which are then drawn up to MAX_REPEAT times as often;
-    what would go beyond that stays with the capped ones, so a tenant that is alone has everything. Where there are
-    fewer than 1/cap tenants the cap is an equal share.
+    What the capped tenants lose goes to the others in proportion, which are then drawn up to MAX_REPEAT times as often.
+    Anything beyond that stays with the capped ones, so a single tenant has everything. Where there are fewer than 1/cap
+    tenants the cap is an equal share.
     """
     total = sum(masses.values())
     if total <= 0:
@@ -253,7 +251,7 @@ def capped_shares(masses: Mapping[str, float], cap: float) -> dict[str, float]:
 
 
 class TenantMix:
-    """What the last steps were made of: tokens by tenant, each halved after HALF_LIFE_TOKENS more."""
+    """The tenants' shares of the last steps: tokens by tenant, with a half-life of HALF_LIFE_TOKENS."""
 
     def __init__(self) -> None:
         self._tokens: dict[str, float] = {}
@@ -265,15 +263,15 @@ class TenantMix:
         self._tokens[tenant] = self._tokens.get(tenant, 0.0) + num_tokens
 
     def share_with(self, tenant: str, num_tokens: int) -> float:
-        """The tenant's share after `num_tokens` more of its own."""
+        """The share that the tenant would have after `num_tokens` more of its own."""
         total = sum(self._tokens.values()) + num_tokens
         return (self._tokens.get(tenant, 0.0) + num_tokens) / total if total else 0.0
 
 
 def version_weight(lag: int, *, max_lag: int) -> float:
-    """In [0, 1]: 1 up to `max_lag` (α) versions behind, 0 from 2α on, linear in between; for α = 0 only lag 0 counts.
+    """Weight by staleness: 1 up to `max_lag` (α) versions behind, 0 from 2α on, linear in between; α = 0: only lag 0.
 
-    A negative lag is a version newer than the published one, after the pointer was set back: it counts fully.
+    A lag below 0 (a version newer than the published one, after a rollback) has weight 1.
     """
     if lag <= max_lag:
         return 1.0
@@ -281,7 +279,7 @@ def version_weight(lag: int, *, max_lag: int) -> float:
 
 
 def proposal_weight(num_proposed_by_version: Sequence[tuple[int, int]], *, published: int, max_lag: int) -> float:
-    """In [0, 1]: the mean over a trace's proposals of their versions' weights; 0 without any proposal."""
+    """The mean `version_weight` of a trace's proposals, in [0, 1]; 0 without any proposal."""
     num_proposed = sum(count for _, count in num_proposed_by_version)
     if not num_proposed:
         return 0.0
@@ -292,8 +290,8 @@ def proposal_weight(num_proposed_by_version: Sequence[tuple[int, int]], *, publi
 
 
 def without_stale(example: Example, *, published: int, max_lag: int, rng: random.Random) -> Example:
-    """The example with each verdict kept with its version's weight as the probability: right in expectation, and what
-    is left out costs no work in the step.
+    """A copy of the example that keeps each verdict with its `version_weight` as the probability. This equals weighting
+    the verdicts in expectation, and dropped ones cost no work in the step.
     """
     versions = example.verdicts.versions.tolist()
     kept = [rng.random() < version_weight(published - version, max_lag=max_lag) for version in versions]

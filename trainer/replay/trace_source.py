@@ -1,4 +1,4 @@
-"""Traces from the stream, each once, and their copies on disk: an entry is acked when a checkpoint has used it.
+"""Reads traces from the stream, each once, and keeps copies on disk; acks an entry when a checkpoint lists its trace.
 
     read ──▶ in hand ──▶ used, or set aside ──▶ (durable checkpoint with its trace id) ──▶ acked
       └─▶ unusable: dead letter with the reason, acked at once
@@ -7,9 +7,9 @@ Redis delivers at least once. A trace id that a durable checkpoint lists is acke
 crash between checkpoint and ack applies nothing twice. A crash before the checkpoint loses the step and leaves its
 entries pending, to be learnt from again.
 
-Several processes that train together read one group, each as a consumer of its own (`consumer_name`), so an entry is in
-one hand only. The checkpoint that settles it is common to all. A trace id that a producer sent twice within one
-checkpoint's time may reach two of them, and is then learnt from twice.
+Several ranks read one consumer group, each as a consumer of its own (`consumer_name`), so each entry goes to one of
+them. All share one checkpoint. A trace id that a producer sent twice between two checkpoints may reach two ranks, and
+is then learnt from twice.
 
 **On disk** (`Shelf`) lies one file a trace beside the checkpoint. It is written when the trace arrives, synced before
 the checkpoint that lists it, and removed when a checkpoint no longer does. So every trace that the last checkpoint
@@ -38,21 +38,21 @@ from trainer.replay.memory import Provenance, Stored, provenance_of
 
 RETRY_S = 2.0
 _NUM_TAKEN_OVER = 16
-"""At once: their payloads come along."""
+"""Entries to claim in one call, since Redis returns their payloads."""
 log = structlog.get_logger()
 
 
 class _OtherTargetError(TraceError):
-    """Somebody serves another model, or other weights, under this stream's name."""
+    """The trace is of another model, or of other weights, than this trainer's target."""
 
 
 def consumer_name(rank: int) -> str:
-    """The same after every restart, so that a process finds again what it had in hand."""
+    """This rank's consumer in Redis; the same after every restart, so that it gets its pending entries again."""
     return f"trainer-{rank}"
 
 
 class TraceSource:
-    """Reads one stream. Redis being away is not an error here: reads come back empty, acks wait, both are counted."""
+    """Reads one trace stream. Without Redis it raises nothing: reads return no trace, acks wait, both are counted."""
 
     def __init__(
         self,
@@ -68,10 +68,10 @@ class TraceSource:
         has_refused: bool = False,
         retry_s: float = RETRY_S,
     ) -> None:
-        """`used_trace_ids` are those that the resumed checkpoint lists; `make_example` may raise TraceError. What
-        arrives goes on the `shelf`, whose owner takes it off again. A trace with a `reason_to_forget` is settled
-        unseen; `has_refused` says that the process before may have refused some that it did not sweep. Of the last
-        `max_known` traces each is known when it comes again.
+        """`used_trace_ids` are those that the resumed checkpoint lists; `make_example` may raise TraceError. Arriving
+        traces are written to the `shelf`, from which the caller removes them. A trace with a `reason_to_forget` is
+        acked unused; `has_refused`: an earlier process may have left such traces in the stream. Duplicates are
+        recognised among the last `max_known` traces.
         """
         self._stream = stream
         self._make_example = make_example
@@ -80,8 +80,8 @@ class TraceSource:
         self._metrics = metrics
         self._max_known, self._reason_to_forget, self._retry_s = max_known, reason_to_forget, retry_s
         self.has_refused = has_refused
-        """Traces came of a tenant that is to be forgotten: they are in the stream still. Old ones go by themselves."""
-        # Insertion order is age. Trace ids that were used, or are in hand to be.
+        """Traces of an erased tenant arrived and are still in the stream. (Expired ones leave it without us.)"""
+        # Trace ids that were used or are in hand, oldest first.
         self._known: dict[str, None] = dict.fromkeys(used_trace_ids)
         self._in_hand: dict[str, str] = {}  # trace id -> entry id
         self._settled: list[str] = []  # entry ids to ack after the next checkpoint
@@ -91,12 +91,12 @@ class TraceSource:
         self._retry_at_s = 0.0
 
     def take_over(self) -> None:
-        """Make all pending entries this consumer's own, which `read` then brings first: after a restart with fewer
-        processes some consumers are gone for good. Call on one rank only, and before any rank reads.
+        """Claim the pending entries of all consumers, so that `read` returns them first: after a restart with fewer
+        ranks some consumers do not come back. Call on one rank only, and before any rank reads.
         """
         start_s = time.monotonic()
         try:
-            # What was taken over has been idle for less than that, to Redis's milliseconds: it comes once.
+            # The least idle time is longer than this loop has run, so no entry is claimed twice.
             while self._stream.reclaim(int(1000 * (time.monotonic() - start_s)) + 2, _NUM_TAKEN_OVER):
                 pass
         except StreamError as error:
@@ -113,22 +113,22 @@ class TraceSource:
             self._report("read", error)
             return []
         traces = [stored for entry in entries if (stored := self._admit(entry)) is not None]
-        self._bury()
+        self._dead_letter_unusable()
         return traces
 
     def take_found(self) -> list[Stored]:
-        """Traces that `history` wanted and that were still unacked: used before the restart, and read since."""
+        """Traces that `history` wanted and did not find, because they were still pending, and that `read` got since."""
         found, self._found = self._found, []
         return found
 
     def mark_used(self, traces: Iterable[Stored]) -> None:
-        """A step has learnt from these, or they need none, or the next checkpoint keeps them for later."""
+        """Let `ack_used` ack these: a step has used them, or they need none, or the next checkpoint lists them."""
         for stored in traces:
             if (entry_id := self._in_hand.pop(stored.trace_id, None)) is not None:
                 self._settled.append(entry_id)
 
     def swept(self) -> None:
-        """What was refused is out of the stream."""
+        """Note that the stream holds no trace of an erased tenant."""
         self.has_refused = False
 
     @property
@@ -138,7 +138,7 @@ class TraceSource:
 
     @property
     def has_used(self) -> bool:
-        """Some entries wait for a checkpoint."""
+        """Some entries wait for a checkpoint to be acked."""
         return bool(self._settled)
 
     @property
@@ -147,7 +147,7 @@ class TraceSource:
         return [trace_id for trace_id in self._known if trace_id not in self._in_hand]
 
     def ack_used(self) -> None:
-        """Call after a checkpoint that lists `used_trace_ids` is on disk."""
+        """Ack the used entries; call after a checkpoint that lists `used_trace_ids` is on disk."""
         try:
             self._stream.ack(self._settled)
             self._settled.clear()
@@ -157,7 +157,7 @@ class TraceSource:
         self.observe_lag()
 
     def observe_lag(self) -> None:
-        """Where the stream stands, for the metrics."""
+        """Read the stream's length, backlog and losses into the metrics."""
         try:
             self._metrics.observe_lag(self._stream.lag())
         except StreamError as error:
@@ -197,7 +197,7 @@ class TraceSource:
             return None
         trace_id = stored.trace_id
         if (entry_id := self._in_hand.get(trace_id)) is not None and entry_id == entry.id:
-            return None  # delivered again after a read that failed half-way; it is in hand already
+            return None  # redelivered after a read that failed half-way
         if trace_id in self._known:
             self._settled.append(entry.id)
             self._metrics.traces.labels("duplicate").inc()
@@ -235,13 +235,13 @@ class TraceSource:
         fingerprint = trace.header.target_fingerprint
         if fingerprint != self._fingerprint:
             raise _OtherTargetError(
-                f"the trace is of target {fingerprint[:12]}, this trainer's is {self._fingerprint[:12]}"
+                f"the trace is of target {fingerprint[:12]}, this trainer's target is {self._fingerprint[:12]}"
             )
         return Stored(example=self._make_example(trace), provenance=provenance_of(trace))
 
-    def _bury(self) -> None:
-        buried = list(self._unusable.values())
-        for entry, reason in buried:
+    def _dead_letter_unusable(self) -> None:
+        unusable = list(self._unusable.values())
+        for entry, reason in unusable:
             try:
                 self._stream.dead_letter(entry, reason)
             except StreamError as error:
@@ -250,8 +250,8 @@ class TraceSource:
             del self._unusable[entry.id]
             self._metrics.traces.labels("dead_lettered").inc()
             log.warning("trace set aside", entry_id=entry.id, reason=reason)
-        if buried:
-            # No checkpoint follows where nothing but such traces comes.
+        if unusable:
+            # Where only unusable traces come, no checkpoint follows that would update the metrics.
             self.observe_lag()
 
     def _report(self, operation: str, error: StreamError) -> None:
@@ -262,25 +262,27 @@ class TraceSource:
 
 _SUFFIX = ".trace"
 TEMPORARY = ".tmp"
-"""Of a file that is being written."""
+"""Suffix of a file that is being written."""
 
 
 def shelf_folder(state_dir: Path) -> Path:
-    """Where a trainer with this state keeps its traces."""
+    """The folder of a trainer's trace files."""
     return state_dir / "replay"
 
 
 class Shelf:
-    """Several processes may share the folder; each removes only what it put there or took over."""
+    """Trace files on disk, which outlive a restart. Several processes may share the folder; each removes only files
+    that it wrote or took over.
+    """
 
     def __init__(self, folder: Path, sync: Callable[[Path], None] = sync) -> None:
-        """`sync` makes a file or a folder survive a power cut."""
+        """`sync` flushes a file or a folder to disk."""
         self._folder, self._sync = folder, sync
         self._own: dict[str, None] = {}
         self._unsynced: set[str] = set()
 
     def put(self, trace_id: str, payload: bytes) -> None:
-        """Keep an encoded trace; a power cut may take it until `sync`."""
+        """Write an encoded trace; it may be lost in a power cut until `sync`."""
         path = self._path(trace_id)
         temporary = path.with_suffix(f".{os.getpid()}{TEMPORARY}")
         try:
@@ -296,7 +298,7 @@ class Shelf:
         self._unsynced.add(trace_id)
 
     def sync(self, trace_ids: Collection[str]) -> None:
-        """Make those of these traces that are new survive a power cut; call before a checkpoint that lists them."""
+        """Flush those of these traces that are new to disk; call before a checkpoint that lists them."""
         new = self._unsynced & set(trace_ids)
         try:
             for trace_id in new:
@@ -311,7 +313,7 @@ class Shelf:
         self._unsynced -= new
 
     def take_over(self, trace_id: str) -> bytes | None:
-        """The encoded trace that an earlier process has put here; None where there is none."""
+        """The encoded trace that an earlier process wrote, which this one now owns; None where there is none."""
         try:
             payload = self._path(trace_id).read_bytes()
         except OSError:
@@ -320,26 +322,26 @@ class Shelf:
         return payload
 
     def keep(self, trace_ids: Collection[str]) -> None:
-        """Remove this process's other traces; call after a checkpoint that lists these is on disk."""
+        """Remove all of this process's traces but these; call after a checkpoint that lists these is on disk."""
         for trace_id in [trace_id for trace_id in self._own if trace_id not in trace_ids]:
             self._path(trace_id).unlink(missing_ok=True)
             self._unsynced.discard(trace_id)
             del self._own[trace_id]
 
     def remove(self, trace_ids: Iterable[str]) -> None:
-        """Remove these traces, whoever put them here."""
+        """Remove these traces, whichever process wrote them."""
         for trace_id in trace_ids:
             self._path(trace_id).unlink(missing_ok=True)
             self._unsynced.discard(trace_id)
             self._own.pop(trace_id, None)
 
     def sweep(self, trace_ids: Collection[str]) -> None:
-        """Remove every file but those of these traces. Call at the start, while no process puts anything here."""
+        """Remove all files but those of these traces. Call at the start, while no process writes here."""
         kept = {self._path(trace_id).name for trace_id in trace_ids}
         for path in self._folder.glob("*") if self._folder.is_dir() else ():
             if path.name not in kept:
                 path.unlink(missing_ok=True)
 
     def _path(self, trace_id: str) -> Path:
-        # A trace id is whatever a producer wrote; a file name must not be.
+        # Hashed: a producer may send any text as a trace id.
         return self._folder / (hashlib.blake2b(trace_id.encode(), digest_size=16).hexdigest() + _SUFFIX)

@@ -64,11 +64,11 @@ def test_an_option_by_either_of_its_names(file: Path) -> None:
     [
         ("model: M\nslot: 3\n", "no option slot: is slots meant?"),
         ("model: M\nfrobnicate: 3\n", "no option frobnicate: see `slipstream serve --help`"),
-        ("model: M\nslots: 3\nslots: 4\n", "'slots' stands twice"),
-        ("model: M\nname: a\nserved-model-name: b\n", "name and served-model-name are one option"),
-        ("model: {a: 1}\n", "model is a group of names"),
-        ("- model\n", "no names of options"),
-        ("model: [\n", "no YAML"),
+        ("model: M\nslots: 3\nslots: 4\n", "'slots' appears twice"),
+        ("model: M\nname: a\nserved-model-name: b\n", "name and served-model-name set the same option"),
+        ("model: {a: 1}\n", "model has nested names"),
+        ("- model\n", "not a mapping of options"),
+        ("model: [\n", "not valid YAML"),
         ("config: other.yaml\nmodel: M\n", "no option config"),
     ],
 )
@@ -85,7 +85,7 @@ def test_a_value_of_a_wrong_kind_and_a_file_that_is_not_there(
     assert ended.code == 2
     assert "--slots" in ended.err
     assert "cannot be read" in refused("serve", "--config", file.with_name("none.yaml"))
-    assert "is no service" in refused("config", "show", "rollout")
+    assert "is not a service" in refused("config", "show", "rollout")
 
 
 def test_what_has_no_effect_is_refused_as_from_the_command_line(refused: Refused, file: Path, toy_model: Path) -> None:

@@ -39,7 +39,10 @@ def warnings(text: str) -> dict[str, str]:
     ("words", "says"),
     [
         (("drafts", "init", "--if-missing", "--out", "x"), "--if-missing is for --store"),
-        (("traces", "prune", "x.rec", "--older-than-hours", 1, "--redis-url", "x"), "--redis-url is of a stream"),
+        (
+            ("traces", "prune", "x.rec", "--older-than-hours", 1, "--redis-url", "x"),
+            "--redis-url is for pruning a stream",
+        ),
         (("doctor", "--sglang-python", "/bin/true"), "--sglang-python is for --engine sglang"),
         (("sglang", "--share-groups", "--suffix-depth", 0), "--share-groups shares text for suffix drafts"),
         (("sglang", "--share-groups", "--capture-filter", "os:getcwd"), "leave one of them out"),

@@ -271,7 +271,7 @@ def test_a_damaged_store(store: DraftStore, tmp_path: Path) -> None:
     (weights.parent / "manifest.json").write_text("{")
     assert "versions 1 are damaged" in the_fault(found(lambda: check_store(store.root)))
     (tmp_path / "file").touch()
-    assert "cannot be written" in found(lambda: check_store(tmp_path / "file" / "drafts"))[0].detail
+    assert "is not writable" in found(lambda: check_store(tmp_path / "file" / "drafts"))[0].detail
 
 
 def test_a_store_of_barred_versions(store: DraftStore) -> None:
@@ -329,7 +329,7 @@ def test_a_hook_point_that_has_moved(tmp_path: Path) -> None:
 
 def test_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [alone] = found(check_keys)
-    assert "starts on loopback alone" in alone.detail
+    assert "only on a loopback address" in alone.detail
     monkeypatch.setenv("SLIPSTREAM_GATEWAY_AUTH_ELSEWHERE", "1")
     elsewhere, admin = found(check_keys)
     assert "loopback" not in elsewhere.detail
@@ -340,7 +340,7 @@ def test_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cannot be read" in the_fault(found(check_keys))
     monkeypatch.setenv("SLIPSTREAM_GATEWAY_ADMIN_KEY", "0123456789abcdef")
     keys.add("old", expires_s=an_hour_ago())
-    assert "opens the gateway to nobody" in the_fault(found(check_keys), Level.WARNING)
+    assert "has no valid key" in the_fault(found(check_keys), Level.WARNING)
     keys.add("new")
     assert "expired: old" in the_fault(found(check_keys), Level.WARNING)
     keys.revoke("old")

@@ -1,1 +1,1 @@
-"""What a step of the trainer may minimise: one file a family of losses, and the mix of them."""
+"""Losses that a training step may minimise: a file for each family, and `LossMix`, which combines them."""

@@ -1,4 +1,4 @@
-"""Losses on rows behind rejections: what the draft proposes after a text that the target did not take.
+"""Losses on rows behind rejections: what the draft proposes after a text that ends in a rejected proposal.
 
 z are the draft's logits over the draft vocabulary D after reading the pair of a rejected proposal and its parent's
 feature (**Branches** in trainer/learning/labels.py), q = softmax z, p is the target's distribution after the same text
@@ -8,8 +8,8 @@ at the request's temperature, m = Σ_{x ∈ D} p(x):
     branch_reverse_kl   m · Σ_{x ∈ D} q (log q − log p̃)        KL(q‖p̃), p̃ = p with its tail spread out
 
 They are `forward_kl` and `reverse_kl` of `text.py` at other states. A row weighs as much as a committed one with the
-same m, and nothing where the draft can propose none of the kept tokens. Reverse KL on paths that the draft itself
-proposed is Draft-OPD's (arXiv 2605.29343). The rows here are also of proposals that earlier text made.
+same m, and 0 where the draft can propose none of the kept tokens. Reverse KL on paths that the draft itself proposed
+is Draft-OPD's (arXiv 2605.29343). Here rejected proposals from earlier text are used, too.
 
 Shape letters: B rows, K kept target tokens, D draft vocabulary.
 """

@@ -40,15 +40,15 @@ class Correction:
 
     (The set that ROLL Flash, arXiv 2510.11345, offers for asynchronous training.) A is the advantage; a rejected
     proposal without one counts as A < 0. tis and cispo differ in their usual `high` alone. `low`, 0 unless it is set,
-    is a floor: with it a token that the draft has dropped goes on to count.
+    is a floor: with it a token that has become unlikely under the draft still counts.
 
     **What μ means here.** A trace records the proposing draft's own log-probability of the token, at the request's
     temperature T. For T > 0 the proposal is argmax(log q_T + noise), which has exactly the distribution q_T: ρ is a
     true ratio for functions of the proposal alone. Target and draft share the noise
     (speculator/draft/verification.py), so whether a proposal is accepted depends on more, which ρ does not correct. At
     T = 0, and in trees, the draft proposes its likeliest tokens: ρ then is the ratio of two *soft* policies. It says
-    how much the draft in training has moved at this token since: near 1 the verdict is fresh, far below 1 the draft has
-    already dropped the token. It is a measure of staleness, not an unbiased correction.
+    how much the draft's probability of this token has changed: near 1 the verdict is fresh, far below 1 the draft has
+    become unlikely to propose the token. It is a measure of staleness, not an unbiased correction.
 
     `low` and `high` bound ρ, by default as usual for the name. Raises ConfigError for values that make no sense.
     """

@@ -1,11 +1,12 @@
-"""The number of proposals that a chain is expected to have accepted, which is what a round earns.
+"""A loss on the expected number of accepted proposals of a chain, which is what a round gains.
 
-With a_k the chance that proposal k is accepted once all before it were, Σ min(s, q) of what is served,
+With a_k = Σ min(s, q) the probability that proposal k is accepted once all before it were, s the served distribution,
 
     expected_length   −Σ_k reach_k,   reach_k = a_1 · … · a_k
 
-Its gradient weighs a_k by reach_{k−1} · V_k, V_k = 1 + a_{k+1} (1 + …): by how often proposal k matters, and by what
-hangs on it. A fresh draft accepts nothing, so alone it has hardly a gradient: mix it with `cross_entropy`.
+Its gradient weighs a_k by reach_{k−1} · V_k, V_k = 1 + a_{k+1} (1 + …): by how often proposal k is reached, and by how
+many acceptances depend on it. Almost no proposal of a fresh draft is accepted, so this loss alone has hardly a
+gradient: mix it with `cross_entropy`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from torch import Tensor
 
 
 class ExpectedLength:
-    """Reach of the chains of one batch, step by step."""
+    """Accumulates reach_k of one batch's chains, step by step."""
 
     def __init__(self, num_chains: int, device: torch.device) -> None:
         self._reach_N = torch.ones(num_chains, device=device)
 
     def add(self, chains_S: Tensor, rates_S: Tensor) -> Tensor:
-        """Σ of the reach of the next proposal of these chains, accepted at these rates; all of one step in one call."""
+        """Multiply the chains' reach by their acceptance rates; returns the sum. Call once a step, with all chains."""
         reach_S = self._reach_N[chains_S] * rates_S
         self._reach_N = self._reach_N.index_put((chains_S,), reach_S)
         return reach_S.sum()

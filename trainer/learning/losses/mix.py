@@ -1,19 +1,19 @@
-"""`LossMix`: which losses a step minimises, how they are weighed, and the text that says so.
+"""`LossMix`: which losses a step minimises and with which weights, as parsed from text.
 
 At one state of a chain z are the draft's logits over the draft vocabulary D, divided by the request's temperature, and
-q = softmax z. p is what is taught and s what is served (`Labels.probs`, `Labels.served`): for a greedy request p is the
-target at temperature 1 and s its likeliest token alone; for a sampled one they are the same. `acceptance`,
-`log_acceptance` and `lk_hybrid` take p for greedy requests, too, on purpose: they are to teach more than the one token.
+q = softmax z. p is the distribution to learn and s the served one (`Labels.probs`, `Labels.served`): for a greedy
+request p is the target at temperature 1 and s its likeliest token alone; for a sampled one they are equal.
+`acceptance`, `log_acceptance` and `lk_hybrid` use p for greedy requests, too, so that they teach more than one token.
 
 Losses on states over committed text (`chains=own`: those that the draft's own chains reach; `chains=all`: every step
 from every position, as EAGLE-3 is published) have their formulas in `text.py` and `expected_length.py`, those on
 proposals in `proposals.py`, those on rows behind rejections in `branches.py`.
 
-No term's gradient is larger than √2 times its weights, in the norm over z, except reverse KL's, which has the logarithm
-of its least price, and `expected_length`'s, which may be as many times that as a chain has steps.
+No term's gradient is larger than √2 times its weights, in the norm over z, with two exceptions: reverse KL's grows with
+−log of the least probability (10⁻⁶), and `expected_length`'s is at most that times the steps of a chain.
 
-Aurora's objective is E_accept[KL(p‖q)] + λ E_discard[KL(p‖q)]: `forward_kl=1,discard=λ`, times the rejections a state,
-since every term is summed over what it is about and divided by the batch's labelled positions
+Aurora's objective is E_accept[KL(p‖q)] + λ E_discard[KL(p‖q)]. `forward_kl=1,discard=λ` is the same with λ times the
+mean number of rejections a state, since every term is a sum divided by the batch's labelled positions
 (trainer/learning/ttt.py). `aurora` alone is the published recipe: λ = 1, the ten likeliest tokens, all chains, no
 discount.
 
@@ -60,7 +60,7 @@ Chains = Literal["own", "all"]
 
 @dataclass(frozen=True, kw_only=True)
 class LossMix:
-    """Weights of the losses, and the settings that they share. Read from text by `parse`; `str` writes it again."""
+    """Weights of the losses, and the settings that they share. `parse` reads it from text, `str` writes that text."""
 
     forward_kl: float = 0.0
     reverse_kl: float = 0.0
@@ -76,7 +76,7 @@ class LossMix:
     branch_forward_kl: float = 0.0
     branch_reverse_kl: float = 0.0
     own: tuple[tuple[str, float], ...] = ()
-    """Functions of the operator's, MODULE:FUNCTION, with their weights: see `own_loss`."""
+    """The operator's own losses (MODULE:FUNCTION, weight): see `own_loss`."""
     correction: Correction = field(default_factory=Correction)
     verdicts: VerdictSource = "recorded"
     chains: Chains = "own"
@@ -103,7 +103,7 @@ class LossMix:
                     f"unknown loss {name!r}: choose from {', '.join(LOSS_NAMES)}; settings are {', '.join(_SETTINGS)}"
                 )
             if name in given:
-                raise ConfigError(f"the loss names {name} twice: give it once")
+                raise ConfigError(f"the loss has {name} twice: give it once")
             given[name] = value or ("1" if is_own or name in LOSS_NAMES else "")
         return cls(**_values(given))
 
@@ -112,7 +112,7 @@ class LossMix:
         for name, _ in self.own:
             own_loss(name)
         if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
-            raise ConfigError("a loss has a weight that is negative or not finite: give weights ≥ 0")
+            raise ConfigError("a weight in the loss is negative or not finite: give weights ≥ 0")
         if not any(weights):
             raise ConfigError(f"the loss has no term: give one of {', '.join(LOSS_NAMES)} a weight")
         if self.verdicts not in get_args(VerdictSource):
@@ -145,7 +145,7 @@ class LossMix:
         """[S] float32: the committed-text terms at S states with tempered logits, weighted."""
         ids_SK, probs_SK, tail_S = labels.draft_ids, labels.probs, labels.tail
         if not self.own and not any(getattr(self, name) for name in _STATE_LOSSES):
-            # Nothing to learn here, yet part of the graph: a batch without verdicts is then a step without a gradient.
+            # Zero, but part of the graph, so that `backward` works for a batch without verdicts.
             return logits_SD[:, 0].float() * 0.0
         loss_S = logits_SD.new_zeros(len(logits_SD), dtype=torch.float32)
         log_z_S = log_z(logits_SD)
@@ -170,7 +170,8 @@ class LossMix:
         for name, weight in self.own:
             own_S = own_loss(name)(logits_SD, labels)
             if own_S.shape != loss_S.shape:
-                raise ConfigError(f"{name} returned {tuple(own_S.shape)}: return a loss a state, {tuple(loss_S.shape)}")
+                shapes = f"{tuple(own_S.shape)}: return a loss a state, {tuple(loss_S.shape)}"
+                raise ConfigError(f"the loss {name} returned shape {shapes}")
             loss_S = loss_S + weight * own_S
         return loss_S
 
@@ -207,7 +208,7 @@ class LossMix:
         return bool(self.branch_forward_kl or self.branch_reverse_kl)
 
     def on_branches(self, logits_BD: Tensor, labels: Labels) -> Tensor:
-        """Σ of the terms behind rejections, weighted, over B rows with tempered logits."""
+        """Σ of the branch terms, weighted, over B rows behind rejections with tempered logits."""
         weights = {"forward": self.branch_forward_kl, "reverse": self.branch_reverse_kl}
         return branch_kl(logits_BD, labels.draft_ids, labels.probs, labels.tail, **weights).sum()
 
@@ -218,9 +219,9 @@ class LossMix:
 
 @cache
 def own_loss(name: str) -> Callable[[Tensor, Labels], Tensor]:
-    """The operator's loss on states: a function of their tempered logits [S, D] and labels, whose result is [S].
+    """Load the operator's loss on states, MODULE:FUNCTION: from tempered logits [S, D] and labels to [S].
 
-    Raises ConfigError where MODULE:FUNCTION names none.
+    Raises ConfigError where there is no such function.
     """
     return load_function(name, "the loss")
 

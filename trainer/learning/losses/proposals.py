@@ -1,24 +1,23 @@
 """Losses on judged proposals, from the trace's verdicts or the draft's own.
 
 z are the draft's logits over the draft vocabulary D, q = softmax z, x a proposal, y the token that was committed in its
-place, s what is served, w(ρ) the weight of `Correction` (trainer/learning/losses/correction.py):
+place, s the served distribution, w(ρ) the weight of `Correction` (trainer/learning/losses/correction.py):
 
     policy_gradient  −w(ρ) · A · log q(x),  A = [x accepted] − b          REINFORCE; b a running mean of [x accepted]
     discard          w(ρ) · KL(s_F ‖ q_F) at a rejected proposal          after Aurora's discard term, 2602.06932
     margin           w(ρ) · log(1 + exp(z_x − z_y)) at a rejected one     [x rejected] ≤ margin / log 2
 
 F is the `discard_top_k` likeliest tokens that are served and the rejected one, and s_F, q_F are s and q renormalised on
-F: the gradient q_F − s_F takes probability from the rejected token and gives it to what was served in its place.
+F: the gradient q_F − s_F moves probability from the rejected token to the served ones.
 
-Of a greedy request the draft's likeliest token x is rejected where z_x > z_y, so the margin bounds the rejection rate;
+In a greedy request the draft's likeliest token x is rejected where z_x > z_y, so the margin bounds the rejection rate;
 cross-entropy, log Σ_v exp(z_v − z_y), is the same bound with all other tokens in the sum, and never tighter.
 
-Where A < 0, log q(x) would be lowered without end: it counts down to q(x) = 10⁻⁴ and no further.
+Where A < 0, log q(x) would fall without bound, so it counts only down to q(x) = 10⁻⁴.
 
-What the verdicts can add is small by construction. Verification that does not depend on the draft makes the emitted
-token, not the verdict, the target's answer, and the trace has the target's whole distribution there: at the rejection
-point a verdict says *where an older draft stood*, not what the target wants. `verdicts=fresh` takes the current draft's
-own likeliest tokens instead, whose verdict follows from the committed text alone.
+Verdicts can add little by construction. The emitted token does not depend on the draft, and the trace has the target's
+distribution there. So a verdict only tells what an older draft proposed, not what the target prefers. With
+`verdicts=fresh` the current draft's likeliest tokens are judged instead, by the committed text alone.
 
 Shape letters: J proposals, K kept target tokens, F tokens of the filter, D draft vocabulary.
 """
@@ -42,16 +41,15 @@ def policy_gradient(log_q_J: Tensor, advantages_J: Tensor, weights_J: Tensor) ->
 
 
 def discard(logits_JD: Tensor, draft_ids_JK: Tensor, probs_JK: Tensor, rejected_J: Tensor, *, top_k: int) -> Tensor:
-    """[J] float32 KL(s_F ‖ q_F) at rejected proposals; 0 where the draft can propose none of the served likeliest.
-    `probs_JK` are those that are served.
+    """[J] float32 KL(s_F ‖ q_F) at rejected proposals; 0 where the draft can propose none of the likeliest served ones.
 
-    `rejected_J` are draft ids. Where the rejected token is itself among the target's likeliest, it keeps its own
-    probability: under sampling the target may reject what it likes.
+    `probs_JK` are served probabilities, `rejected_J` draft ids. Where the rejected token is itself among the target's
+    likeliest, it keeps its own probability: under sampling the target may reject a likely token.
     """
     ids_JF = torch.cat([draft_ids_JK[:, :top_k], rejected_J[:, None]], 1)
     is_rejected_JK = (draft_ids_JK == rejected_J[:, None]) & (probs_JK > 0)
     probs_J = (probs_JK * is_rejected_JK).sum(-1)
-    # The rejected token stands in the last column; among the first ones it would count twice.
+    # The rejected token has the last column; it is masked among the first, or it would count twice.
     first_JF = probs_JK[:, :top_k].masked_fill(is_rejected_JK[:, :top_k], 0.0)
     weights_JF = torch.cat([first_JF, probs_J[:, None]], 1)
     total_J1 = weights_JF.sum(-1, keepdim=True)
