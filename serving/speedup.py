@@ -290,8 +290,8 @@ class SpeedupMeter:
         return self._blocks[-1]
 
     def _label(self, group: Group) -> Group:
-        """The label of a group. Labels are bounded: groups that come late share one. Clients choose domains, so a tenant
-        gets no more labels than remain free.
+        """The label of a group. Labels are bounded: groups that come late share one. Clients choose domains, so a
+        tenant gets no more labels than remain free.
         """
         if group not in self._known:
             if self._num_of[group[0]] >= _MAX_GROUPS - len(self._known):
