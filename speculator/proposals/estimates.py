@@ -127,7 +127,7 @@ class FittedTime:
         self.count = 0
 
     def add(self, features: Sequence[float], seconds: float, *, sizes: Sizes) -> None:
-        """Add a measurement; updates the factor of each of its sizes. Ignores the very first, which includes warm-up."""
+        """Add a measurement; updates the factors of its sizes. Ignores the very first, which includes warm-up."""
         if self._is_cold:
             self._is_cold = False
             return
@@ -194,8 +194,8 @@ class RoundTimes:
     """Verification and drafting times of one engine; used by the thread that decodes."""
 
     def __init__(self) -> None:
-        # Assumed at first: a further row costs an eighth of a step, 10,000 attended keys a tenth; a draft step, and a
-        # pair that the draft reads, an eighth each.
+        # Ratios assumed at first. Verification: a further row costs an eighth of the fixed part, 10,000 attended keys a
+        # tenth. Drafting: a step costs five times as much as a pair that the draft reads.
         self._verify = FittedTime([1.0, 0.125, 1e-5])
         self._draft = FittedTime([0.02, 0.1, 0.02])
         self._pace = 1.0
