@@ -64,7 +64,7 @@ class Detokenizer:
         self._window.append(token_id)
         if self._is_byte(token_id):
             return ""
-        text = _certain(self._decode(self._window))
+        text = _without_incomplete(self._decode(self._window))
         delta, self._num_shown = text[self._num_shown :], max(self._num_shown, len(text))
         if len(self._window) > 2 * _NUM_KEPT:
             self._shorten()
@@ -80,7 +80,7 @@ class Detokenizer:
             start -= 1
         text = self._decode(self._window[start:])
         if len(text) >= _MIN_CHARS:
-            self._window, self._num_shown = self._window[start:], len(_certain(text))
+            self._window, self._num_shown = self._window[start:], len(_without_incomplete(text))
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._backend.decode(token_ids, skip_special_tokens=True)  # type: ignore[no-any-return]
@@ -92,7 +92,7 @@ class Detokenizer:
         return len(token) == len(_SOME_BYTE) and token.startswith("<0x") and token.endswith(">")
 
 
-def _certain(text: str) -> str:
+def _without_incomplete(text: str) -> str:
     return text.removesuffix(_UNFINISHED)
 
 
@@ -188,11 +188,11 @@ class LocalTokenizer:
         return Detokenizer(self.backend, self.special_tokens)
 
 
-class _SaysEnd(msgspec.Struct):
+class _EndTokens(msgspec.Struct):
     """The part of a model's configuration that names its end tokens."""
 
     eos_token_id: int | list[int] | None = None
-    text_config: _SaysEnd | None = None
+    text_config: _EndTokens | None = None
 
     def ids(self) -> list[int]:
         own = self.eos_token_id
@@ -205,7 +205,7 @@ def _end_token_ids(model_dir: Path) -> Iterator[int]:
     for path in (model_dir / "config.json", model_dir / "generation_config.json"):
         if path.is_file():
             try:
-                yield from msgspec.convert(json.loads(path.read_bytes()), type=_SaysEnd).ids()
+                yield from msgspec.convert(json.loads(path.read_bytes()), type=_EndTokens).ids()
             except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
                 message = f"{path} cannot be used ({error}): eos_token_id must be a token's id or a list of ids"
                 raise ConfigError(message) from None

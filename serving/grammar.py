@@ -40,7 +40,7 @@ def check_schema(schema: JsonSchema, *param: str | int) -> None:
     """
     if fault := _fault(schema):
         shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-        where = _joined(*param, *_place(schema, shared))
+        where = _joined(*param, *_path_to_fault(schema, shared))
         raise RequestError(f"{where}: no grammar can be made of this schema: {fault}", param=_joined(*param))
 
 
@@ -53,11 +53,11 @@ def _fault(schema: JsonSchema) -> str:
     return " ".join(LLMatcher.validate_grammar(json_grammar(schema)).split())
 
 
-def _place(schema: JsonSchema, shared: JsonSchema) -> list[str | int]:
+def _path_to_fault(schema: JsonSchema, shared: JsonSchema) -> list[str | int]:
     """The path to the innermost schema that is invalid by itself; its references point into `shared`."""
     for path, inner in _inner_schemas(schema):
         if isinstance(inner, Mapping) and _fault({**shared, **inner}):
-            return [*path, *_place(inner, shared)]
+            return [*path, *_path_to_fault(inner, shared)]
     return []
 
 

@@ -85,10 +85,10 @@ class TargetDesk:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetLayout:
-    """What new weights must share with the target in service: tensor shapes, and config.json as far as it computes."""
+    """What new weights must share with the target in service: tensor shapes, and config fields that affect results."""
 
     essentials: Mapping[str, Any]
-    """What config.json says about the computation."""
+    """Fields of config.json that affect the computation."""
     shapes: Mapping[str, tuple[int, ...]]
 
 

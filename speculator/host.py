@@ -197,7 +197,7 @@ def shared(lock: Path) -> Iterator[None]:
 
 
 T = TypeVar("T")
-_HALF = re.compile(rb"\\ud[89ab][0-9a-f]{2}(?!\\ud[c-f])|(?<!\\ud[89ab][0-9a-f]{2})\\ud[c-f]", re.IGNORECASE)
+_LONE_SURROGATE = re.compile(rb"\\ud[89ab][0-9a-f]{2}(?!\\ud[c-f])|(?<!\\ud[89ab][0-9a-f]{2})\\ud[c-f]", re.IGNORECASE)
 """An escaped surrogate without its other half."""
 _OTHER_LINE_ENDS = tuple((end.encode(), f"\\u{ord(end):04x}".encode()) for end in "\u0085\u2028\u2029")
 """Unicode's line separators that JSON does not escape by itself, with their escapes."""
@@ -233,7 +233,7 @@ def _decoded(line: bytes, kind: type[T]) -> T:
     except msgspec.ValidationError as error:
         raise ValueError(f"does not fit ({error})") from None
     except (msgspec.DecodeError, RecursionError) as error:
-        reason = "an escape that is half a character" if _HALF.search(line) else error
+        reason = "an escape that is half a character" if _LONE_SURROGATE.search(line) else error
         raise ValueError(f"is not JSON ({reason})") from None
 
 

@@ -69,8 +69,8 @@ class AcceptanceNotes:
         self.usage = _usage_of(_decoded(content) or {})
         if _MARK not in content:
             return content
-        fields = self._taken(content)
-        return content if fields is None else msgspec.json.encode(self._noted(fields))
+        fields = self._read_report(content)
+        return content if fields is None else msgspec.json.encode(self._with_acceptance(fields))
 
     def events(self, block: bytes) -> bytes:
         """Rewrite a block of whole events."""
@@ -83,7 +83,7 @@ class AcceptanceNotes:
             self._note_usage(event.partition(_EVENT)[2])
             return event + _END
         if _MARK in event:
-            fields = self._taken(event.removeprefix(_EVENT))
+            fields = self._read_report(event.removeprefix(_EVENT))
             if fields is None or "sglext" in fields:
                 return event + _END
             return b""
@@ -95,7 +95,7 @@ class AcceptanceNotes:
             return b""
         if self._found is None:
             return event + _END
-        return _EVENT + msgspec.json.encode(self._noted(fields)) + _END
+        return _EVENT + msgspec.json.encode(self._with_acceptance(fields)) + _END
 
     def _note_usage(self, content: bytes) -> None:
         """Merge usage events: /v1/messages reports prompt tokens in one event and answer tokens in another."""
@@ -108,7 +108,7 @@ class AcceptanceNotes:
                     completion_tokens=max(before.completion_tokens, usage.completion_tokens),
                 )
 
-    def _taken(self, content: bytes) -> dict[str, Any] | None:
+    def _read_report(self, content: bytes) -> dict[str, Any] | None:
         """Read SGLang's report. Returns the fields, without it unless the client wants it; None if there is none."""
         fields = _decoded(content)
         said = None if fields is None else _decoded(bytes(fields.get("sglext", _NULL)))
@@ -125,7 +125,7 @@ class AcceptanceNotes:
             fields = {**fields, "sglext": msgspec.Raw(msgspec.json.encode(rest))} if rest else _without(fields)
         return fields
 
-    def _noted(self, fields: dict[str, Any]) -> dict[str, Any]:
+    def _with_acceptance(self, fields: dict[str, Any]) -> dict[str, Any]:
         if self._found is None:
             return fields
         usage = _decoded(bytes(fields.get("usage", _NULL)))

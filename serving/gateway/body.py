@@ -138,7 +138,7 @@ def asked_fields(
     answer, unless it may be ignored.
     """
     asked = without_nulls(fields)
-    acted_on = _acted_on(model)
+    acted_on = _supported_fields(model)
     for name in list(asked):
         is_known = name in model.neutral
         if is_known and changes_nothing(asked[name], model.neutral[name]):
@@ -154,7 +154,7 @@ def asked_fields(
 
 
 @functools.cache
-def _acted_on(model: type[Strict]) -> frozenset[str]:
+def _supported_fields(model: type[Strict]) -> frozenset[str]:
     """The field names of a model, by alias."""
     return frozenset(field.alias or name for name, field in model.model_fields.items())
 
@@ -191,7 +191,7 @@ class Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _leave_out_what_asks_for_nothing(cls, fields: object, info: ValidationInfo) -> object:
+    def _drop_neutral_fields(cls, fields: object, info: ValidationInfo) -> object:
         return asked_fields(cls, fields, info.context) if isinstance(fields, dict) else fields
 
 

@@ -158,24 +158,24 @@ class SampledBody(ForwardedBody):
         return added
 
 
-def _kept_nowhere(value: object) -> None:
+def _refuse_stored_answers(value: object) -> None:
     raise invalid("unsupported_parameter", "no answers are kept here: send the whole conversation as 'input'")
 
 
-def _not_stored(value: object) -> None:
+def _refuse_store(value: object) -> None:
     # SGLang would give a stored answer to any tenant that names its id.
     if value is not False:
         raise invalid("unsupported_parameter", "no answers are kept here: send 'store': false, or leave it out")
 
 
-Absent = Annotated[None, PlainValidator(_kept_nowhere, json_schema_input_type=None)]
+Absent = Annotated[None, PlainValidator(_refuse_stored_answers, json_schema_input_type=None)]
 
 
 class ResponsesBody(ForwardedBody):
     limit_field = "max_output_tokens"
 
     max_output_tokens: Count | None = None
-    store: Annotated[None, PlainValidator(_not_stored, json_schema_input_type=bool)] = None
+    store: Annotated[None, PlainValidator(_refuse_store, json_schema_input_type=bool)] = None
     previous_response_id: Absent = None
     conversation: Absent = None
 

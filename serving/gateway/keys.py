@@ -175,7 +175,7 @@ class Keyring:
 
     def find(self, secret: bytes) -> ApiKey | None:
         """The key with that secret, expired or not."""
-        self._look_again()
+        self._reload_if_changed()
         asked = digest(secret)
         found = None
         # Compare all keys in constant time, so that timing reveals neither a key nor whose it is.
@@ -184,7 +184,7 @@ class Keyring:
                 found = key
         return found
 
-    def _look_again(self) -> None:
+    def _reload_if_changed(self) -> None:
         identity = self._identity()
         if identity == self._seen:
             return

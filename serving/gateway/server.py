@@ -70,7 +70,7 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _ends_when_cancelled(app: ASGIApp) -> ASGIApp:
+def _swallow_cancellation(app: ASGIApp) -> ASGIApp:
     """Swallow the cancellation of a request: uvicorn cancels only at the end of the grace period, and would log a
     traceback.
     """
@@ -127,7 +127,7 @@ class GatewayServer:
         self._task: asyncio.Task[None] | None = None
         self._server = _Uvicorn(
             uvicorn.Config(
-                _ends_when_cancelled(app),
+                _swallow_cancellation(app),
                 log_config=None,
                 access_log=False,
                 lifespan="on",

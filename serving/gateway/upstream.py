@@ -101,11 +101,11 @@ _QUEUE_IS_FULL = ("The request queue is full.", "The request is aborted by a hig
 _VALIDATION = re.compile(r"""'type': '(\w+)', 'loc': \('body', '(\w+)'.*?\), 'msg': ('[^']*'|"[^"]*")""")
 _TOO_MANY = re.compile(r"maximum context length of (\d+) tokens\..*: (\d+) tokens from the input messages and \d+ ")
 _TOO_LONG = "context length"
-_NOT_THE_CLIENTS = {401, 403, 405}
+_GATEWAY_STATUSES = {401, 403, 405}
 """Statuses that concern the gateway's own access to SGLang, not the client's request."""
 
 
-class _Said(msgspec.Struct):
+class _ErrorFields(msgspec.Struct):
     message: str = ""
     param: str | None = None
     code: int | str | None = None
@@ -113,20 +113,20 @@ class _Said(msgspec.Struct):
 
 
 class _Nested(msgspec.Struct):
-    error: _Said | None = None
+    error: _ErrorFields | None = None
     response: _Nested | None = None
 
 
-def _said_in(content: bytes) -> _Said:
+def _error_in(content: bytes) -> _ErrorFields:
     nested = _decoded(content, _Nested)
     if nested is not None and nested.response is not None:
         nested = nested.response
-    return (nested and nested.error) or _decoded(content, _Said) or _Said()
+    return (nested and nested.error) or _decoded(content, _ErrorFields) or _ErrorFields()
 
 
 def refusal(status: int, content: bytes, *, retry_after: str | None = None) -> ApiError:
     """The client's error for SGLang's answer with `status` and `content`."""
-    return _translate(status, _said_in(content), retry_after)
+    return _translate(status, _error_in(content), retry_after)
 
 
 def has_begun(block: bytes) -> bool:
@@ -144,7 +144,7 @@ def failure_in(block: bytes) -> ApiError | None:
     """The first error among the events of `block`; None where there is none."""
     if (found := _FAILED.search(block)) is None:
         return None
-    said = _said_in(block[found.start() :].partition(b"\n\n")[0].partition(b"data: ")[2])
+    said = _error_in(block[found.start() :].partition(b"\n\n")[0].partition(b"data: ")[2])
     if isinstance(said.code, int):
         status = said.code
     elif _TOO_LONG in said.message:
@@ -168,7 +168,7 @@ def room_in(refused: ApiError) -> int | None:
     return max(context_length - num_prompt_tokens, 0) or None
 
 
-def _translate(status: int, said: _Said, retry_after: str | None) -> ApiError:
+def _translate(status: int, said: _ErrorFields, retry_after: str | None) -> ApiError:
     wait_s = int(retry_after) if retry_after and retry_after.isdigit() else None
     if status == 429 or (status == 503 and said.message in _QUEUE_IS_FULL):
         return describe(EngineBusyError(said.message, retry_after_s=wait_s or 1))
@@ -177,7 +177,7 @@ def _translate(status: int, said: _Said, retry_after: str | None) -> ApiError:
         # An abort's message is a fixed text of SGLang, safe to pass on.
         message = message or "The engine cannot serve this request now: retry later."
         return ApiError(503, message, code="engine_unavailable", retry_after_s=wait_s or UNAVAILABLE_RETRY_AFTER_S)
-    if not 400 <= status < 500 or status in _NOT_THE_CLIENTS:
+    if not 400 <= status < 500 or status in _GATEWAY_STATUSES:
         # Not SGLang's message: it may be the text of any exception, which may quote a prompt.
         status = status if status > 500 else 500
         return ApiError(status, "The engine failed to handle the request.", code="engine_error")

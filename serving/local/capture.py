@@ -4,7 +4,7 @@ The engine's thread only queues jobs. One capture thread runs them in order, so 
 queued before it. That thread has a higher niceness: if both want a core, it gets a quarter of it. (Much less would
 hurt: the engine waits while the thread holds the interpreter's lock.) Once `MOST_WAITING` jobs wait, further prompt
 chunks go without distributions, which is counted; traces are always built. Distributions that still wait when the
-engine stops or a tenant's text is erased are left out, so that whoever waits for the traces waits for one job at most.
+engine stops or a tenant's text is erased are left out, so that a wait for the traces takes one job at most.
 """
 
 from __future__ import annotations

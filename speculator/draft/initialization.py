@@ -117,7 +117,7 @@ def fresh_draft(
         draft = Eagle3Draft(config, embed_Vd, d2t_D)
         if not (config.fc_norm or config.norm_before_fc):
             draft.fc.weight.mul_(_FEATURE_SCALE)
-        _look_at_own_position(draft)
+        _attend_to_own_position(draft)
         draft.midlayer.mlp.down_proj.weight.mul_(_OUTPUT_SCALE)
         draft.norm.weight.copy_(read_target_tensor(model_dir, NORM))
         draft.lm_head.weight.copy_(read_target_tensor(model_dir, LM_HEAD)[draft.target_ids])
@@ -142,7 +142,7 @@ def _check_size(config: DraftConfig, model_dir: Path) -> None:
         )
 
 
-def _look_at_own_position(draft: Eagle3Draft) -> None:
+def _attend_to_own_position(draft: Eagle3Draft) -> None:
     """Set random key weights, and query weights that give each position its own key: at the same position the rotations
     cancel, so the score is |key|².
     """

@@ -40,7 +40,7 @@ _OWN_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _LEGACY_NORMS = {
     f"aux_norm_{name}.weight": f"fc_norm.{number}.weight" for number, name in enumerate(("low", "mid", "high"))
 }
-_NOT_OURS = ("verifier_norm.weight", "verifier_lm_head.weight")
+_TRAINING_ONLY = ("verifier_norm.weight", "verifier_lm_head.weight")
 """Tensors of `speculators` that only its training uses."""
 _DEFAULTS = {"rms_norm_eps": 1e-6}
 """Defaults of transformers' Llama for absent fields."""
@@ -65,11 +65,11 @@ def read_public_head(folder: Path, model_dir: Path) -> PublicHead:
         values = json.loads((folder / "config.json").read_bytes())
     if not isinstance(values, dict):
         raise DraftFileError(f"{folder}: config.json is no object")
-    layout, said = _said(folder, values)
+    layout, said = _read_config(folder, values)
     target, found = read_config(model_dir), dict(_tensors(folder))
     notes: list[str] = []
     try:
-        _check_said(folder, said, layout, target)
+        _check_config(folder, said, layout, target)
         config = _config(folder, said, found, target)
         notes += _windows(said, config)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -81,7 +81,7 @@ def read_public_head(folder: Path, model_dir: Path) -> PublicHead:
     return PublicHead(layout, config, state, tuple(notes))
 
 
-def _said(folder: Path, values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def _read_config(folder: Path, values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """(layout, the head's configuration as one flat dict)."""
     kind = values.get("speculators_model_type")
     if kind is None:
@@ -95,7 +95,7 @@ def _said(folder: Path, values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]
     return SPECULATORS, {**layer, **{name: value for name, value in values.items() if name not in layer}}
 
 
-def _check_said(folder: Path, said: Mapping[str, Any], layout: str, target: Mapping[str, Any]) -> None:
+def _check_config(folder: Path, said: Mapping[str, Any], layout: str, target: Mapping[str, Any]) -> None:
     """Raise DraftFileError or DraftMismatchError for a head that would not be computed as it was trained."""
     layers = said.get("num_hidden_layers", 1)
     if layers != 1:
@@ -151,7 +151,7 @@ def _named(name: str) -> str:
 
 def _drop_embedding(folder: Path, found: dict[str, Tensor], model_dir: Path) -> None:
     """Remove copies of the target's tensors. Raises DraftMismatchError if the head's embedding is not the target's."""
-    for name in [name for name in found if name in _NOT_OURS or name.endswith("rotary_emb.inv_freq")]:
+    for name in [name for name in found if name in _TRAINING_ONLY or name.endswith("rotary_emb.inv_freq")]:
         del found[name]
     own = found.pop(_OWN_EMBEDDING, None)
     if own is None:

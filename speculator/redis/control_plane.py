@@ -26,7 +26,7 @@ _ATTEMPTS = 5
 
 
 class CanaryHolder(msgspec.Struct, frozen=True, kw_only=True):
-    """Who has the canary's slot, and for which draft version."""
+    """Holder of the canary slot, and the draft version that it tries."""
 
     engine_id: str
     process: str

@@ -64,7 +64,7 @@ class Erasures:
         try:
             return {tenant.decode(): int(at_ms) for tenant, at_ms in self._redis.hgetall(self._orders).items()}
         except ValueError as error:
-            raise _none_of_ours(self._orders, error) from error
+            raise _foreign_data(self._orders, error) from error
 
     @redis_errors
     def report(self, trainer: str, report: TrainerReport) -> None:
@@ -85,11 +85,11 @@ class Erasures:
                 for name, report in self._redis.hgetall(self._trainers).items()
             }
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise _none_of_ours(self._trainers, error) from error
+            raise _foreign_data(self._trainers, error) from error
         return {name: report for name, report in found.items() if report.at_ms >= since_ms}
 
 
-def _none_of_ours(key: str, error: Exception) -> StreamError:
+def _foreign_data(key: str, error: Exception) -> StreamError:
     return StreamError(f"another client has written to {key} in Redis ({error}): remove its entries")
 
 
@@ -134,12 +134,12 @@ class Remover:
         """
         counts = {"stream": 0, "dead_letters": 0, "unreadable": 0}
         for rows in self._chunks(self._keys.traces):
-            taken = [row for row in rows if _goes(row[1], chosen, counts, unreadable)]
+            taken = [row for row in rows if _is_chosen(row[1], chosen, counts, unreadable)]
             counts["stream"] += len(taken)
             if taken and not dry_run:
-                self._take_out(taken)
+                self._remove_entries(taken)
         for rows in self._chunks(self._keys.dead_letters):
-            ids = [entry_id for entry_id, fields in rows if _goes(fields, chosen, counts, unreadable)]
+            ids = [entry_id for entry_id, fields in rows if _is_chosen(fields, chosen, counts, unreadable)]
             counts["dead_letters"] += len(ids)
             if ids and not dry_run:
                 self._redis.xdel(self._keys.dead_letters, *ids)
@@ -192,7 +192,7 @@ class Remover:
             yield rows
             start = f"({rows[-1][0].decode()}"
 
-    def _take_out(self, rows: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> None:
+    def _remove_entries(self, rows: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> None:
         """Remove entries and update the accounts in one transaction; then correct the accounts by its results.
 
         A correction is needed if an entry was acked or trimmed in the milliseconds between read and transaction. If the
@@ -222,7 +222,7 @@ class Remover:
                 self._redis.hincrby(keys.accounts, field, difference)
 
 
-def _goes(fields: Mapping[bytes, bytes], chosen: Chosen, counts: dict[str, int], unreadable: bool) -> bool:
+def _is_chosen(fields: Mapping[bytes, bytes], chosen: Chosen, counts: dict[str, int], unreadable: bool) -> bool:
     try:
         return chosen(read_header(fields.get(b"payload", b"")))
     except TraceError:
@@ -248,7 +248,7 @@ def remove_from_recording(path: Path, chosen: Chosen, *, dry_run: bool = False) 
     May be killed and repeated. Nobody may record into the file meanwhile. Raises ConfigError where it is not a
     recording or cannot be written.
     """
-    found = _look(path, chosen)
+    found = _count_chosen(path, chosen)
     if dry_run or not (found.removed or found.cut_bytes):
         return found
     temporary = path.with_name(f".{path.name}.rewritten")
@@ -269,7 +269,7 @@ def remove_from_recording(path: Path, chosen: Chosen, *, dry_run: bool = False) 
     return found
 
 
-def _look(path: Path, chosen: Chosen) -> Rewritten:
+def _count_chosen(path: Path, chosen: Chosen) -> Rewritten:
     num_unreadable = num_chosen = num_kept = 0
     with RecordingReader(path) as reader:
         for payload in reader.payloads():

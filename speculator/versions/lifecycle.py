@@ -148,7 +148,7 @@ class Lifecycle:
         with self._locked():
             made = self._make(version, state, actor, reason, dict(numbers or {}))
             if made:
-                self._tell(made)
+                self._write_missing_events(made)
             return bool(made)
 
     def bar(self, version: int, *, actor: str, reason: str, numbers: Mapping[str, Number] | None = None) -> None:
@@ -163,7 +163,7 @@ class Lifecycle:
                 made = self._make(version, VersionState.ROLLED_BACK, actor, reason, dict(numbers or {}))
             made = self._make(version, VersionState.QUARANTINED, actor, reason, dict(numbers or {})) or made
             try:
-                self._tell(made)
+                self._write_missing_events(made)
             except StoreError as error:
                 log.warning("events are not written yet", version=version, error=str(error))
 
@@ -197,7 +197,7 @@ class Lifecycle:
         Raises StoreError.
         """
         with store_errors(self.root), shared(self._lock):
-            untold = [_event(version, one) for version, one in self._untold(self._histories())]
+            untold = [_event(version, one) for version, one in self._missing_events(self._histories())]
             return [*self.events.tail(count), *untold][-count:] if count else []
 
     def forget(self, version: int) -> bool:
@@ -215,7 +215,7 @@ class Lifecycle:
                 return False
             # Even if the disk is too full for events: pruning is what frees it.
             with contextlib.suppress(StoreError):
-                self._tell(histories)
+                self._write_missing_events(histories)
             self._path(version).unlink(missing_ok=True)
             sync(self._states)
         return True
@@ -258,12 +258,12 @@ class Lifecycle:
             told = self.events.last_sequence()
         return max([told, *(history[-1].sequence for history in histories.values())])
 
-    def _tell(self, histories: Mapping[int, list[Transition]]) -> None:
+    def _write_missing_events(self, histories: Mapping[int, list[Transition]]) -> None:
         """Write missing events; the caller holds the lock."""
-        for version, transition in self._untold(histories):
+        for version, transition in self._missing_events(histories):
             self.events.add(_event(version, transition))
 
-    def _untold(self, histories: Mapping[int, list[Transition]]) -> list[tuple[int, Transition]]:
+    def _missing_events(self, histories: Mapping[int, list[Transition]]) -> list[tuple[int, Transition]]:
         told = self.events.last_sequence()
         # No number in the log: it is new, an old release wrote it, or other events have filled it since.
         last = [] if told else self.events.tail(1)

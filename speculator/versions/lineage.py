@@ -50,12 +50,11 @@ def ensure_lineage(
 ) -> int:
     """The newest version that may be served; writes a fresh draft as the first one where the store is empty.
 
-    `texts` like those to be served choose the fresh draft's vocabulary, `switches` what it computes with. None
-    is the default of a fresh draft.
+    The other arguments are those of `fresh_draft`; None means its default.
 
-    Raises ConfigError where the store has drafts that are not what is asked of a fresh one, StoreError when it cannot
-    be read or written or every version is barred, DraftFileError or DraftMismatchError for a version that nothing is
-    known of and that does not fit, and what `fresh_draft` raises.
+    Raises ConfigError where the store's drafts contradict them, StoreError when it cannot be read or written or every
+    version is barred, DraftFileError or DraftMismatchError for a version without a state that does not fit, and what
+    `fresh_draft` raises.
     """
     asked: dict[str, Any] = {
         "draft_vocab_size": draft_vocab_size,
@@ -176,9 +175,9 @@ def admit(
     reason: str,
     numbers: Mapping[str, Number] | None = None,
 ) -> None:
-    """Take a written version to `scored`, by way of reading it back and verifying it; goes on where a crash ended it.
+    """Read back and verify a written version, and move it to `scored`; continues after a crash.
 
-    Another process may do the same, or have taken the version further.
+    Safe beside other processes that move the same version.
 
     Raises DraftFileError or DraftMismatchError, with the version in quarantine, or StoreError.
     """

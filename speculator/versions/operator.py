@@ -275,12 +275,12 @@ class DraftDesk:
         pointer = self._pointer()
         self._refuse_other_pin(pointer, version)
         self._verified(version)
-        self._asked("promote", version, actor)
+        self._record_request("promote", version, actor)
         self._release(version, actor)
         if self._states.state(version) is VersionState.PROMOTED:
             self._states.move(version, VersionState.PROMOTED, actor=actor, reason="promoted by operator")
         pointer.publish(version)
-        return self._done("promote", version, pointer, actor)
+        return self._record_result("promote", version, pointer, actor)
 
     def rollback(self, *, actor: str, reason: str, version: int | None = None) -> DraftChange:
         """Quarantine a version, by default the one that engines should run, and have the last good one served instead.
@@ -298,7 +298,7 @@ class DraftDesk:
         self._verified(good)
         if self._states.state(bad) is None:
             self._store.manifest(bad)
-        is_asked = self._noted("asked", actor, action="rollback", version=bad, reason=reason)
+        is_asked = self._record("asked", actor, action="rollback", version=bad, reason=reason)
         if self._states.state(bad) is None:
             self._states.move(bad, VersionState.WRITTEN, actor=actor)
         self._states.bar(bad, actor=actor, reason=reason)
@@ -310,7 +310,7 @@ class DraftDesk:
         elif self._states.state(published) not in SERVABLE:
             pointer.replace(published, good)
         desired = pointer.desired()
-        is_done = self._noted("rollback", actor, version=bad, desired=desired, reason=reason)
+        is_done = self._record("rollback", actor, version=bad, desired=desired, reason=reason)
         return DraftChange(
             version=bad,
             state=self._states.state(bad),
@@ -329,9 +329,9 @@ class DraftDesk:
         if state not in SERVABLE:
             known = "unknown" if state is None else state.value
             raise LifecycleError(f"draft version {version} is {known}: promote it first")
-        self._asked("pin", version, actor)
+        self._record_request("pin", version, actor)
         pointer.pin(version)
-        return self._done("pin", version, pointer, actor)
+        return self._record_result("pin", version, pointer, actor)
 
     def unpin(self, *, actor: str) -> DraftChange:
         """Have engines serve the published version again.
@@ -342,9 +342,9 @@ class DraftDesk:
         pinned = pointer.pinned()
         if pinned is None:
             raise LifecycleError("no draft version is pinned")
-        self._asked("unpin", pinned, actor)
+        self._record_request("unpin", pinned, actor)
         pointer.unpin()
-        return self._done("unpin", pinned, pointer, actor)
+        return self._record_result("unpin", pinned, pointer, actor)
 
     def export(self, version: int, folder: Path, *, actor: str, layout: Layout | None = None) -> Path:
         """Write a version as a Hugging Face folder and return it: as SGLang loads it, or in another layout.
@@ -407,10 +407,10 @@ class DraftDesk:
                 )
         return version
 
-    def _asked(self, action: str, version: int, actor: str) -> None:
+    def _record_request(self, action: str, version: int, actor: str) -> None:
         self._states.events.append("asked", actor=actor, action=action, version=version)
 
-    def _noted(self, kind: str, actor: str, **fields: str | int | None) -> bool:
+    def _record(self, kind: str, actor: str, **fields: str | int | None) -> bool:
         """Write an event; returns False if it could not be written."""
         try:
             self._states.events.append(kind, actor=actor, **fields)
@@ -419,7 +419,7 @@ class DraftDesk:
             return False
         return True
 
-    def _done(self, kind: str, version: int, pointer: DraftPointer, actor: str) -> DraftChange:
+    def _record_result(self, kind: str, version: int, pointer: DraftPointer, actor: str) -> DraftChange:
         desired = pointer.desired()
         self._states.events.append(kind, actor=actor, version=version, desired=desired)
         return DraftChange(version=version, state=self._states.state(version), desired=desired)

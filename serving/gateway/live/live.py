@@ -375,7 +375,7 @@ FRESH_S = 1.0
 NUM_VERSIONS = 50
 NUM_EVENTS = 50
 _EVENTS_READ = 4 * NUM_EVENTS
-_STEPS = {"written", "validated", "scored", "asked"}
+_HIDDEN_EVENTS = {"written", "validated", "scored", "asked"}
 """Hidden events: steps before the gate, and requests by operators; their outcomes are events of their own."""
 _ADDRESS = re.compile(r"[^\s,;()'\"]*(?:/|:\d)[^\s,;()'\"]*[^\s,;:.()'\"]|[^\s,;()'\"]*:\d+")
 """Whatever has a slash, or a colon and a number: paths, URLs, host and port."""
@@ -415,7 +415,7 @@ class Board:
         except SlipstreamError:
             raise unavailable("The draft store cannot be read now.", code="drafts_unavailable") from None
         rows = overview["drafts"][-NUM_VERSIONS:]
-        told = [event for event in events if event["kind"] not in _STEPS][-NUM_EVENTS:]
+        told = [event for event in events if event["kind"] not in _HIDDEN_EVENTS][-NUM_EVENTS:]
         return {
             "available": True,
             "knows_engines": not overview["no_redis"],

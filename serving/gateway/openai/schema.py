@@ -301,7 +301,7 @@ class Message(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _let_an_answer_be_empty(cls, fields: object) -> object:
+    def _allow_empty_answer(cls, fields: object) -> object:
         """Accept an assistant message without content: libraries send an answer without text that way."""
         if isinstance(fields, dict) and fields.get("role") == "assistant" and fields.get("content") is None:
             return {**fields, "content": ""}
@@ -332,7 +332,7 @@ class SamplingBody(Strict):
 
 
 class GenerationBody(SamplingBody):
-    """What both generating endpoints accept."""
+    """Fields of both generating endpoints."""
 
     ignores_unknown, ignorable = True, IGNORABLE
 

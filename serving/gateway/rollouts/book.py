@@ -53,7 +53,7 @@ class RolloutBook:
     ) -> None:
         self._settings, self.clock = settings, clock
         policy = Policy(order=ContextAware(), chunk_tokens=settings.rollout_chunk_tokens)
-        self.driver = Driver(engines, policy, on_ended=self._ended, on_turn=self._turned, clock=clock)
+        self.driver = Driver(engines, policy, on_ended=self._on_sample_end, on_turn=self._on_turn, clock=clock)
         self._rollouts: dict[tuple[str, str], Rollout] = {}
         self._by_key: dict[str, Rollout] = {}
         self._forgotten: deque[tuple[str, str]] = deque(maxlen=_MAX_FORGOTTEN)
@@ -185,7 +185,7 @@ class RolloutBook:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _ended(self, result: SampleResult) -> None:
+    def _on_sample_end(self, result: SampleResult) -> None:
         self.ended[result.reason] += 1
         key, _, name = result.sample_id.group_id.partition("/")
         rollout = self._by_key[key]
@@ -193,7 +193,7 @@ class RolloutBook:
             rollout.ended_s = self.clock()
         rollout.add(name, result)
 
-    def _turned(self, turn: Turn) -> None:
+    def _on_turn(self, turn: Turn) -> None:
         key, _, name = turn.sample_id.group_id.partition("/")
         self._by_key[key].add_turn(name, turn)
 
@@ -299,7 +299,7 @@ class Rollout:
             "detail": result.detail or None,
         }
         self.ends[name, number] = result.state
-        self._say(document)
+        self._append_line(document)
 
     def add_turn(self, name: str, turn: Turn) -> None:
         """A sample of the group `name` has ended a turn and waits for its environment."""
@@ -313,9 +313,9 @@ class Rollout:
             "tokens": turn.tokens,
             "text": turn.text,
         }
-        self._say(document)
+        self._append_line(document)
 
-    def _say(self, document: dict[str, Any]) -> None:
+    def _append_line(self, document: dict[str, Any]) -> None:
         self.lines.append(msgspec.json.encode(document))
         self.changed.set()
         self.changed = asyncio.Event()

@@ -67,7 +67,7 @@ class GroupBody(SamplingBody):
 
     @property
     def num_samples(self) -> int:
-        """That are begun."""
+        """Samples that are begun, redundant ones included."""
         return len(self.seeds) if self.seeds is not None else (self.n or 1) + self.redundant
 
 
@@ -80,7 +80,7 @@ class RolloutBody(Strict):
     job: Name | None = None
     """Name of the tenant's job; jobs share the engines by the tokens that they have had."""
     weight: Annotated[float, Field(ge=0.01, le=100)] = 1.0
-    """Of the job: twice the weight, twice the tokens, while both have work."""
+    """Weight of the job: twice the weight, twice the tokens, while both jobs have work."""
     slipstream: CaptureChoice = CaptureChoice()
     """Capture policy; a prompt group here is one of `groups`."""
 

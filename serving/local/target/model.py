@@ -93,7 +93,7 @@ class Target:
         self.device = self.embed.device
         num_layers = len(self.model.model.layers)
         aux_layers = aux_layer_ids(num_layers)
-        self._bring_into_form(self.model)
+        self._fuse_and_pack(self.model)
         if kernels is not None:
             gather([module for module in self.model.modules() if isinstance(module, KernelLinear)])
         self._tensors = list(all_tensors(self.model))
@@ -114,7 +114,7 @@ class Target:
             self._run = (Decoder if self._is_fused else _HuggingFaceDecoder)(self.model, aux_layers, self.cache)
         self.ranking = Ranking(kernels)
 
-    def _bring_into_form(self, model: Any) -> None:
+    def _fuse_and_pack(self, model: Any) -> None:
         """Fuse and pack the weights that the passes read."""
         if self._is_fused:
             fuse(model)
@@ -149,7 +149,7 @@ class Target:
     def stage(self, folder: Path) -> StagedTarget:
         """Read new weights, fused and packed like those in service; for any thread. Raises TargetError."""
         model = bare_copy(self.model, read_weights(folder, self._layout), self.embed.dtype)
-        self._bring_into_form(model)
+        self._fuse_and_pack(model)
         return list(all_tensors(model))
 
     def install(self, staged: StagedTarget) -> None:
