@@ -1,1 +1,1 @@
-"""What answers users: the gateway, the engines behind it, and everything that happens between two decode steps."""
+"""Serving: the gateway, the engines behind it, and what happens between two decode steps."""

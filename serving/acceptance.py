@@ -1,4 +1,4 @@
-"""What became of proposals: of one answer's, as its client reads it, and of all, by how much text stood before them."""
+"""Counts of proposed and accepted tokens: of one answer, for its client, and of all answers, by length of the text."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ LENGTHS: Mapping[LengthOf, tuple[int, ...]] = {
     "context": (512, 1024, 2048, 4096, 8192, 16384, 32768),
     "answer": (32, 128, 512, 2048, 8192),
 }
-"""Upper bounds of the tokens that stand before a verification: of the whole text, and of the answer so far."""
+"""Upper bounds of the length buckets, in tokens before a verification: of the whole text, and of the answer so far."""
 BEYOND = "more"
-"""What lies above the last bound."""
+"""Name of the bucket above the last bound."""
 LengthKey = tuple[str, ...]
-"""Source, what is as long, and up to how many tokens."""
+"""(source of the proposals, `LengthOf`, upper bound of the bucket)."""
 _BOUNDS = {of: np.array(bounds) for of, bounds in LENGTHS.items()}
 
 
 @dataclass
 class Acceptance:
-    """Of one answer, or of several; steps that proposed nothing are among them."""
+    """Acceptance counts of one answer, or of several; steps that proposed nothing are included."""
 
     num_proposed: int = 0
     histogram: list[int] = field(default_factory=list)
-    """At place j, how many verifications accepted exactly j proposals."""
+    """At index j, how many verifications accepted exactly j proposals."""
 
     @property
     def num_steps(self) -> int:
@@ -41,7 +41,7 @@ class Acceptance:
         return sum(accepted * count for accepted, count in enumerate(self.histogram))
 
     def add(self, num_proposed: int, num_accepted: int, count: int = 1) -> None:
-        """So many verifications of which each accepted so many; `num_proposed` of all together."""
+        """Count `count` verifications that accepted `num_accepted` proposals each; `num_proposed` is their total."""
         self.num_proposed += num_proposed
         self.histogram += [0] * (num_accepted + 1 - len(self.histogram))
         self.histogram[num_accepted] += count
@@ -56,7 +56,7 @@ class Acceptance:
         return total
 
     def metrics(self) -> dict[str, object]:
-        """The `metrics` of a response, in the form that vLLM gave it (vllm-project/vllm#48915) and AIPerf reads."""
+        """The `metrics` field of a response, in vLLM's format (vllm-project/vllm#48915), which AIPerf reads."""
         steps, accepted = self.num_steps, self.num_accepted
         return {
             "speculative_decoding": {
@@ -79,8 +79,9 @@ class Acceptance:
 
 
 class AcceptanceByLength:
-    """Verifications, and the tokens that they committed, by how much text stood before them, for each source of
-    proposals. One thread adds, others may read.
+    """Verifications, and the tokens that they committed, by source of the proposals and length of the text before.
+
+    One thread adds, others may read.
     """
 
     def __init__(self) -> None:
@@ -91,7 +92,7 @@ class AcceptanceByLength:
         }
 
     def add(self, source: ProposalSource, contexts: ArrayLike, answers: ArrayLike, committed: ArrayLike) -> None:
-        """Verifications of one source, each behind a text and an answer so long."""
+        """Count verifications of one source: for each, tokens of text and of answer before it, and tokens committed."""
         by_length: dict[LengthOf, ArrayLike] = {"context": contexts, "answer": answers}
         for of, lengths in by_length.items():
             counts = self._counts[source, of]

@@ -21,18 +21,18 @@ from speculator.target_folder import reading
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _NUM_KEPT = 8
-"""Tokens that are decoded again with those that come after them."""
+"""Tokens of context that are decoded again together with each new token."""
 _MIN_CHARS = 4
-"""Of the text of those; fewer could be less than three bytes, or the stripped beginning of a text."""
+"""Least characters of that context: fewer could be under three bytes, or stripped as the beginning of a text."""
 _SOME_BYTE = "<0x41>"
 
 
 class Detokenizer:
-    """Deltas of tokens that a model may produce; together they are what decoding all tokens in one go gives.
+    """Decodes tokens one by one; the pieces of text add up to what decoding all tokens at once gives.
 
-    A delta is what a token adds to the text of a window of the newest tokens. Ids without a token and special tokens
-    have no text and never enter the window. The rest holds for the decoders of the tokenizers library. Two are left
-    out: a Replace behind a Fuse sees further than the window, and a Strip of ends is refused by `load_tokenizer`.
+    A piece is what a token adds to the text of a window of the newest tokens. Ids without a token and special tokens
+    have no text and never enter the window. The rest holds for the decoders of the tokenizers library, but for two:
+    a Replace behind a Fuse sees further than the window, and `load_tokenizer` refuses a Strip of ends.
 
     * A decoder that goes token by token (Metaspace, WordPiece, Strip, …) treats only the beginning of a text in
       another way. The window keeps tokens with text before the newest, so that is never the newest token.
@@ -43,35 +43,35 @@ class Detokenizer:
     """
 
     def __init__(self, backend: Any, special_ids: Container[int]) -> None:
-        """`backend`: a `tokenizers.Tokenizer`; the ids of its special tokens."""
+        """`backend`: a `tokenizers.Tokenizer`; `special_ids`: the ids of its special tokens."""
         self._backend, self._special_ids = backend, special_ids
         decoder = backend.decoder
         self._has_byte_tokens = decoder is not None and decoder.decode([_SOME_BYTE]) == "A"
         self._window: list[int] = []
         self._num_shown = 0
-        """Characters of the window's text that were given out."""
+        """Characters of the window's text that `push` has returned."""
 
     @property
     def num_tokens(self) -> int:
-        """How many `rest` decodes."""
+        """How many tokens `rest` decodes."""
         return len(self._window)
 
     def push(self, token_id: int) -> str:
-        """The text that one more token makes certain."""
+        """Add a token; return the text that no further token can change."""
         token = None if token_id in self._special_ids else self._backend.id_to_token(token_id)
         if token is None:
             return ""
         self._window.append(token_id)
         if self._is_byte(token_id):
             return ""
-        text = _certain(self._decode(self._window))
+        text = _without_incomplete(self._decode(self._window))
         delta, self._num_shown = text[self._num_shown :], max(self._num_shown, len(text))
         if len(self._window) > 2 * _NUM_KEPT:
             self._shorten()
         return delta
 
     def rest(self) -> str:
-        """What is held back, as it shows if no token follows."""
+        """The text that is held back, as it reads if no token follows."""
         return self._decode(self._window)[self._num_shown :]
 
     def _shorten(self) -> None:
@@ -80,7 +80,7 @@ class Detokenizer:
             start -= 1
         text = self._decode(self._window[start:])
         if len(text) >= _MIN_CHARS:
-            self._window, self._num_shown = self._window[start:], len(_certain(text))
+            self._window, self._num_shown = self._window[start:], len(_without_incomplete(text))
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._backend.decode(token_ids, skip_special_tokens=True)  # type: ignore[no-any-return]
@@ -92,16 +92,16 @@ class Detokenizer:
         return len(token) == len(_SOME_BYTE) and token.startswith("<0x") and token.endswith(">")
 
 
-def _certain(text: str) -> str:
+def _without_incomplete(text: str) -> str:
     return text.removesuffix(_UNFINISHED)
 
 
 _MOST_LOOKED_AHEAD = 64
-"""Tokens that are decoded again to find a stop string in text that is held back; in more it is found once they end."""
+"""A stop string in held-back text is looked for at each token up to so many tokens; beyond, once that text is final."""
 
 
 _ANSWER = "the-answer-itself"
-"""Which no template has."""
+"""A text that no chat template contains: marks where the answer stands."""
 
 
 class LocalTokenizer:
@@ -117,7 +117,7 @@ class LocalTokenizer:
         self.backend: Any = self._tokenizer.backend_tokenizer
         added = self.backend.get_added_tokens_decoder()
         self.special_tokens = {number: str(token.content) for number, token in added.items() if token.special}
-        """By id; no text shows them."""
+        """Special tokens by id; decoded text leaves them out."""
         eos_token_id = self._tokenizer.eos_token_id
         own = () if eos_token_id is None else (eos_token_id,)
         self.end_token_ids = frozenset((*own, *_end_token_ids(model_dir)))
@@ -133,7 +133,9 @@ class LocalTokenizer:
     ) -> list[int]:
         own = inspect.signature(self._tokenizer.apply_chat_template).parameters
         if taken := sorted(own.keys() & (template_kwargs or {}).keys()):
-            raise RequestError(f"no chat template knows {taken[0]!r}: leave it out", param="chat_template_kwargs")
+            raise RequestError(
+                f"no chat template can be given {taken[0]!r}: leave it out", param="chat_template_kwargs"
+            )
         how = dict(template_kwargs or {})
         if self._writes_tool_calls:
             how["tools"] = list(tools) or None
@@ -149,7 +151,7 @@ class LocalTokenizer:
         whole: str = self._chat([*before, *messages], tokenize=False, add_generation_prompt=True)
         _, answer, rest = ended.rpartition(_ANSWER)
         if not (answer and whole.startswith(ended)):
-            message = "the model's chat template writes earlier messages anew: send a text"
+            message = "the model's chat template rewrites earlier messages when new ones follow: send a text"
             raise RequestError(message, param="messages")
         if last in self.end_token_ids:
             rest = rest.removeprefix(self.special_tokens.get(last, ""))
@@ -157,7 +159,7 @@ class LocalTokenizer:
 
     @property
     def _writes_tool_calls(self) -> bool:
-        """Whether the model's template writes tools and calls in the form that answers are read in."""
+        """Whether the model's template writes tool calls in the format that `serving.tool_calls` parses."""
         return OPENING in str(self._tokenizer.chat_template)
 
     def _chat(self, messages: list[Message], **how: Any) -> Any:
@@ -165,7 +167,7 @@ class LocalTokenizer:
             raise RequestError("this model has no chat template: use /v1/completions", param="messages")
         try:
             return self._tokenizer.apply_chat_template(messages, **how)
-        except Exception as error:  # templates raise jinja2 errors of their own making
+        except Exception as error:  # templates can raise any jinja2 error
             raise RequestError(f"the model's chat template refuses these messages: {error}", param="messages") from None
 
     def has_token(self, text: str) -> bool:
@@ -179,18 +181,18 @@ class LocalTokenizer:
         )
 
     def decode(self, token_ids: list[int]) -> str:
-        """Exactly what the tokens say: special ones have no text, spaces are not tidied up."""
+        """The text of the tokens: without special tokens, and with all spaces as they are."""
         return self.backend.decode(token_ids, skip_special_tokens=True)  # type: ignore[no-any-return]
 
     def detokenizer(self) -> Detokenizer:
         return Detokenizer(self.backend, self.special_tokens)
 
 
-class _SaysEnd(msgspec.Struct):
-    """The part of a configuration that says what ends an answer."""
+class _EndTokens(msgspec.Struct):
+    """The part of a model's configuration that names its end tokens."""
 
     eos_token_id: int | list[int] | None = None
-    text_config: _SaysEnd | None = None
+    text_config: _EndTokens | None = None
 
     def ids(self) -> list[int]:
         own = self.eos_token_id
@@ -199,23 +201,23 @@ class _SaysEnd(msgspec.Struct):
 
 
 def _end_token_ids(model_dir: Path) -> Iterator[int]:
-    """Of the model's two configurations: neither need name all."""
+    """End tokens of config.json and generation_config.json; each may lack some."""
     for path in (model_dir / "config.json", model_dir / "generation_config.json"):
         if path.is_file():
             try:
-                yield from msgspec.convert(json.loads(path.read_bytes()), type=_SaysEnd).ids()
+                yield from msgspec.convert(json.loads(path.read_bytes()), type=_EndTokens).ids()
             except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
                 message = f"{path} cannot be used ({error}): eos_token_id must be a token's id or a list of ids"
                 raise ConfigError(message) from None
 
 
 class AnswerText:
-    """Turns committed tokens into text that is safe to show, and finds stop strings.
+    """Turns committed tokens into text that is safe to send, and finds stop strings.
 
-    Held back: text that a further token may change, and a tail that may still become a stop string. An answer that was
-    `begun` elsewhere has shown what could be shown of those tokens; what was held back then is shown here.
+    Held back: text that a further token may change, and a tail that may still become a stop string. Of an answer that
+    another engine has `begun`, the safe text of those tokens was sent there; what was held back is sent here.
 
-    A special token has no text, but a stop string may name it: then it stands in the text, unseen.
+    A special token has no text, but a stop string may name it: then it is searched, and never sent.
     """
 
     def __init__(self, tokenizer: LocalTokenizer, stop: tuple[str, ...], begun: Sequence[int] = ()) -> None:
@@ -224,10 +226,10 @@ class AnswerText:
         self._longest_stop = max(map(len, stop), default=0)
         special = tokenizer.special_tokens.items() if stop else ()
         self._named = {number: token for number, token in special if any(token in one for one in stop)}
-        self._text = ""  # of the tokens so far, shown or held
+        self._text = ""  # of all tokens so far, sent or held back
         self._num_shown = 0
         self._held: deque[tuple[int, Source | None]] = deque()
-        """Where the text of each token ends, and its source, None for an unseen one; those shown are gone."""
+        """For each token not wholly sent: where its text ends, and its source (None for a special token)."""
         self._last_source: Source = "target"
         self.stopped = False
         for token_id in begun:
@@ -248,20 +250,18 @@ class AnswerText:
             self._look_ahead("")
 
     def _look_ahead(self, special: str) -> None:
-        """What is held back is certain where it holds a stop string, because the answer then ends here."""
+        """Take held-back text as final if it holds a stop string, because the answer then ends here."""
         rest = self._detokenizer.rest()
         if self._find_stop(rest + special) is not None:
             self._extend(rest, self._last_source)
 
     def take(self) -> list[Piece]:
-        """The text that became safe to show since the last call, by the tokens that it came from."""
+        """The text that became safe to send since the last call, a piece for each token."""
         held = 0 if self.stopped else self._stop_prefix_length()
         return self._show(len(self._text) - held)
 
     def finish(self) -> list[Piece]:
-        """What is still held back, at the end of the answer, as far as it is whole characters; this, too, may set
-        `stopped`.
-        """
+        """The held-back text at the end of the answer, without an incomplete character; may set `stopped`."""
         if not self.stopped:
             # The bytes of a character that no further token will complete.
             self._extend(self._detokenizer.rest().rstrip(_UNFINISHED), self._last_source)
@@ -273,7 +273,7 @@ class AnswerText:
         self._held.append((len(self._text), source))
 
     def _find_stop(self, text: str) -> int | None:
-        """Where the first stop string begins, once `text` follows; it ends in there, but may begin before."""
+        """Where the first stop string begins if `text` is appended; only stop strings that end in `text` are new."""
         start = max(0, len(self._text) - self._longest_stop)
         tail = self._text[start:] + text
         found = [at for at in map(tail.find, self._stop) if at >= 0]
@@ -286,7 +286,7 @@ class AnswerText:
         return 0
 
     def _show(self, end: int) -> list[Piece]:
-        """The text up to `end`, cut where tokens end; a token without text of its own has no piece."""
+        """The text up to `end`, a piece for each token that has text."""
         pieces = []
         while self._num_shown < end:
             token_end, source = self._held[0]

@@ -1,4 +1,4 @@
-"""Grammars that an answer follows, made of JSON schemas by llguidance; and one answer's place in its grammar.
+"""Constrained decoding: llguidance grammars from JSON schemas, and an answer's state in its grammar.
 
 The engine masks the target's logits before it emits a token. The mask depends on the answer so far and on nothing else,
 so drafts do not change the text: a proposal is accepted when it is the token that the masked target emits.
@@ -18,14 +18,14 @@ from speculator.errors import RequestError
 
 JsonSchema = Mapping[str, Any]
 _AS_PYTHON_WRITES_IT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""One way to write each value: small models add white space without end where they may."""
+"""Only one way to write each value: small models add white space without end where a grammar lets them."""
 _MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMAS = ("items", "additionalProperties")
 
 
 def json_text(schema: JsonSchema) -> str:
-    """`schema` as JSON, with how its values are to be written."""
+    """`schema` as JSON, with llguidance's options for white space."""
     return json.dumps({**schema, "x-guidance": _AS_PYTHON_WRITES_IT})
 
 
@@ -35,12 +35,12 @@ def json_grammar(schema: JsonSchema) -> str:
 
 
 def check_schema(schema: JsonSchema, *param: str | int) -> None:
-    """Raise RequestError where no grammar can be made of the schema that is the body's field `param`; the error names
-    the innermost part at fault.
+    """Raise RequestError where llguidance cannot use a schema; `param` is the path of the body's field that holds it.
+    The error names the innermost part at fault.
     """
     if fault := _fault(schema):
         shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-        where = _joined(*param, *_place(schema, shared))
+        where = _joined(*param, *_path_to_fault(schema, shared))
         raise RequestError(f"{where}: no grammar can be made of this schema: {fault}", param=_joined(*param))
 
 
@@ -49,15 +49,15 @@ def _joined(*path: str | int) -> str:
 
 
 def _fault(schema: JsonSchema) -> str:
-    """What llguidance says of a schema that it cannot use, on one line."""
+    """llguidance's error for a schema, on one line; empty for a usable one."""
     return " ".join(LLMatcher.validate_grammar(json_grammar(schema)).split())
 
 
-def _place(schema: JsonSchema, shared: JsonSchema) -> list[str | int]:
-    """The path to the innermost schema that is at fault by itself; its references lead into `shared`."""
+def _path_to_fault(schema: JsonSchema, shared: JsonSchema) -> list[str | int]:
+    """The path to the innermost schema that is invalid by itself; its references point into `shared`."""
     for path, inner in _inner_schemas(schema):
         if isinstance(inner, Mapping) and _fault({**shared, **inner}):
-            return [*path, *_place(inner, shared)]
+            return [*path, *_path_to_fault(inner, shared)]
     return []
 
 
@@ -72,10 +72,10 @@ def _inner_schemas(schema: JsonSchema) -> Iterator[tuple[tuple[str | int, ...], 
 
 
 class GrammarVocabulary:
-    """A tokenizer's tokens as bytes, in a tree that masks are computed with: half a second for 49,152 tokens."""
+    """A tokenizer's tokens as bytes, in llguidance's tree for computing masks; made in 0.5 s for 49,152 tokens."""
 
     def __init__(self, backend: Any, *, end_token_ids: Collection[int], hidden_token_ids: Collection[int]) -> None:
-        """`backend`: a `tokenizers.Tokenizer`; hidden tokens have no text, so no grammar speaks of them.
+        """`backend`: a `tokenizers.Tokenizer`; hidden tokens have no text, so no grammar allows them.
 
         Raises RequestError for a tokenizer that llguidance cannot read.
         """
@@ -87,7 +87,7 @@ class GrammarVocabulary:
         self._hidden = sorted(set(hidden_token_ids) - set(end_token_ids))
 
     def matcher(self, grammar: str) -> GrammarMatcher:
-        """At the beginning of an answer. Raises RequestError for a grammar that is not usable."""
+        """A matcher for a new answer. Raises RequestError for a grammar that is not usable."""
         matcher = LLMatcher(self._tokens, grammar, log_level=0)
         if matcher.is_error():
             raise RequestError(f"no grammar can be made of this: {matcher.get_error()}")
@@ -95,36 +95,36 @@ class GrammarVocabulary:
 
 
 class GrammarMatcher:
-    """One answer's place in its grammar; for one thread at a time."""
+    """One answer's state in its grammar; for one thread at a time."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, hidden: Sequence[int]) -> None:
         self._matcher, self._hidden = matcher, hidden
         self._mask = llguidance.numpy.allocate_token_bitmask(1, vocab_size)
         self._num_taken = 0
         self.num_tokens: int | None = None
-        """Of the whole answer, once the grammar lets nothing follow."""
+        """Length of the whole answer, once the grammar allows no further token; None before."""
 
     @property
     def fault(self) -> str:
-        """Why it cannot go on: the grammar is too complex for the library's limits, for example. Empty while it can."""
+        """Why matching failed: for example, the grammar exceeds the library's limits. Empty while it works."""
         return self._matcher.get_error().partition("<state>")[0].strip()
 
     def forbidden(self, size: int) -> np.ndarray:
-        """Which of the first `size` token ids may not come next: [size] bool. None are once the answer is whole."""
+        """Which of the first `size` token ids may not come next: [size] bool. All False once the answer is complete."""
         if self.num_tokens is not None:
             return np.zeros(size, np.bool_)
         llguidance.numpy.fill_next_token_bitmask(self._matcher, self._mask)
         if self._matcher.is_error():
             return np.zeros(size, np.bool_)
         allowed = np.unpackbits(self._mask.view(np.uint8), bitorder="little")[:size]
-        # The embedding may have rows that are no token's.
+        # The embedding may have more rows than the tokenizer has tokens.
         allowed = np.pad(allowed, (0, size - len(allowed)))
         allowed[self._hidden] = 0
         forbidden: np.ndarray = allowed == 0
         return forbidden
 
     def take(self, token: int) -> None:
-        """The answer goes on with `token`."""
+        """Append `token` to the answer."""
         if self.num_tokens is None:
             self._num_taken += 1
             self._matcher.consume_token(token)

@@ -1,4 +1,4 @@
-"""Collectors of the engines: what they count and how they swap; the gateway has its own."""
+"""Prometheus collectors of the engines; the gateway's are in serving/gateway/metrics.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from serving.speedup import (
     SpeedupMeter,
 )
 
-# Names and help texts of what both engines have, each counting for itself.
+# Names and help texts of metrics that both engines have.
 ROUNDS = (
     "slipstream_rounds",
     "Decode rounds by batch size and mode: speculative, control (no drafts), with_prompt (reads a prompt chunk, too)",
@@ -37,7 +37,7 @@ ROUND_TOKENS = "slipstream_round_tokens", "Tokens committed by decode rounds"
 PROPOSALS = "slipstream_proposals", "Verified proposals by source and position; a tree counts once per position"
 ACCEPTED = "slipstream_accepted", "Accepted proposals by source and position"
 TEXTS = ("own", "group", "tenant")
-"""Whose: the request's own, of its prompt group, of its tenant."""
+"""Whose text a suffix proposal is from: the request's own, its prompt group's, its tenant's."""
 ACCEPTED_TEXT = (
     "slipstream_accepted_text",
     "Accepted proposals from earlier text of the request (own), its prompt group or its tenant",
@@ -67,7 +67,7 @@ SWAPS = "slipstream_swaps", "Draft swaps: installed, failed"
 GROUP_TEXT_OUTCOMES = ("published", "fetched", "buffer_full", "ended", "expired", "failed", "closed")
 
 _GROUPS_LAST_S = 5.0
-"""With 32 groups their speedups take some 25 ms to compute, and the live page looks once a second."""
+"""Speedups of groups are cached for so long: for 32 groups they take 25 ms, and the live page reads every second."""
 _LAG_BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 20.0)
 _STALL_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 _TARGET_STALL_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -182,9 +182,9 @@ class EngineMetrics:
         look: bool | None,
         expected: tuple[float, float],
     ) -> None:
-        """Count one round, as `serving.local.decode.rounds.RoundReport` describes it; `accepted_text` are the
-        places in `TEXTS` of the accepted proposals of earlier text, `look` is whether a look was right, `expected` are
-        tokens and seconds.
+        """Count one round (`serving.local.decode.rounds.RoundReport`). `accepted_text`: indexes into `TEXTS`, one for
+        each accepted suffix proposal; `look`: whether a probe of the head was right (None: no probe); `expected`: the
+        planned tokens and seconds.
         """
         mode, size = ("with_prompt" if read_prompt else "speculative" if drafted else "control"), str(batch)
         self.rounds.labels(mode, size).inc()
@@ -219,7 +219,7 @@ class EngineMetrics:
 
 
 class TargetMetrics:
-    """Of a target that moves."""
+    """Metrics of a target whose weights change."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.version = Gauge(
@@ -244,15 +244,15 @@ class TargetMetrics:
 
 
 class GroupTextMetrics(Collector):
-    """What engines share of prompt groups (serving/group_cache/sync.py). One thread alone writes each count.
+    """Metrics of text that engines share within prompt groups (serving/group_cache/sync.py). Each count has one writer.
 
-    Prometheus' own counters would be exposed by SGLang, too, whose processes share a folder of them.
+    Not Prometheus' own counters: SGLang would expose those too, since its processes share a folder of them.
     """
 
     def __init__(self) -> None:
         self.tokens = dict.fromkeys(GROUP_TEXT_OUTCOMES, 0)
         self.lags = dict.fromkeys([*map(str, _LAG_BUCKETS_S), "+Inf"], 0)
-        """How many lasted no longer, by seconds."""
+        """Cumulative histogram: how many lags were at most so many seconds."""
         self.lag_s = 0.0
         self.evicted = self.unreadable = 0
 
@@ -271,9 +271,7 @@ class GroupTextMetrics(Collector):
 
 
 class ServingCollector(Collector):
-    """Figures that are computed when scraped: the speedup, measured and estimated, acceptance by length, and the
-    recorder's accounts.
-    """
+    """Metrics computed at each scrape: speedup (measured and estimated), acceptance by length, trace counts."""
 
     def __init__(
         self,
@@ -370,7 +368,7 @@ def group_text_metrics(
     evicted: int | None,
     unreadable: int | None,
 ) -> Iterator[Metric]:
-    """`tokens` by outcome; of `lags`, `lag_s` together, how many lasted no longer than each. None is left out."""
+    """`tokens` by outcome; `lags`: cumulative counts by bound, with `lag_s` as their sum. None is left out."""
     outcomes = CounterMetricFamily(
         "slipstream_group_text_tokens",
         "Tokens of prompt groups: published, fetched from others; or not published: buffer_full (Redis away), ended "
@@ -396,10 +394,10 @@ def group_text_metrics(
 
 
 def speedup_metrics(measured: Speedup, end_to_end: Speedup, estimated: float | None) -> Iterator[Metric]:
-    """The measured speedup of decode rounds and that of requests, each with its interval and baseline, and what the
-    planner's cost model expects.
+    """The measured speedup of decode rounds and of requests, each with interval and baseline, and the speedup that the
+    planner's cost model estimates.
 
-    They are never mixed. What is not known has no sample.
+    They are never mixed. An unknown value has no sample.
     """
     yield from _with_interval(
         "slipstream_speedup_measured_ratio",
@@ -435,7 +433,7 @@ def _with_interval(name: str, about: str, baseline: str, found: Speedup) -> Iter
 
 
 def _gauge(name: str, about: str, label: str, values: Mapping[str, float | None]) -> GaugeMetricFamily:
-    """A gauge with one label; what is None has no sample."""
+    """A gauge with one label; a value of None has no sample."""
     gauge = GaugeMetricFamily(name, about, labels=[label])
     for of, value in values.items():
         if value is not None:
@@ -444,7 +442,7 @@ def _gauge(name: str, about: str, label: str, values: Mapping[str, float | None]
 
 
 def _group_speedups(measured: Mapping[Group, Speedup]) -> Iterator[Metric]:
-    """The measured speedup of tenants and domains with enough traffic, under a name of its own: they overlap all."""
+    """The measured speedup of tenants and domains with enough traffic; named apart, since a sum over all has it too."""
     name = "slipstream_speedup_measured_group_ratio"
     for bound, suffix, about in (
         ("ratio", "", "Measured speedup of one tenant's requests of one domain"),
@@ -461,7 +459,7 @@ def _group_speedups(measured: Mapping[Group, Speedup]) -> Iterator[Metric]:
 def verdict_metrics(
     verdicts: Mapping[str, int], watched: int | None, role: str, accept_length: float | None
 ) -> Iterator[Metric]:
-    """How trials of draft versions ended, which version is on trial now, and this engine's part in it."""
+    """How trials of draft versions ended, which version is on trial, and this engine's part in it."""
     counts = CounterMetricFamily(
         "slipstream_draft_verdicts",
         "Trials of draft versions by result: promoted, rolled_back, withdrawn",
@@ -485,7 +483,7 @@ def verdict_metrics(
 
 
 class VerdictCollector(Collector):
-    """The follower's verdicts, computed when scraped."""
+    """Verdicts of the follower on draft versions, computed at each scrape."""
 
     def __init__(self, log: Callable[[], SwapLog]) -> None:
         self._log = log

@@ -1,13 +1,13 @@
-"""The speedup over plain decoding: measured from control rounds, and estimated from what rounds should cost.
+"""The speedup over plain decoding: measured from control rounds, and estimated from the cost model.
 
 Measured: a small share of rounds runs at depth 0 and gives the baseline at the same batch size. End to end: in some
-stretches of rounds all requests are served plainly, and all time counts. Whoever compares two arms, drafting with plain
-rounds, a client's answers with those of a plain server, or rounds with the draft head and without it, adds seconds and
-tokens to one `Sums` for each stretch of time and asks `measure`. The interval is a jackknife over the stretches, so
-that a machine that is slow for some seconds counts as one disturbance and not as hundreds of slow rounds.
+stretches of rounds all requests are served plainly, and all time counts. To compare two arms (drafting and plain
+rounds, a client's answers and those of a plain server, rounds with the draft head and without it), a caller adds
+seconds and tokens to one `Sums` for each stretch of time and calls `measure`. The interval is a jackknife over the
+stretches, so that a machine that is slow for some seconds counts as one disturbance, not as hundreds of slow rounds.
 
-Estimated: committed tokens over what rounds cost. It needs no control round at the moment and follows every change at
-once, and knows nothing of what the costs leave out: queues, prefills, interruptions. The two are never mixed.
+Estimated: committed tokens over the expected time of rounds. It needs no recent control round and follows every change
+at once, but ignores what the cost model leaves out: queues, prefills, interruptions. The two are never mixed.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ BASELINE = "depth0_same_batch"
 SERVED_PLAINLY = "served_plainly"
 """Name of the baseline of the end-to-end speedup: stretches of rounds in which all requests are served plainly."""
 SUFFIX_ONLY = "suffix_only"
-"""Name of the baseline of the draft head: stretches of rounds with earlier text alone."""
+"""Name of the baseline of the draft head: stretches of rounds with suffix drafts alone."""
 HEAD_AB_ARMS = (SUFFIX_ONLY, "both")
 PLAN_MODEL = "planned_rounds"
-"""Name of the cost model behind the estimate: what the planner expects of its rounds."""
+"""Name of the estimate's cost model: the tokens and times that the planner expects of its rounds."""
 
 _STRETCH_ROUNDS = 48
 _SETTLING_ROUNDS = 8
@@ -38,7 +38,7 @@ _FEWEST_GROUPS = 5
 _MAX_GROUPS = 64
 _REST = ("other", "other")
 _ENOUGH_TOKENS = 500
-"""Tokens of drafting rounds in the window from which on a group's speedup is worth showing."""
+"""A group's speedup is shown from so many tokens of drafting rounds in the window on."""
 _KEPT_ROUNDS = 2000
 
 Group = tuple[str, str]
@@ -46,10 +46,10 @@ Group = tuple[str, str]
 
 
 class ControlShare:
-    """Decides which rounds decode plainly, for each batch size by itself: rare ones have a baseline too.
+    """Decides which rounds are control rounds, for each batch size separately, so that rare sizes have a baseline too.
 
-    Every batch size collects its share round by round and spends one when it is due. The first is due at a random
-    place, so that short visits to a batch size get their share as well, on average.
+    Each round adds the share to its batch size's account; at 1 a control round is due. The first is due at a random
+    round, so that short runs of a batch size get their share on average.
     """
 
     def __init__(self, share: float, seed: int = 0) -> None:
@@ -57,7 +57,7 @@ class ControlShare:
         self._due: dict[int, float] = {}
 
     def is_due(self, batch: int) -> bool:
-        """What `is_control` will say of the next round of this size."""
+        """What `is_control` will return for the next round of this size."""
         return self._next(batch) >= 1
 
     def is_control(self, batch: int) -> bool:
@@ -72,7 +72,7 @@ class ControlShare:
 
 
 class Arm(NamedTuple):
-    """Of one round in an A/B."""
+    """The arm of one round in an A/B test."""
 
     is_on: bool
     counts: bool
@@ -83,21 +83,21 @@ NO_AB = Arm(is_on=True, counts=False)
 
 
 class Stretches:
-    """Decides in which rounds something is left out: an A/B that measures what it brings.
+    """Decides in which rounds a feature is off: an A/B test of what the feature gains.
 
-    One stretch of rounds in every cycle goes without, at a random place. A stretch and not a round: what a round
-    proposes, or how long it takes, changes what the next ones find. The first rounds of a stretch count for neither
-    side: they still have to do with the one before. Who counts the same rounds decides the same.
+    In every cycle of rounds the feature is off for one stretch, at a random place. Not for single rounds: what a round
+    proposes, or how long it takes, affects the next ones. The first rounds after a switch count for neither arm,
+    since the other arm still affects them. Processes that count the same rounds decide the same.
     """
 
     def __init__(self, off_share: float, seed: int = 0) -> None:
-        """`off_share` of the rounds go without; 0 is no A/B."""
+        """`off_share` of the rounds have the feature off; 0: no A/B test."""
         self._cycle = round(_STRETCH_ROUNDS / off_share) if off_share else 0
         self._random = random.Random(seed)
         self._place = self._off_from = self._num_since_change = 0
         self._was_on = True
         self.num_cycles = 0
-        """That have begun."""
+        """Cycles that have begun."""
 
     def next_arm(self) -> Arm:
         if not self._cycle:
@@ -114,7 +114,7 @@ class Stretches:
 
 @dataclass(frozen=True)
 class Speedup:
-    """`ratio` = time a token at depth 0 over time a token with drafting; None until both were seen.
+    """Measured speedup: `ratio` = time a token at depth 0 over time a token with drafting; None until both were seen.
 
     Compared batch size by batch size and weighted by the time that drafting rounds spent in each. `lower` and `upper`
     bound the 95% interval; None where there is too little to tell.
@@ -149,11 +149,11 @@ class Sums:
         self._totals[batch, drafted] = _Totals(before.seconds + seconds, before.tokens + tokens, before.rounds + rounds)
 
     def add_shared(self, seconds: float) -> None:
-        """That all tokens need, of whichever arm they are, as for their prompts."""
+        """Add time that tokens of both arms need alike, such as the prefill of their prompts."""
         self._shared_s += seconds
 
     def merge(self, other: Sums, sign: int = 1) -> Sums:
-        """Add another's sums, or take them away again, and return this."""
+        """Add the sums of `other` (`sign` −1: subtract them) in place; returns self."""
         self._shared_s += sign * other._shared_s
         for (batch, drafted), totals in other._totals.items():
             self.add(batch, drafted, sign * totals.seconds, sign * totals.tokens, sign * totals.rounds)
@@ -167,7 +167,7 @@ class Sums:
         return total
 
     def plain(self) -> Sums:
-        """Those of plain rounds alone."""
+        """The sums of plain rounds alone."""
         part = Sums()
         part._totals = {key: totals for key, totals in self._totals.items() if not key[1]}
         return part
@@ -179,7 +179,7 @@ class Sums:
         return sum(totals.rounds for (_, arm), totals in self._totals.items() if arm == drafted)
 
     def speedup(self) -> Speedup:
-        """Without an interval.
+        """The speedup without an interval.
 
         With drafting, batch size b took S_b seconds for N_b tokens; without, t_b seconds a token. The same tokens would
         have taken Σ N_b·t_b plainly, so the ratio is Σ N_b·t_b / Σ S_b over the batch sizes that have both. What all
@@ -236,7 +236,7 @@ class _Block:
 
 
 class SpeedupMeter:
-    """Sums up the rounds of the last `window_s` seconds in twenty blocks of time; thread-safe.
+    """Measures the speedup over the rounds of the last `window_s` seconds, in twenty blocks of time; thread-safe.
 
     `clock` gives seconds, of any origin.
     """
@@ -257,7 +257,7 @@ class SpeedupMeter:
         committed: int,
         earned: Sequence[tuple[Group, int]] = (),
     ) -> None:
-        """Count a round; `earned` says whose its tokens are. Each of its requests is charged the same time."""
+        """Count a round; `earned`: its tokens by group, an entry a request. Each request is charged the same time."""
         now_s = self._clock()
         with self._lock:
             block = self._block(now_s)
@@ -290,8 +290,8 @@ class SpeedupMeter:
         return self._blocks[-1]
 
     def _label(self, group: Group) -> Group:
-        """Labels are bounded: who comes late is among the rest. Clients make up domains: a tenant takes no more
-        places than it leaves free.
+        """The label of a group. Labels are bounded: groups that come late share one. Clients choose domains, so a
+        tenant gets no more labels than remain free.
         """
         if group not in self._known:
             if self._num_of[group[0]] >= _MAX_GROUPS - len(self._known):
@@ -302,12 +302,11 @@ class SpeedupMeter:
 
 
 class StretchSpeedup:
-    """An A/B with stretches of rounds in which something is left out: what it speeds up, with a 95% interval.
+    """The speedup by a feature that an A/B test turns off in stretches of rounds (`Stretches`), with a 95% interval.
 
-    End to end, all requests are served plainly in these stretches, and all of the engine's time counts while requests
-    are there: decode rounds, what lies between them, what a trainer beside them takes, and the prompts, whose time is
-    the same for both arms. It is that of the last twenty cycles, with a stretch in each. `measure` is for any thread,
-    the rest for the one that decodes.
+    End to end, the stretches serve all requests plainly, and all of the engine's time counts while it has requests:
+    decode rounds, the time between them, what a trainer beside it takes, and the prompts, whose time both arms share.
+    Covers the last twenty cycles. `measure` is for any thread, the rest for the one that decodes.
     """
 
     def __init__(self, off_share: float) -> None:
@@ -317,11 +316,11 @@ class StretchSpeedup:
         self._lock = threading.Lock()
 
     def next_arm(self) -> Arm:
-        """Of the next round; it is to go without where the arm is not on."""
+        """The arm of the next round: the feature must be off in it unless the arm is on."""
         return self._stretches.next_arm()
 
     def add(self, arm: Arm, *, batch: int, seconds: float, committed: int, prompts_s: float) -> None:
-        """A round, and the time since the last one in which prompts were read."""
+        """Count a round; `prompts_s` is the time of prefills since the last round."""
         if not arm.counts:
             return
         with self._lock:
@@ -338,7 +337,7 @@ class StretchSpeedup:
 
 
 class EstimatedSpeedup:
-    """The speedup that the costs of rounds suggest. `add` is for the thread that decodes, `ratio` for any.
+    """The speedup that the cost model estimates. `add` is for the thread that decodes, `ratio` for any.
 
     With n_r tokens that round r of batch size b_r committed, its expected time T_r and that of a plain round V_r:
 
@@ -349,7 +348,7 @@ class EstimatedSpeedup:
         self._rounds: deque[tuple[float, float]] = deque(maxlen=_KEPT_ROUNDS)
 
     def add(self, *, batch: int, committed: int, expected_s: float, plain_s: float) -> None:
-        """A round that is no control round."""
+        """Count a round that is not a control round."""
         self._rounds.append((committed * plain_s / batch, expected_s))
 
     def ratio(self) -> float | None:

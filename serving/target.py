@@ -1,10 +1,10 @@
-"""A target whose weights change while it serves: who may name new weights, and whether they fit.
+"""New weights for the target while it serves: which folders are allowed, and whether the weights fit.
 
     announced ──▶ newer? ──▶ folder allowed? ──▶ engine: read, verified, copied in place
                     └────────────┴─── refused: the target in service stays ────┘
 
-The fingerprint is the lineage's for good: that of the target it began with, which says what architecture, shapes and
-vocabulary its drafts are for. A target that moves keeps all of these, and its version counts on.
+A lineage keeps the fingerprint of the target that it began with, which fixes the architecture, shapes and vocabulary
+of its drafts. New weights keep all of these and get a higher version.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ log = structlog.get_logger(__name__)
 
 
 class TargetDesk:
-    """One engine's target; for any thread, one change at a time.
+    """Changes one engine's target; for any thread, one change at a time.
 
-    `folder` is where weights may lie; without it no path is taken.
+    New weights must lie below `folder`; without it every path is refused.
     """
 
     def __init__(self, host: MovesTarget, metrics: TargetMetrics, *, folder: Path | None) -> None:
@@ -43,7 +43,9 @@ class TargetDesk:
         self._moving = threading.Lock()
 
     def announce(self, version: int, path: str | None) -> TargetReport:
-        """Raises RequestError, TargetError, EngineBusyError and what else the engine raises; nothing changed then."""
+        """Move the target to `version`. Raises RequestError, TargetError, EngineBusyError and what the engine raises;
+        the target in service then stays.
+        """
         if path is None and version == self._host.target_version:
             return TargetReport(version=version, previous=version, stall_ms=0.0)
         if not self._moving.acquire(blocking=False):
@@ -68,7 +70,7 @@ class TargetDesk:
         return self._host.move_target(version, folder)
 
     def _allowed(self, path: str) -> Path:
-        """The folder that a caller names, links followed; it must lie below ours."""
+        """The folder that a caller names, links resolved; it must lie below the allowed one."""
         if self._folder is None:
             raise RequestError("no path is taken here: set SLIPSTREAM_GATEWAY_TARGETS_DIR", param="path")
         try:
@@ -83,24 +85,24 @@ class TargetDesk:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetLayout:
-    """What two targets have in common where one may take the other's place."""
+    """What new weights must share with the target in service: tensor shapes, and config fields that affect results."""
 
     essentials: Mapping[str, Any]
-    """What config.json says about the computation."""
+    """Fields of config.json that affect the computation."""
     shapes: Mapping[str, tuple[int, ...]]
 
 
 def read_layout(model_dir: Path) -> TargetLayout:
-    """Of a target that serves; weights are not read. Raises ConfigError where the folder has no safetensors model."""
+    """The layout of the target in service; reads no weights. Raises ConfigError without a safetensors model."""
     with reading(model_dir):
         shapes = _shapes(set(weight_files(model_dir).values()))
     return TargetLayout(essentials=target_essentials(model_dir), shapes=shapes)
 
 
 def check_weights(folder: Path, layout: TargetLayout) -> None:
-    """Look whether the safetensors model in `folder` has the tensors and the shapes of the layout; no values are read.
+    """Check that the safetensors model in `folder` has the layout's tensors and shapes; reads no values.
 
-    Raises TargetError, with the reason, where it has not.
+    Raises TargetError, with the reason, if not.
     """
     _check_essentials(folder, layout)
     try:
@@ -112,9 +114,9 @@ def check_weights(folder: Path, layout: TargetLayout) -> None:
 
 
 def read_weights(folder: Path, layout: TargetLayout) -> dict[str, Tensor]:
-    """The tensors of the safetensors model in `folder`, in the types in which they lie there.
+    """The tensors of the safetensors model in `folder`, in the stored types.
 
-    A folder without a config.json is taken to be of the same architecture, as far as its shapes agree.
+    A folder without a config.json counts as the same architecture if its shapes agree.
     Raises TargetError, with the reason, unless every tensor is there, has its shape and is finite.
     """
     _check_essentials(folder, layout)
@@ -162,7 +164,7 @@ def _files(folder: Path) -> list[Path]:
     except ConfigError as error:
         raise TargetError(f"{folder.name} has no readable safetensors weights") from error
     for path in paths:
-        # An index may name any file, and a link may lead anywhere.
+        # An index may name any file, and a link may point anywhere.
         if path.resolve().parent != folder.resolve():
             raise TargetError(f"{folder.name}: {path.name} lies outside the folder")
     return paths
@@ -172,13 +174,13 @@ def _read(path: Path, max_bytes: int) -> dict[str, Tensor]:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > max_bytes:
-            raise TargetError(f"{path.name} is no file, or larger than the weights of such a target")
-        # Not mapped: whoever writes to the file meanwhile would change what was verified, or end this process.
+            raise TargetError(f"{path.name} is not a file, or larger than weights of this layout can be")
+        # Not memory-mapped: a later write to the file would change what was verified, or crash this process.
         return safetensors.torch.load(path.read_bytes())
     except (OSError, SafetensorError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise TargetError(f"{path.name} cannot be read: {error}") from error
 
 
 def _most_bytes(layout: TargetLayout) -> int:
-    """Every element counts as the widest type's; beside them there is a header."""
+    """Upper bound of a weights file's size: every element in the widest type, plus the header."""
     return 16 * 1024 * 1024 + 8 * sum(torch.Size(shape).numel() for shape in layout.shapes.values())

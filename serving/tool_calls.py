@@ -1,10 +1,10 @@
-"""Calls of functions in an answer's text, as Hermes models write them and as many models have learnt from those.
+"""Tool calls in an answer's text, in the format of Hermes models, which many other models use.
 
     <tool_call>
     {"name": "weather", "arguments": {"city": "Oslo"}}
     </tool_call>
 
-A model whose chat template does not write tools that way is told of them in its system message.
+If a model's chat template does not write tools that way, they go into the system message.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ To call a function, write its name and its arguments like this:
 
 
 def in_plain_messages(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-    """The conversation for a template that knows no tools: roles system, user and assistant, and text."""
+    """The conversation for a chat template without tools: roles system, user and assistant, and text only."""
     plain = [_plain(message) for message in messages]
     if not tools:
         return plain
@@ -59,9 +59,9 @@ TEXT: /(.|\\n)*/
 
 
 def calls_grammar(tools: Sequence[Tool], *, must_call: bool, several: bool, has_token: bool) -> str:
-    """The grammar of an answer that calls these functions: at least once where it `must_call`, else with any text
-    before each call and behind the last; `several` times if it may. `has_token`: the vocabulary has a token for
-    `OPENING`, which a grammar has to name apart from its text.
+    """The grammar of an answer that may call these functions: with `must_call` at least once and nothing else, without
+    it with any text before and after; with `several` more than once. `has_token`: the vocabulary has a token for
+    `OPENING`, which a grammar names apart from its text.
     """
     called = [
         {
@@ -88,13 +88,13 @@ class ToolCall(NamedTuple):
 
 
 class ToolCallReader:
-    """Finds the calls in an answer that grows. What may become a call is held back, and white space behind one."""
+    """Finds tool calls in streamed text. Holds back what may become a call, and white space after a call."""
 
     def __init__(self) -> None:
         self._held, self._is_behind_call, self.num_calls = "", False, 0
 
     def push(self, text: str) -> list[str | ToolCall]:
-        """The text and the calls that are certain now, in order."""
+        """Add text; return the text and the calls that are complete now, in order."""
         self._held += text
         found: list[str | ToolCall] = []
         # A line break within a call's JSON is written as an escape, so the first real one ends it.
@@ -110,7 +110,7 @@ class ToolCallReader:
         return found + shown
 
     def finish(self) -> list[str | ToolCall]:
-        """What was held back, at the end of the answer: a call that was cut is text."""
+        """The held-back rest at the end of the answer; an incomplete call counts as text."""
         return self._shown(self._held)
 
     def _shown(self, text: str) -> list[str | ToolCall]:
@@ -118,5 +118,5 @@ class ToolCallReader:
 
 
 def _num_begun(text: str) -> int:
-    """Characters at the end of `text` that may be the beginning of a call."""
+    """How many characters at the end of `text` may begin a call."""
     return next((n for n in range(min(len(_BEGIN), len(text)), 0, -1) if _BEGIN.startswith(text[-n:])), 0)

@@ -1,1 +1,1 @@
-"""What travels between serving and training, and the draft model itself; imports neither service."""
+"""The draft model, traces, and what else serving and training share; imports neither service."""

@@ -1,10 +1,10 @@
 """The exception tree.
 
 SlipstreamError
-├── ConfigError            the operator can fix it; the command line prints one line and exits with code 2
+├── ConfigError            a setting is wrong: the command line prints one line and exits with code 2
 ├── TraceError             a trace cannot be decoded or does not fit: it goes to the dead-letter stream
-│   └── UnknownSchemaError   written by another version of the codec
-├── GroupTextError         bytes are not the text of a prompt group: its other engines' text is not used
+│   └── UnknownSchemaError   written with a schema version that this code does not read
+├── GroupTextError         bytes are not the text of a prompt group: that text is not used
 ├── DraftError             a draft version is unusable; the version in service stays
 │   ├── DraftFileError       truncated, altered, not finite, wrong names, shapes or types
 │   └── DraftMismatchError   made for another target or another draft vocabulary
@@ -12,9 +12,9 @@ SlipstreamError
 ├── StoreError             the draft store cannot be read or written
 │   ├── UnknownDraftError    it holds no such version
 │   └── VersionTakenError    it has a version of that number, or had one
-├── LifecycleError         a draft version is not in a state that allows what is asked
+├── LifecycleError         a draft version's state does not allow the transition
 ├── StreamError            Redis refuses or cannot be reached
-├── PeerLostError          a process that trains with this one is gone: all of them start again from the checkpoint
+├── PeerLostError          another training rank is gone: all ranks restart from the checkpoint
 └── EngineError            the engine cannot serve
     ├── RequestError         this request can never be served (400)
     ├── EngineBusyError      the queue is full; try again (429)
@@ -59,7 +59,7 @@ class DraftMismatchError(DraftError):
 
 
 class TargetError(SlipstreamError):
-    """The target cannot be moved to the weights that were announced."""
+    """The announced target weights are unusable."""
 
 
 class StoreError(SlipstreamError):
@@ -75,7 +75,7 @@ class VersionTakenError(StoreError):
 
 
 class LifecycleError(SlipstreamError):
-    """A draft version is not in a state from which it may go where it is asked to."""
+    """A draft version's state does not allow the requested transition."""
 
 
 class StreamError(SlipstreamError):
@@ -83,7 +83,7 @@ class StreamError(SlipstreamError):
 
 
 class PeerLostError(SlipstreamError):
-    """A trainer process that learns together with this one is gone, or does not answer."""
+    """Another rank of the trainer is gone, or does not answer."""
 
 
 class EngineError(SlipstreamError):
@@ -112,6 +112,6 @@ class EngineDeadError(EngineError):
 
 
 def type_and_place(error: BaseException) -> str:
-    """What a log may say of an exception of any kind: its message may quote somebody's text."""
+    """Type and code locations of an exception, for logs; without its message, which may quote a user's text."""
     place = traceback.extract_tb(error.__traceback__)[-1:]
     return type(error).__name__ + "".join(f" at {frame.filename}:{frame.lineno}" for frame in place)

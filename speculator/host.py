@@ -1,8 +1,8 @@
-"""What a process gets from its machine: settings, secrets, clock, cores, cache folder, ports, files that last.
+"""Helpers around the operating system: settings, secrets, clock, cores, cache folder, ports, durable files, locks.
 
-Files survive a power cut, have one writer at a time, or hold a JSON value a line. Such a line ends with LF or CR LF and
-with nothing else. Unicode has further line ends, which JSON allows in a string. `str.splitlines` and most readers of
-text cut there, so nothing here reads with them. What is written has those ends escaped.
+Files of JSON lines end a line with LF or CR LF and nothing else. Unicode has further line separators, which JSON allows
+in a string. `str.splitlines` and most text readers split there, so nothing here reads with them. Written lines have
+those separators escaped.
 """
 
 from __future__ import annotations
@@ -44,18 +44,20 @@ CACHE_VARIABLE = f"{PREFIX}CACHE"
 
 
 def memory_bytes() -> int:
-    """What this process may use of the machine's memory: all of it, or as much as its control group has."""
+    """Memory that this process may use, in bytes: the machine's, or the limit of its control group."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [physical]
     for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
-        # "max" where there is none.
+        # The file says "max" where there is no limit.
         with contextlib.suppress(OSError, ValueError):
             limits.append(int(limit.read_text()))
     return min(limits)
 
 
 def cache_root() -> Path:
-    """The directory, which need not exist; `$SLIPSTREAM_CACHE` moves it. Raises RuntimeError where there is no home."""
+    """The cache directory, which need not exist: `$SLIPSTREAM_CACHE`, or below the home. Raises RuntimeError without
+    home.
+    """
     if named := os.environ.get(CACHE_VARIABLE):
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
@@ -65,10 +67,10 @@ _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def load_function(name: str, setting: str) -> Callable[..., Any]:
-    """The operator's own function that `name`, MODULE:FUNCTION, imports.
+    """Import the operator's function named `name`, MODULE:FUNCTION.
 
     Raises ConfigError, in one line that begins with the setting, for a name that is malformed or cannot be imported,
-    and for something that cannot be called.
+    and for an object that is not callable.
     """
     if not _FUNCTION.fullmatch(name):
         raise ConfigError(f"{setting} is {name!r}: write MODULE:FUNCTION")
@@ -81,22 +83,21 @@ def load_function(name: str, setting: str) -> Callable[..., Any]:
             "folder into PYTHONPATH"
         ) from error
     if not callable(found):
-        raise ConfigError(f"{setting}: {name} is no function: name one")
+        raise ConfigError(f"{setting}: {name} is not a function: name one")
     function: Callable[..., Any] = found
     return function
 
 
 _PORTS = range(10_000, 22_000)
-"""Below what Linux hands out by itself (`ip_local_port_range`, from 32,768 on) to connections and to servers that
-name no port, any of which could take a port that nobody listens at yet; and below 22,000 to 29,999, where SGLang
-looks for its own."""
+"""Below Linux's ephemeral ports (`ip_local_port_range`, from 32,768 on), which connections could take before we
+listen; and below 22,000 to 29,999, where SGLang picks its own."""
 _first = os.getpid() * 61 % len(_PORTS)
 _ports: Iterator[int] = itertools.cycle([*_PORTS[_first:], *_PORTS[:_first]])
-"""Processes that start one after another walk through the ports far from each other."""
+"""Starts at a different port in each process, so that two processes rarely try the same one."""
 
 
 def free_port() -> int:
-    """A port that nobody listens at, and that this process has not been given before it has seen all others.
+    """A port on which nobody listens; repeats only after all others were returned.
 
     Raises OSError when all are taken.
     """
@@ -114,7 +115,7 @@ _libc = ctypes.CDLL(None)
 
 
 def end_with(parent_pid: int) -> None:
-    """Runs in a new process, as its `preexec_fn`: when the thread that made it ends, it gets SIGTERM. Linux only."""
+    """`preexec_fn` for a child process: it gets SIGTERM when the thread that started it ends. Linux only."""
     if sys.platform == "linux":
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent_pid:
@@ -122,16 +123,16 @@ def end_with(parent_pid: int) -> None:
 
 
 def unusable(prefix: str, invalid: ValidationError) -> ConfigError:
-    """The first fault of a settings class with that `env_prefix`, under its variable's name and without its value."""
+    """A ConfigError for the first invalid setting: names the environment variable, and does not quote its value."""
     first = invalid.errors(include_url=False)[0]
     place = "_".join(str(part) for part in first["loc"]).upper()
-    # A field may have a variable of its own.
+    # A field may have a variable without the prefix.
     variable = place if place.startswith(PREFIX) else prefix + place
     return ConfigError(f"{variable} is not usable: {first['msg']}: set {variable} or unset it")
 
 
 def read_secret(path: Path, variable: str) -> str:
-    """The text of a file that `variable` names, without the end of its line; raises ConfigError naming the variable."""
+    """Read a secret from the file that `variable` names, without line end. Raises ConfigError naming the variable."""
     try:
         secret = path.read_text("utf-8-sig").rstrip("\r\n")
         check_private(path, variable)
@@ -146,7 +147,7 @@ def read_secret(path: Path, variable: str) -> str:
 
 
 _CONTAINER_SECRETS = Path("/run/secrets")
-"""Where a container finds them. Its runtime has them readable by all, and nobody else is in there."""
+"""Secrets of a container: readable by all users, of which the container has only one."""
 
 
 def check_private(path: Path, what: str) -> None:
@@ -176,7 +177,7 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def exclusive(lock: Path) -> Iterator[None]:
-    """Hold a lock file alone. It excludes threads of this process too, and a crash releases it."""
+    """Hold a lock file exclusively. Excludes threads of this process too; a crash releases it."""
     with lock.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -184,7 +185,7 @@ def exclusive(lock: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def shared(lock: Path) -> Iterator[None]:
-    """Hold a lock file beside other readers; needs no write access, and no lock where nobody has written yet."""
+    """Hold a lock file shared with other readers. Needs no write access; does nothing if the file does not exist."""
     try:
         file = lock.open("rb")
     except FileNotFoundError:
@@ -196,16 +197,16 @@ def shared(lock: Path) -> Iterator[None]:
 
 
 T = TypeVar("T")
-_HALF = re.compile(rb"\\ud[89ab][0-9a-f]{2}(?!\\ud[c-f])|(?<!\\ud[89ab][0-9a-f]{2})\\ud[c-f]", re.IGNORECASE)
-"""One of a pair of surrogates alone."""
+_LONE_SURROGATE = re.compile(rb"\\ud[89ab][0-9a-f]{2}(?!\\ud[c-f])|(?<!\\ud[89ab][0-9a-f]{2})\\ud[c-f]", re.IGNORECASE)
+"""An escaped surrogate without its other half."""
 _OTHER_LINE_ENDS = tuple((end.encode(), f"\\u{ord(end):04x}".encode()) for end in "\u0085\u2028\u2029")
-"""JSON escapes those below U+0020 anyway."""
+"""Unicode's line separators that JSON does not escape by itself, with their escapes."""
 
 
 def read_json_lines(path: Path, kind: type[T], *, example: str) -> Iterator[tuple[int, T]]:
-    """The values of a file by the numbers of their lines; blank lines have none.
+    """Parse a file of JSON lines: (line number, value), without blank lines.
 
-    Raises ConfigError that names file and line, and `example` of a good one.
+    Raises ConfigError that names file and line, and shows `example`, a valid line.
     """
     try:
         content = path.read_bytes()
@@ -222,7 +223,7 @@ def read_json_lines(path: Path, kind: type[T], *, example: str) -> Iterator[tupl
 
 
 def _decoded(line: bytes, kind: type[T]) -> T:
-    """Raises ValueError that says what is wrong with the line."""
+    """Parse one line. Raises ValueError that says what is wrong with it."""
     try:
         if "\0" in line.decode():
             raise ValueError("holds null bytes, as UTF-16 does; save the file as UTF-8")
@@ -232,12 +233,12 @@ def _decoded(line: bytes, kind: type[T]) -> T:
     except msgspec.ValidationError as error:
         raise ValueError(f"does not fit ({error})") from None
     except (msgspec.DecodeError, RecursionError) as error:
-        reason = "an escape that is half a character" if _HALF.search(line) else error
-        raise ValueError(f"is no JSON ({reason})") from None
+        reason = "an escape that is half a character" if _LONE_SURROGATE.search(line) else error
+        raise ValueError(f"is not JSON ({reason})") from None
 
 
 def split_lines(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """The lines of a stream that comes in parts, without their ends; a last one without an end was cut off."""
+    """The lines of a stream of byte chunks, without line ends; drops an unterminated last line, which was cut off."""
     rest = b""
     for part in parts:
         *lines, rest = (rest + part).split(b"\n")
@@ -245,7 +246,7 @@ def split_lines(parts: Iterable[bytes]) -> Iterator[bytes]:
 
 
 async def asplit_lines(parts: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
-    """As `split_lines`."""
+    """`split_lines` for asynchronous streams."""
     rest = b""
     async for part in parts:
         *lines, rest = (rest + part).split(b"\n")
@@ -254,7 +255,7 @@ async def asplit_lines(parts: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
 
 
 def json_line(value: Any) -> bytes:
-    """JSON that every reader takes for one line, without its end."""
+    """Encode as JSON that every reader takes for one line; without the line end."""
     encoded = msgspec.json.encode(value)
     for end, escaped in _OTHER_LINE_ENDS:
         encoded = encoded.replace(end, escaped)

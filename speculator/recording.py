@@ -4,9 +4,8 @@
     header     length (4 bytes, little endian), msgpack of `RecordingHeader`
     entries    length (4), CRC-32 of length and trace (4), one encoded trace (speculator/trace.py); any number
 
-Entries are only ever appended, each with one write, so a writer that dies leaves at most a tail that is cut off: a
-reader stops there and says how much it left, and the next writer removes it. Altered entries are passed over and
-counted.
+Entries are only appended, each with one write, so a writer that dies leaves at most an incomplete last entry: a reader
+stops there and reports its size, and the next writer removes it. Damaged entries are skipped and counted.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ FORMAT_VERSION = 1
 _MAGIC = b"slip-rec"
 _LENGTH = struct.Struct("<I")
 _ENTRY = struct.Struct("<II")
-# A damaged length must not become an allocation.
+# A damaged length must not cause a large allocation.
 _MAX_HEADER_BYTES = 1 << 20
 
 
 class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What all traces of the file share. `note` says where they come from, for people."""
+    """Header of a recording, which holds for all its traces. `note` describes their origin for people."""
 
     target_fingerprint: str
     model: str
@@ -43,7 +42,7 @@ class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_recording(path: Path) -> bool:
-    """Whether a file is there that begins like one."""
+    """Whether the file exists and begins as a recording."""
     try:
         with path.open("rb") as file:
             return file.read(len(_MAGIC)) == _MAGIC
@@ -52,7 +51,7 @@ def is_recording(path: Path) -> bool:
 
 
 class RecordingReader:
-    """The traces of a recording; iterate once. Raises ConfigError where the file is not a recording."""
+    """Reads the traces of a recording, once. Raises ConfigError where the file is not a recording."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -67,9 +66,9 @@ class RecordingReader:
             self._file.close()
             raise
         self.end = self._file.tell()
-        """Where the last whole entry read so far ends."""
+        """File offset after the last whole entry read so far."""
         self.num_damaged = 0
-        """Entries whose bytes were altered; they are passed over."""
+        """Entries whose bytes were altered; they are skipped."""
 
     @property
     def num_cut_bytes(self) -> int:
@@ -133,8 +132,7 @@ class RecordingReader:
 class RecordingWriter:
     """Appends to a recording, or begins one. Raises ConfigError where the file cannot be used.
 
-    An existing file must have the same target; a tail that an earlier writer left unfinished is cut off, and
-    `num_removed_bytes` says how long it was.
+    An existing file must have the same target. An incomplete last entry is removed; `num_removed_bytes` is its size.
     """
 
     def __init__(self, path: Path, header: RecordingHeader) -> None:
@@ -162,7 +160,7 @@ class RecordingWriter:
         self.known_ids.add(trace_id)
 
     def close(self) -> None:
-        """Durable when it returns. Raises ConfigError when the disk is full."""
+        """Flush to disk and close. Raises ConfigError when the disk is full."""
         try:
             with self._file:
                 self._file.flush()
@@ -185,7 +183,7 @@ class RecordingWriter:
             self.known_ids = {trace.header.trace_id for trace in reader.traces()}
             self.num_removed_bytes = reader.num_cut_bytes
             if reader.num_damaged:
-                # What follows altered bytes may be whole traces behind an altered length: not to be cut off.
+                # After a damaged length there may be whole traces, so the rest must not be cut off.
                 raise ConfigError(f"{path} is damaged in the middle: record into another file")
         self._file = path.open("r+b")
         self._file.truncate(reader.end)
@@ -193,9 +191,9 @@ class RecordingWriter:
 
 
 def _checksum(payload: bytes) -> int:
-    # With the length, so that a run of zeros is no entry.
+    # Includes the length, so that a run of zeros is not a valid entry.
     return zlib.crc32(payload, zlib.crc32(_LENGTH.pack(len(payload))))
 
 
 def _not_writable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"cannot write the recording {path} ({error.strerror}): choose another place")
+    return ConfigError(f"cannot write the recording {path} ({error.strerror}): choose another path")

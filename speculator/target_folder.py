@@ -1,7 +1,7 @@
-"""A target's folder as it lies on disk: read by every service, believed by none.
+"""Validate a target's model folder before use.
 
-`reading` turns whatever a loader raises into one line. `check_folder` finds what would fail later, or compute something
-else without a word: files that cannot be opened, sizes in config.json that are none, tensors that are not there.
+`reading` turns any exception of a loader into a ConfigError of one line. `check_folder` finds what would fail later, or
+silently compute something else: unreadable files, invalid sizes in config.json, missing tensors.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _READ = (
     *("config.json", "generation_config.json", "tokenizer*.json", "tokenizer.model", "special_tokens_map.json"),
     *("added_tokens.json", "chat_template.*", "vocab.*", "merges.txt"),
 )
-"""What loaders read beside the weights."""
+"""Files that loaders read besides the weights."""
 _Size = Annotated[int, Meta(ge=1, le=2**24)]
-"""Of layers, widths, vocabularies and windows; no model comes near the largest."""
+"""A size in config.json (layers, widths, vocabulary, window); the bound is far above any model's."""
 _Positive = Annotated[float, Meta(gt=0, le=1e300)]
 
 
@@ -39,7 +39,7 @@ class _Rope(msgspec.Struct):
 
 
 class _Sizes(msgspec.Struct, kw_only=True):
-    """What a draft takes from config.json."""
+    """Fields of the target's config.json that a draft uses."""
 
     hidden_size: _Size
     intermediate_size: _Size
@@ -60,23 +60,23 @@ _LONGEST_REASON = 300
 
 @contextlib.contextmanager
 def reading(model_dir: Path) -> Iterator[None]:
-    """Raise ConfigError, in one line with the folder and the reason, for whatever a library raises about a model."""
+    """Convert any exception of a library that reads a model into a ConfigError of one line: folder and reason."""
     try:
         yield
     except SlipstreamError:
         raise
     except BaseException as error:
-        # A panic in one of the Rust libraries is no Exception.
+        # A panic in a Rust library is a BaseException, not an Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        # PyTorch has no type of its own for it.
+        # PyTorch has no exception type of its own for a lack of memory.
         if isinstance(error, MemoryError) or "allocate memory" in str(error):
             raise ConfigError(f"not enough memory to load {model_dir}: choose a smaller --model") from error
         raise ConfigError(f"{model_dir} is no complete language model ({reason_of(error)}): check --model") from error
 
 
 def reason_of(error: BaseException) -> str:
-    """What an exception says, in one line."""
+    """An exception's message in one line."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}"
     text = " ".join(str(error).split())[:_LONGEST_REASON]
@@ -84,9 +84,9 @@ def reason_of(error: BaseException) -> str:
 
 
 def check_folder(model_dir: Path) -> dict[str, Any]:
-    """The folder's config.json, once what loaders read can be opened and the tensors that a draft is made of fit it.
+    """Check that a model folder's files can be opened and the tensors that a draft uses fit config.json; returns that.
 
-    No weights are read. Raises ConfigError.
+    Reads no weights. Raises ConfigError.
     """
     with reading(model_dir):
         for path in sorted(model_dir.iterdir()):
@@ -116,7 +116,7 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     with reading(model_dir):
         config = json.loads((model_dir / "config.json").read_bytes())
     if not isinstance(config, dict):
-        raise ConfigError(f"{model_dir}: config.json is no object: check --model")
+        raise ConfigError(f"{model_dir}: config.json is not a JSON object: check --model")
     for name in ("hidden_size", "vocab_size"):
         nested = [key for key, value in config.items() if isinstance(value, dict) and name in value]
         if name not in config and nested:
@@ -127,7 +127,7 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     try:
         sizes = msgspec.convert(config, _Sizes)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{model_dir}: config.json is no target's ({error}): check --model") from None
+        raise ConfigError(f"{model_dir}: config.json does not fit a target ({error}): check --model") from None
     heads = sizes.num_attention_heads
     head_dim = sizes.head_dim or sizes.hidden_size // heads
     if heads % (sizes.num_key_value_heads or heads) or head_dim % 2 or not head_dim:
@@ -140,13 +140,13 @@ def read_config(model_dir: Path) -> dict[str, Any]:
 
 
 def weight_files(model_dir: Path) -> dict[str, Path]:
-    """The file of every tensor, in model.safetensors or in those that an index names. Raises ConfigError."""
+    """The file of every tensor by name: model.safetensors, or the files in an index. Raises ConfigError."""
     with reading(model_dir):
         index, single = model_dir / "model.safetensors.index.json", model_dir / "model.safetensors"
         paths = [single]
-        # Beside the one file an index is of no use to transformers either.
+        # If there is a single file, transformers ignores an index, too.
         if index.exists() and not single.exists():
-            # A name alone: a path could lead anywhere.
+            # Only the file name: a path could point anywhere.
             paths = sorted(
                 {model_dir / Path(file).name for file in json.loads(index.read_bytes())["weight_map"].values()}
             )
@@ -158,7 +158,7 @@ def weight_files(model_dir: Path) -> dict[str, Path]:
 
 
 def check_file(path: Path) -> None:
-    """Raise OSError, with the system's own reason, for what is no file or cannot be opened; waits for no writer."""
+    """Raise OSError, with the system's reason, unless a regular file can be opened; never blocks on a pipe."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "Not a regular file", str(path))
     path.open("rb").close()
@@ -166,7 +166,7 @@ def check_file(path: Path) -> None:
 
 @contextlib.contextmanager
 def open_weights(path: Path) -> Iterator[Any]:
-    """A safetensors file. Raises OSError, whose reason the library would take for absence, or SafetensorError."""
+    """Open a safetensors file. Raises SafetensorError, or OSError with the reason, which the library would hide."""
     check_file(path)
     with safe_open(path, framework="pt") as file:
         yield file

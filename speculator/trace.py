@@ -1,9 +1,9 @@
-"""Trace: what one finished generation tells the trainer, what makes it well-formed, and its bytes.
+"""Traces: the record of one finished generation for the trainer, its validation and its encoding.
 
-A trace is one contiguous span of one request: the kept tail of the prompt, then the completion. Its bytes are
-safetensors with a JSON header in the metadata; never pickle. Two things keep them few. Features travel as float8_e4m3
-with one float16 scale a token, and the leading rows without a target distribution (the prompt) do not travel: decoding
-restores their −1 and −inf.
+A trace is one contiguous span of one request: the kept tail of the prompt, then the completion. It is encoded as
+safetensors with a JSON header in the metadata; never pickle. To save bytes, features are stored as float8_e4m3 with one
+float16 scale a token, and leading rows without a target distribution (the prompt) are left out: decoding restores them
+as −1 and −inf.
 
 Shape letters: T tokens of the span, R verify rounds, d target hidden size, K kept target tokens, P proposals a round,
 N rows behind rejections.
@@ -29,13 +29,13 @@ from speculator.errors import TraceError, UnknownSchemaError
 
 SCHEMA_VERSION = 3
 READABLE_SCHEMAS = (1, 2, SCHEMA_VERSION)
-"""Version 1 knew no target versions: its traces are of version 0, the target that the lineage began with. Version 2
-knew no rows behind rejections.
+"""Version 1 has no target versions: its traces are of version 0, the target that the lineage began with. Version 2 has
+no rows behind rejections.
 """
-# Sizes that a damaged header must not be able to exceed: no rows cost no bytes, but their width costs memory.
+# Bounds sizes in a damaged header: an array of no rows takes no bytes in the file, but its width could take memory.
 MAX_TOP_K = 4096
 NO_DRAFT = 0
-"""In the place of a draft version: a suffix of earlier text proposed, which no draft learns from."""
+"""Instead of a draft version: suffix text proposed. Drafts do not learn from such proposals."""
 MAX_PROPOSALS = 127
 
 
@@ -111,20 +111,19 @@ class BranchRows:
         return len(self.round)
 
     def __getitem__(self, chosen: np.ndarray) -> BranchRows:
-        """Some of them, by index."""
+        """Select rows by index."""
         picked: dict[str, Any] = {name: None if v is None else v[chosen] for name, v in vars(self).items()}
         return BranchRows(**picked)
 
     @property
     def num_bytes(self) -> int:
-        """Of its arrays in memory."""
+        """Size of the arrays in memory."""
         return sum(array.nbytes for array in vars(self).values() if array is not None)
 
     @classmethod
     def within(cls, parts: Sequence[BranchRows], rounds: VerifyRounds, end: int) -> BranchRows | None:
-        """The rows of all parts that a trace may have whose span ends before position `end`; None where it may have
-        none. Left out are rows of later rounds, rows behind accepted proposals that the end has cut off, and rows of
-        what nobody proposed.
+        """Join the rows that are valid in a trace whose span ends before position `end`; None where there are none.
+        Left out: rows of later rounds, rows behind accepted proposals after `end`, rows of padding.
         """
         if not parts:
             return None
@@ -141,7 +140,7 @@ class BranchRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """One span. `target_topk_*` row t is the target's distribution *after* reading token t, at temperature 1.
+    """One span of T tokens. `target_topk_*` row t is the target's distribution *after* token t, at temperature 1.
 
     A float8 feature means its product with `aux_scale`. Decoded features are bfloat16, without a scale.
     """
@@ -178,9 +177,9 @@ class Trace:
 
 
 def judge(trace: Trace) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Compare the proposals of a trace, chains and trees, with its text. All are [R, P]: int64 depths, 0 for the root's
-    children; bool, whether a proposal's position is inside the span and its parent committed; and bool, whether it is
-    the committed token, too.
+    """Compare the proposals of a trace, chains and trees, with its text. Returns three arrays [R, P]: int64 depth, 0
+    for the root's children; bool, whether the proposal's position is inside the span and its parent committed; bool,
+    whether it also is the committed token.
     """
     rounds, tokens_T = trace.rounds, trace.token_ids
     R, P = rounds.draft_tokens.shape
@@ -205,14 +204,14 @@ def judge(trace: Trace) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 _LOGPROB_SLACK = 1e-3
 _INT32_END = 1 << 31
 _FLOAT8_NAN = 0x7F
-"""Of e4m3, but for its sign; it has no infinity."""
+"""NaN of float8_e4m3 without the sign bit; the format has no infinity."""
 _TOO_LARGE = "{}_hidden is too large for float8 with a float16 scale; record with features='bfloat16'"
 _FIRST_WITH_BRANCHES = 3
-"""Schema version."""
+"""First schema version with rows behind rejections."""
 
 
 def check_trace(trace: Trace) -> None:
-    """Raise TraceError, saying what is wrong, unless the trace keeps every promise of the classes above."""
+    """Raise TraceError, with the reason, unless the trace is as the classes above say."""
     header = trace.header
     check_schema(header.schema_version)
     _check_header(header)
@@ -262,7 +261,7 @@ def _check_arrays(trace: Trace) -> None:
     _check_features(trace.aux_hidden, trace.aux_scale, "aux", T)
     _check_distributions(trace.target_topk_ids, trace.target_topk_logprobs, "target_topk", T)
     _check_array(trace.constrained, "constrained", np.bool_, (T,))
-    _require((trace.constrained.view(np.uint8) <= 1).all(), "constrained is neither true nor false")
+    _require((trace.constrained.view(np.uint8) <= 1).all(), "constrained has a value other than 0 and 1")
 
 
 def _check_features(hidden: Tensor, scale: Tensor | None, name: str, num_rows: int) -> None:
@@ -341,7 +340,7 @@ def _check_branches(trace: Trace, branches: BranchRows) -> None:
 
     R, P = trace.rounds.draft_tokens.shape
     at_N = branches.round.astype(np.int64), branches.node.astype(np.int64)
-    _require(((at_N[0] >= 0) & (at_N[0] < R)).all(), "branch_round is no row of the rounds")
+    _require(((at_N[0] >= 0) & (at_N[0] < R)).all(), "branch_round is not a row of the rounds")
     _require(((at_N[1] >= 0) & (at_N[1] < P)).all(), "branch_node is no proposal of its round")
     _require((np.diff(at_N[0] * P + at_N[1]) > 0).all(), "the rows behind rejections are not in order")
     _require((trace.rounds.draft_tokens[at_N] >= 0).all(), "branch_node is no proposal of its round")
@@ -354,7 +353,7 @@ def _check_branches(trace: Trace, branches: BranchRows) -> None:
 Features = Literal["float8", "bfloat16"]
 _NOTHING = torch.zeros(1)
 _FLOAT8_MAX = 448.0
-# Below the smallest normal float16 a scale would lose its own precision; float8 still resolves such a row.
+# The smallest normal float16: smaller scales would lose precision, and float8 still represents such a row.
 _MIN_SCALE = 2.0**-14
 _DTYPES = {
     "token_ids": torch.int32,
@@ -378,7 +377,7 @@ _BRANCH_DTYPES = {
     "branch_topk_ids": torch.int32,
     "branch_topk_logprobs": torch.float16,
 }
-# What the readers of hostile bytes raise: a header may name any type, any shape and any depth.
+# Exceptions of parsers on malformed bytes, whose header may name any type, shape or nesting.
 _NOT_A_TRACE = (
     SafetensorError,
     msgspec.MsgspecError,
@@ -426,7 +425,7 @@ def encode_trace(trace: Trace, *, features: Features = "float8") -> bytes:
 
 
 def _stored(name: str, hidden: Tensor, scale: Tensor | None, features: Features) -> dict[str, Tensor]:
-    """Features in the form in which they travel."""
+    """Features as tensors of the encoded trace."""
     hidden = hidden.detach().cpu()
     if features == "bfloat16":
         return {f"{name}_hidden": (hidden if scale is None else _restored(hidden, scale)).contiguous()}
@@ -437,15 +436,15 @@ def _stored(name: str, hidden: Tensor, scale: Tensor | None, features: Features)
 
 
 def _serialised(tensors: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
-    """What `safetensors.torch.save` makes. That has ctypes make a type for each size of an array, and keep it for ever:
-    several kilobytes for every length that an answer ever had.
+    """As `safetensors.torch.save`, without its leak: that keeps a ctypes type for each array size for ever, several
+    kilobytes for each length of an answer.
     """
     held = {name: tensor.contiguous() for name, tensor in tensors.items()}
     specs = {
         name: TensorSpec(
             dtype=str(tensor.dtype).removeprefix("torch."),
             shape=list(tensor.shape),
-            # An empty one has no address.
+            # An empty tensor has no address.
             data_ptr=tensor.data_ptr() or _NOTHING.data_ptr(),
             data_len=tensor.nbytes,
         )
@@ -479,7 +478,7 @@ def decode_trace(data: bytes) -> Trace:
 
 
 def read_header(data: bytes) -> TraceHeader:
-    """The header alone, also of a trace whose arrays are damaged. Raises TraceError where there is none."""
+    """Decode the header alone, even if the arrays are damaged. Raises TraceError without a valid header."""
     try:
         metadata = _metadata(data)
     except _NOT_A_TRACE as error:
@@ -493,15 +492,15 @@ def _first_labelled_row(target_topk_ids: np.ndarray) -> int:
 
 
 def quantised(aux: Tensor) -> tuple[Tensor, Tensor]:
-    """Features [T, 3d] as float8_e4m3 and a float16 scale [T], so that each token's largest value becomes 448.
+    """Quantise features [T, 3d] to float8_e4m3 with a float16 scale [T]; each token's largest value becomes 448.
 
-    On any device, and never waits for it: the scale of a token that is too large for this is infinite.
+    Runs on any device without synchronising: the scale of a token with too large values is infinite.
     """
-    # In place from here on: fresh memory of this size costs more than the arithmetic.
+    # In place: allocating memory of this size costs more than the arithmetic.
     wide = aux.detach().to(torch.float32, copy=True)
     largest = torch.linalg.vector_norm(wide, torch.inf, dim=1)
     scale = (largest / _FLOAT8_MAX).clamp_min(_MIN_SCALE).half()
-    # A scale that was rounded down leaves 448.3 at most, which float8 rounds to 448.
+    # If the scale was rounded down, values reach 448.3 at most, which float8 rounds to 448.
     return wide.div_(scale.float()[:, None]).to(torch.float8_e4m3fn), scale
 
 
@@ -510,7 +509,7 @@ def _restored(aux: Tensor, scale: Tensor) -> Tensor:
 
 
 def _metadata(data: bytes) -> dict[str, str]:
-    """The metadata, which the safetensors reader keeps to itself."""
+    """The safetensors metadata, which the library's `load` does not return."""
     header_end = 8 + int.from_bytes(data[:8], "little")
     header = msgspec.json.decode(data[8:header_end], type=dict[str, msgspec.Raw])
     return msgspec.json.decode(header.get("__metadata__", b"{}"), type=dict[str, str])
@@ -559,7 +558,7 @@ def _assemble_branches(tensors: dict[str, Tensor]) -> BranchRows:
 
 
 def _read_features(tensors: dict[str, Tensor], name: str) -> Tensor:
-    """As bfloat16."""
+    """The features of a decoded trace, as bfloat16."""
     hidden, scale = tensors[f"{name}_hidden"], tensors.get(f"{name}_scale")
     if hidden.dim() != 2:
         raise TraceError(f"{name}_hidden has shape {tuple(hidden.shape)}, expected rows of 3d")
@@ -571,7 +570,7 @@ def _read_features(tensors: dict[str, Tensor], name: str) -> Tensor:
 
 
 def _restore_rows(labelled: np.ndarray, T: int, fill: float) -> np.ndarray:
-    """Put the unlabelled rows in front of the labelled ones, so that there are T."""
+    """Put rows of `fill` before the labelled ones, so that there are T rows."""
     if labelled.ndim != 2 or len(labelled) > T or labelled.shape[1] > MAX_TOP_K:
         raise TraceError(f"a target_topk array has shape {labelled.shape}, expected at most [{T}, {MAX_TOP_K}]")
     missing = np.full((T - len(labelled), labelled.shape[1]), fill, labelled.dtype)

@@ -1,10 +1,10 @@
-"""Optional OpenTelemetry spans: how long a request, a verification, a swap or a training step took, and under what.
+"""Optional OpenTelemetry spans of requests, verifications, swaps and training steps.
 
-Off, which is the default, the tracer is the API's own that records nothing. With `SLIPSTREAM_OTEL=1` spans that have
-ended go into a bounded queue, which drops the oldest where it is full, and a thread of its own sends them: no caller
-waits. Attributes are ids, counts and times, never text and no tenant.
+By default spans are off: the tracer records nothing. With `SLIPSTREAM_OTEL=1` ended spans go into a bounded queue,
+which drops the oldest when full, and a thread sends them: no caller waits. Attributes are ids, counts and times, never
+text or tenants.
 
-The tracer is not OpenTelemetry's global one: libraries would use that for spans whose attributes nobody here chose.
+The tracer is not OpenTelemetry's global one, which libraries use for spans with attributes that we do not control.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 VARIABLE = "SLIPSTREAM_OTEL"
 CLOSE_S = 2.0
-"""How long the last spans may take: a collector that is away must not hold up a stop."""
+"""How long to wait at exit for the last spans: an unreachable collector must not delay a stop."""
 
 Value: TypeAlias = str | bool | int | float
 Parent: TypeAlias = Context
-"""A span that others are put under from another thread."""
+"""A parent span for spans that other threads record."""
 
 _W3C = TraceContextTextMapPropagator()
 _provider: TracerProvider | None = None
@@ -39,7 +39,7 @@ _tracer: trace.Tracer = trace.NoOpTracer()
 
 
 def prefixed(**attributes: Value) -> dict[str, Value]:
-    """Attributes of ours, as spans name them."""
+    """Attributes with the prefix `slipstream.`."""
     return {f"slipstream.{name}": value for name, value in attributes.items()}
 
 
@@ -47,9 +47,9 @@ def prefixed(**attributes: Value) -> dict[str, Value]:
 def span(
     name: str, /, parent: Parent | None = None, kind: trace.SpanKind = trace.SpanKind.INTERNAL, **attributes: Value
 ) -> Iterator[trace.Span]:
-    """A span from the start to the end of a `with` block, under `parent` or the span of the block around it.
+    """Record a `with` block as a span, under `parent` or the span of the enclosing block.
 
-    A failure inside the block is told by its type alone: messages may quote a prompt.
+    An exception in the block is recorded by type alone: its message may quote a prompt.
     """
     with _tracer.start_as_current_span(
         name, parent, kind, prefixed(**attributes), record_exception=False, set_status_on_exception=False
@@ -62,23 +62,23 @@ def span(
 
 
 def received(headers: Iterable[tuple[bytes, bytes]]) -> Parent:
-    """The span that a received request's W3C `traceparent` header names, or none at all."""
+    """The parent span in a received request's W3C `traceparent` header; an empty context without one."""
     carrier = {key.decode("latin-1"): value.decode("latin-1") for key, value in headers}
     return _W3C.extract(carrier, Context())
 
 
 def current() -> Parent | None:
-    """The span of the block around the caller; None where there is none, or where it was not sampled."""
+    """The span of the enclosing block; None where there is none, or it is not sampled."""
     return _sampled(get_current())
 
 
 def joined(headers: Mapping[str, str]) -> Parent | None:
-    """The span of another process by its `outgoing_headers`; None where they name none, or one not sampled."""
+    """The span of another process, from its `outgoing_headers`; None where they have none, or it is not sampled."""
     return _sampled(_W3C.extract(headers, Context()))
 
 
 def record(parent: Parent | None, name: str, seconds: float, /, **attributes: Value) -> None:
-    """A span that ends now and took `seconds`, under `parent`; nothing where that is None."""
+    """Record a span that ends now and took `seconds`, under `parent`; does nothing without a parent."""
     if parent is not None:
         now_ns = time.time_ns()
         started_ns = now_ns - int(1e9 * seconds)
@@ -86,14 +86,14 @@ def record(parent: Parent | None, name: str, seconds: float, /, **attributes: Va
 
 
 def outgoing_headers() -> dict[str, str]:
-    """What a request to another server carries so that its spans join ours."""
+    """Headers for a request to another server, so that its spans join ours."""
     headers: dict[str, str] = {}
     _W3C.inject(headers)
     return headers
 
 
 def is_wanted() -> bool:
-    """Whether the environment asks for spans. Raises ConfigError for neither 1 nor 0, or where the extra is missing."""
+    """Whether the environment turns spans on. Raises ConfigError for a value but 1 and 0, or without the extra."""
     match os.environ.get(VARIABLE, "0"):
         case "" | "0":
             return False
@@ -110,7 +110,7 @@ def is_wanted() -> bool:
 
 
 def configure_spans(service: str) -> None:
-    """Send spans over OTLP where the environment asks for it, as OTEL_* variables say. Raises ConfigError."""
+    """Send spans over OTLP, configured by OTEL_* variables, if the environment turns them on. Raises ConfigError."""
     if is_wanted():
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -122,7 +122,7 @@ def configure_spans(service: str) -> None:
 
 
 def give_spans_to(processor: SpanProcessor, *, service: str) -> None:
-    """Turn spans on; `processor` is handed those that have ended. OTEL_* variables stand before `service`."""
+    """Turn spans on; `processor` gets the ended ones. OTEL_* variables take precedence over `service`."""
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
     from opentelemetry.sdk.trace import TracerProvider
 
@@ -134,7 +134,7 @@ def give_spans_to(processor: SpanProcessor, *, service: str) -> None:
 
 
 def close_spans() -> None:
-    """Send what is queued, for at most a moment, and turn spans off."""
+    """Send queued spans for at most CLOSE_S, and turn spans off."""
     global _provider, _tracer
     provider, _provider, _tracer = _provider, None, trace.NoOpTracer()
     if provider is not None:

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible endpoints: validates a request, hands it to the engine, formats what comes back. No torch."""
+"""The OpenAI-compatible endpoints: validate a request, run it on the engine, format the answer. No torch."""

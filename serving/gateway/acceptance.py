@@ -1,9 +1,9 @@
-"""What SGLang says of an answer: its usage, and of its proposals, as `metrics.speculative_decoding`
+"""Rewrite SGLang's answers: read the usage, and add acceptance as `metrics.speculative_decoding`
 (serving/acceptance.py).
 
-SGLang says it in a field of its own, where a request asks for that; in a stream in an event of its own, which clients
-do not expect, before the one with the usage. How many tokens a verification proposed stands in it only as the plugin
-counts them: SGLang takes every verification to have proposed the most that it could.
+SGLang reports acceptance in a field of its own, if a request asks for it; in a stream in a separate event, which
+clients do not expect, before the one with the usage. Its number of proposed tokens is right only because the plugin
+counts them: SGLang alone assumes that every verification proposed the most that it could.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import msgspec
 from serving.acceptance import Acceptance
 
 ASK = "return_spec_tokens_details"
-"""The field of a request that asks for it."""
+"""The request field that asks SGLang for that report."""
 _DETAILS = "spec_tokens_details"
 _MARK = b'"spec_tokens_details"'
-"""No answer's text can look like it: JSON escapes its quotes."""
+"""Marks the report in raw JSON. No answer's text can contain it: JSON escapes its quotes."""
 _USED = re.compile(rb'"usage":\s*\{')
 _NULL, _NO_CHOICES = msgspec.Raw(b"null"), msgspec.Raw(b"[]")
 _EVENT, _END = b"data: ", b"\n\n"
@@ -30,7 +30,7 @@ _EVENT, _END = b"data: ", b"\n\n"
 class _Details(msgspec.Struct):
     spec_verify_ct: int = 0
     spec_cap_length: float = 0.0
-    """The mean of what verifications proposed."""
+    """Mean number of tokens that a verification proposed."""
     spec_correct_drafts_histogram: list[int] = []
 
 
@@ -38,7 +38,7 @@ class Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     input_tokens: int = 0
-    """As the other endpoints call them; Anthropic's leaves out those of a prefix that the cache had."""
+    """Prompt tokens at /v1/responses and /v1/messages; the latter leaves out tokens of a cached prefix."""
     cache_read_input_tokens: int = 0
     output_tokens: int = 0
 
@@ -48,7 +48,7 @@ class Usage(msgspec.Struct):
 
 
 class _Named(msgspec.Struct):
-    """An event of /v1/responses or /v1/messages, or what it carries."""
+    """An event of /v1/responses or /v1/messages, or the object inside it."""
 
     usage: Usage | None = None
     response: _Named | None = None
@@ -56,24 +56,24 @@ class _Named(msgspec.Struct):
 
 
 class AcceptanceNotes:
-    """Of one answer, whole or streamed. What does not look as it should passes as it is."""
+    """Rewrites one answer, whole or streamed. Content of an unexpected form passes unchanged."""
 
     def __init__(self, *, keep: bool, hide_usage: bool) -> None:
         """`keep`: the client asked for SGLang's own field, too. `hide_usage`: it did not ask for a stream's usage."""
         self._keep, self._hide_usage = keep, hide_usage
         self._found: Acceptance | None = None
         self.usage: Usage | None = None
-        """What the answer has used; None until SGLang has said so."""
+        """Tokens of prompt and answer; None until SGLang has reported them."""
 
     def whole(self, content: bytes) -> bytes:
         self.usage = _usage_of(_decoded(content) or {})
         if _MARK not in content:
             return content
-        fields = self._taken(content)
-        return content if fields is None else msgspec.json.encode(self._noted(fields))
+        fields = self._read_report(content)
+        return content if fields is None else msgspec.json.encode(self._with_acceptance(fields))
 
     def events(self, block: bytes) -> bytes:
-        """Whole events of a stream."""
+        """Rewrite a block of whole events."""
         if self._found is None and _MARK not in block and not _USED.search(block):
             return block
         return b"".join(map(self._event, block.split(_END)[:-1]))
@@ -83,7 +83,7 @@ class AcceptanceNotes:
             self._note_usage(event.partition(_EVENT)[2])
             return event + _END
         if _MARK in event:
-            fields = self._taken(event.removeprefix(_EVENT))
+            fields = self._read_report(event.removeprefix(_EVENT))
             if fields is None or "sglext" in fields:
                 return event + _END
             return b""
@@ -95,10 +95,10 @@ class AcceptanceNotes:
             return b""
         if self._found is None:
             return event + _END
-        return _EVENT + msgspec.json.encode(self._noted(fields)) + _END
+        return _EVENT + msgspec.json.encode(self._with_acceptance(fields)) + _END
 
     def _note_usage(self, content: bytes) -> None:
-        """A message says in one event what it has read, and in another one what it has written."""
+        """Merge usage events: /v1/messages reports prompt tokens in one event and answer tokens in another."""
         with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             named = msgspec.json.decode(content, type=_Named)
             if (usage := (named.response or named.message or named).usage) is not None:
@@ -108,8 +108,8 @@ class AcceptanceNotes:
                     completion_tokens=max(before.completion_tokens, usage.completion_tokens),
                 )
 
-    def _taken(self, content: bytes) -> dict[str, Any] | None:
-        """The fields without SGLang's note, unless it is to be kept; None where there is none."""
+    def _read_report(self, content: bytes) -> dict[str, Any] | None:
+        """Read SGLang's report. Returns the fields, without it unless the client wants it; None if there is none."""
         fields = _decoded(content)
         said = None if fields is None else _decoded(bytes(fields.get("sglext", _NULL)))
         if fields is None or said is None or (note := said.get(_DETAILS)) is None:
@@ -125,7 +125,7 @@ class AcceptanceNotes:
             fields = {**fields, "sglext": msgspec.Raw(msgspec.json.encode(rest))} if rest else _without(fields)
         return fields
 
-    def _noted(self, fields: dict[str, Any]) -> dict[str, Any]:
+    def _with_acceptance(self, fields: dict[str, Any]) -> dict[str, Any]:
         if self._found is None:
             return fields
         usage = _decoded(bytes(fields.get("usage", _NULL)))
@@ -155,7 +155,7 @@ def _acceptance_of(details: _Details) -> Acceptance:
 
 
 def _decoded(content: bytes) -> dict[str, Any] | None:
-    """An object's fields, each as it stands; None for what is none."""
+    """The fields of a JSON object, each as raw JSON; None for anything else."""
     try:
         return msgspec.json.decode(content, type=dict[str, msgspec.Raw] | None)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -1,7 +1,7 @@
-"""Who may reach which route, shown by which key, and how much of it at once.
+"""Access control: which key opens which route, and how many requests it may make.
 
-A route that is not in the table `ACCESS` is reached by nobody. Quotas are counted in this process, on the event loop:
-two gateways with one key file count each for itself.
+A route that is not in the table `ACCESS` is closed to all. Quotas are counted in this process, on the event loop:
+two gateways with one key file count separately.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Access(StrEnum):
     READ = "read"
     """Any API key; everyone where this gateway has no API keys."""
     WATCH = "watch"
-    """A read-only API key, since what is told names all tenants; everyone where there are no API keys."""
+    """A read-only API key, since the answers name all tenants; everyone where there are no API keys."""
     GENERATE = "generate"
     """An API key that is not read-only, within its limits; everyone where there are no API keys."""
     QUEUE = "queue"
-    """The same, also while the engine is full: what is asked for waits beside its queue, or needs none of its slots."""
+    """As GENERATE, also while the engine is full: the work waits outside the engine's queue, or needs no slot."""
     OWN = "own"
-    """The same, beyond the key's limits too: what was begun has to be looked after, or it would be cancelled."""
+    """As QUEUE, and not counted against the key's limits: a client must be able to follow what it has begun."""
     ADMIN = "admin"
     """The admin key; nobody where there is none."""
 
@@ -60,7 +60,7 @@ ACCESS = {
     "/detokenize": Access.QUEUE,
     "/v1/tokenize": Access.QUEUE,
     "/v1/detokenize": Access.QUEUE,
-    # What a rollout has said is for the tenant that asked: a key that only reads sees none of it.
+    # The text of a rollout is for its tenant alone: a read-only key does not see it.
     "/v1/rollouts": Access.QUEUE,
     "/v1/rollouts/{rollout_id}": Access.OWN,
     "/v1/rollouts/{rollout_id}/samples": Access.OWN,
@@ -74,7 +74,7 @@ ACCESS = {
     "/slipstream/drafts": Access.READ,
     "/health": Access.OPEN,
     "/ready": Access.OPEN,
-    # The page without its figures: it asks for a key itself.
+    # The page without its figures: its script asks the user for a key.
     "/": Access.OPEN,
     "/page/{name:path}": Access.OPEN,
     "/v1/target-version": Access.ADMIN,
@@ -87,11 +87,11 @@ ACCESS = {
     "/admin/drafts/{version}/pin": Access.ADMIN,
     "/admin/drafts/{a}/diff/{b}": Access.ADMIN,
 }
-"""By the template of the route."""
+"""Access by the template of the route."""
 
 
 class AccessControl:
-    """ASGI middleware: a request goes on to its route only where its key opens that, and within the key's limits."""
+    """ASGI middleware: lets a request through only if its key opens the route, within the key's limits."""
 
     def __init__(
         self,
@@ -104,10 +104,10 @@ class AccessControl:
         is_full: Callable[[], bool] = lambda: False,
         transfer_s: float = 120.0,
     ) -> None:
-        """`routes`: the app's own list, later additions included. Without a keyring, who reaches the port is let in.
+        """`routes`: the app's own list, later additions included. Without a keyring everyone is let in.
 
-        While the engine `is_full`, nothing is generated: an overload should cost little more than saying so. In
-        `transfer_s` a body has to arrive and an answer to leave, beside the time for making it.
+        While the engine `is_full`, requests to generate are refused before they are read, so that an overload costs
+        little. `transfer_s` is the time for body and answer to travel, on top of the time for generating.
         """
         self.app = app
         self._routes, self._keyring, self._metrics, self._is_full = routes, keyring, metrics, is_full
@@ -129,7 +129,7 @@ class AccessControl:
             raise HTTPException(404)
         request = Request(scope)
         exchange = exchange_of(request)
-        # A refusal is logged and counted under it, too.
+        # Set first, so that a refusal is logged and counted under its route, too.
         exchange.route, exchange.comment_s = getattr(route, "path", ""), self._comment_s
         try:
             release = self._admit(request)
@@ -145,7 +145,7 @@ class AccessControl:
             release()
 
     def _admit(self, request: Request) -> Callable[[], None]:
-        """What is to be called at the request's end; raises ApiError (401, 403, 429) for one that may not go on."""
+        """Admit a request; returns what to call at its end. Raises ApiError (401, 403, 429) for a refused one."""
         match ACCESS.get(exchange_of(request).route):
             case Access.OPEN:
                 pass
@@ -156,7 +156,7 @@ class AccessControl:
             case Access.WATCH:
                 key = self._key_of(request)
                 if key is not None and not key.read_only and self._keyring is not None and self._keyring.has_tenants:
-                    message = "This names other tenants: a key that `slipstream keys add --read-only` made opens it."
+                    message = "This names other tenants: use a key made with `slipstream keys add --read-only`."
                     raise ApiError(403, message, code="key_is_not_read_only")
             case Access.OWN:
                 self._writing_key_of(request)
@@ -166,22 +166,22 @@ class AccessControl:
                     raise engine_busy()
                 return self._quota.take(key)
             case None:
-                message = "Nobody may reach this: it is not in the gateway's table of access."
+                message = "This route is closed: it is missing in the gateway's access table."
                 raise ApiError(403, message, code="not_declared")
         return lambda: None
 
     def _writing_key_of(self, request: Request) -> ApiKey | None:
-        """One that is not read-only, with its tenant noted for the route."""
+        """The request's key, if it may generate; notes its tenant for the route."""
         key = self._key_of(request)
         if key is not None:
             if key.read_only:
-                raise ApiError(403, "This key may read, and not generate.", code="key_is_read_only")
+                raise ApiError(403, "This key is read-only: it may not generate.", code="key_is_read_only")
             exchange = exchange_of(request)
             exchange.tenant, exchange.may_capture = key.tenant, key.capture
         return key
 
     def _key_of(self, request: Request) -> ApiKey | None:
-        """None where this gateway has no keys; raises ApiError (401, 403)."""
+        """The request's key; None where this gateway has no keys. Raises ApiError (401, 403)."""
         if self._keyring is None:
             if not self._is_trusted:
                 check_host(request)
@@ -207,9 +207,9 @@ def _normalised(path: str) -> str:
 
 
 def _paths(path: str, root_path: str) -> Iterator[str]:
-    """What `path` may mean: without the prefix, where a proxy left it in, or else as it stands.
+    """The paths to try for a request: without the prefix that a proxy may have left in, then as it is.
 
-    A route of the gateway may begin like the prefix, so that both have to be tried.
+    Both are tried because a route of the gateway may itself begin with the prefix.
     """
     if root_path and f"{path}/".startswith(f"{root_path}/"):
         yield path.removeprefix(root_path) or "/"
@@ -229,14 +229,14 @@ def _route_of(routes: Sequence[BaseRoute], scope: Scope) -> BaseRoute | None:
 
 
 def bearer(request: Request) -> bytes | None:
-    """None where there is none."""
+    """The bearer token of a request; None where there is none."""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     # Headers come decoded as Latin-1.
     return given.encode("latin-1") if scheme.lower() == "bearer" and given else None
 
 
 def _anthropic_key(request: Request) -> bytes | None:
-    """Where their clients put the key."""
+    """The key in the header that Anthropic's clients use."""
     if not exchange_of(request).route.startswith(MESSAGES):
         return None
     return request.headers.get("x-api-key", "").encode("latin-1") or None
@@ -255,54 +255,54 @@ def check_admin_key(request: Request, key: SecretStr | None) -> None:
     if given is None:
         message = "This needs the admin key: send the header 'authorization: Bearer <key>'."
         raise unauthorised(message, "admin_key_missing")
-    # As bytes, since a key need not be ASCII. The time tells nothing of the key.
+    # As bytes, since a key need not be ASCII; in constant time, so that timing reveals nothing about the key.
     if not hmac.compare_digest(given, key.get_secret_value().encode()):
         raise ApiError(403, "This is not the admin key.", code="admin_key_wrong")
 
 
 def check_host(request: Request) -> None:
-    """Raise ApiError (403) where somebody was sent to this machine under a name of somebody else's.
+    """Raise ApiError (403) for a Host header that is a foreign name: protects against DNS rebinding.
 
-    Without keys the gateway trusts whoever reaches loopback. A browser does so for any page whose own name resolves to
-    127.0.0.1 for a moment, and takes that page and this gateway for one site.
+    Without keys the gateway trusts whoever reaches loopback. A page on the web can make its own name resolve to
+    127.0.0.1; the browser then takes page and gateway for one site.
     """
     with suppress(ValueError):
         host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
         if host == "localhost" or ip_address(host):
             return
-    message = "Without API keys this gateway answers to localhost and to addresses alone, not to names: give it keys."
+    message = "Without API keys this gateway answers only under localhost and IP addresses, not names: give it keys."
     raise ApiError(403, message, code="host_not_allowed")
 
 
 _WINDOW_S = 60.0
 _SLOT_RETRY_S = 1
-"""How long to wait for somebody's answer to end: nobody knows, and a client that asks each second does no harm."""
+"""Retry-after while all slots are taken. When one frees is unknown, and a retry each second does no harm."""
 
 
 class Quota:
-    """How much a key may ask for at once and in a minute, and all of them together."""
+    """Limits on requests: at once and in a minute for each key, and at once for all keys together."""
 
     def __init__(
         self, max_in_flight: int, clock: Callable[[], float] = time.monotonic, *, max_of_key: int | None = None
     ) -> None:
-        """`max_of_key` is for keys that have no limit of their own; by default they may have all."""
+        """`max_of_key` is for keys without a limit of their own; by default they may use the whole `max_in_flight`."""
         self._max_in_flight, self._clock = max_in_flight, clock
         self._max_of_key = max_of_key or max_in_flight
-        # By digest: a key that is revoked and made anew under the same name begins anew.
+        # By digest: a key that is revoked and made again under the same name starts at zero.
         self._num_of: Counter[str] = Counter()
         self.begun_s: dict[str, deque[float]] = {}
-        """When each key began its requests of the last minute, by digest."""
+        """Start times of each key's requests in the last minute, by digest."""
 
     def take(self, key: ApiKey | None) -> Callable[[], None]:
-        """Count a request in, and return what counts it out; raises ApiError (429) where there is no room for it."""
+        """Count a request as running; returns what ends that. Raises ApiError (429) where a limit is reached."""
         owner = "" if key is None else key.sha256
         if self._num_of.total() >= self._max_in_flight:
-            message = f"{self._max_in_flight} requests are under way here, as many as may be: retry later."
+            message = f"{self._max_in_flight} requests are under way here, which is the limit: retry later."
             raise ApiError(429, message, code="gateway_busy", retry_after_s=_SLOT_RETRY_S)
         if key is not None:
             limit = key.max_concurrent or self._max_of_key
             if self._num_of[owner] >= limit:
-                message = f"This key may have {limit} requests under way at once, and has: retry later."
+                message = f"This key may have {limit} requests under way at once, and all are taken: retry later."
                 raise ApiError(429, message, code="concurrency_limit_exceeded", retry_after_s=_SLOT_RETRY_S)
             if key.requests_per_minute is not None:
                 self._count_into_rate(owner, key.requests_per_minute)
@@ -318,7 +318,7 @@ class Quota:
     def _count_into_rate(self, owner: str, limit: int) -> None:
         now_s = self._clock()
         if owner not in self.begun_s:
-            # Those that are revoked never come again.
+            # Revoked keys would otherwise stay here for ever.
             idle = [each for each, begun_s in self.begun_s.items() if begun_s[-1] <= now_s - _WINDOW_S]
             for each in idle:
                 del self.begun_s[each]
@@ -326,7 +326,7 @@ class Quota:
         while begun_s and begun_s[0] <= now_s - _WINDOW_S:
             begun_s.popleft()
         if len(begun_s) >= limit:
-            # When so many have left the window that there is room; the limit may have been lowered meanwhile.
+            # Until enough requests have left the window; more than one, if the limit was lowered meanwhile.
             wait_s = max(1, math.ceil(begun_s[-limit] + _WINDOW_S - now_s))
             message = f"This key may begin {limit} requests a minute: retry in {wait_s} s."
             raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=wait_s)

@@ -35,8 +35,7 @@ _MAX_EVENTS = 1000
 
 
 class Drafts(Protocol):
-    """What the endpoints need of `speculator.versions.operator.DraftDesk`; whatever it returns can be encoded as
-    JSON."""
+    """What the endpoints need of `speculator.versions.operator.DraftDesk`; all results can be encoded as JSON."""
 
     def overview(self) -> Any: ...
 
@@ -102,7 +101,9 @@ def admin_routes(drafts: Drafts, settings: GatewaySettings) -> APIRouter:
 
 
 async def _answer(call: Callable[..., Any], *numbers: int, **named: Any) -> Response:
-    """What the store, its states and Redis refuse is told in their own words, which were written for operators."""
+    """Run `call` in a thread and answer with its result. Messages of store, states and Redis are passed on unchanged:
+    they are written for operators.
+    """
     try:
         return reply(await run_in_threadpool(call, *numbers, **named))
     except UnknownDraftError as error:
@@ -133,7 +134,7 @@ class TargetVersionBody(Strict):
 
 
 def target_routes(targets: Targets, settings: GatewaySettings, on_moved: Callable[[int], object]) -> APIRouter:
-    """`on_moved` is told, on the event loop, a version that has come into service."""
+    """`on_moved` is called on the event loop with each version that has come into service."""
     router = APIRouter()
 
     @router.post("/v1/target-version", openapi_extra=request_body(TargetVersionBody))
@@ -149,7 +150,7 @@ def target_routes(targets: Targets, settings: GatewaySettings, on_moved: Callabl
         except (EngineDeadError, RequestError):
             raise
         except (EngineError, StreamError) as error:
-            # It says which server did not take the weights.
+            # The message names the server that did not take the weights.
             raise unavailable(str(error), code="target_unavailable") from error
         on_moved(report.version)
         return reply(report)

@@ -1,4 +1,4 @@
-"""Puts the gateway together."""
+"""Assemble the gateway's app: routes, middleware, metrics."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ from serving.rollout.engines import EnginePool, InProcessEngine
 
 
 async def _routing_error(request: Request, failure: Exception) -> Response:
-    """Unknown path, wrong method: the framework's own answer to those is not the envelope, and names the methods of one
-    route where several have the path."""
+    """Answer an unknown path or a wrong method with the error envelope. The framework's answer lacks it, and names the
+    methods of only one route where several have the path.
+    """
     response = exchange_of(request).refuse(failure)
     if response.status_code == 405:
         others = [route for route in request.app.routes if route.matches(request.scope)[0] is Match.PARTIAL]
@@ -51,15 +52,15 @@ def create_app(
     send_rewards: SendRewards | None = None,
     trainer_status: ReadTrainerStatus | None = None,
 ) -> FastAPI:
-    """The OpenAI-compatible app in front of `engine`, and its page; with `drafts`, the operator's endpoints too, and
-    with `targets` the one that moves the target. Rewards of rollouts go to `send_rewards`. The app's own `state.erase`
-    drops what it keeps of tenants (`serving.capture.filter.Forget`). The page shows `trainer_status`.
+    """The OpenAI-compatible app in front of `engine`, with the live page; with `drafts` also the operator's endpoints,
+    with `targets` the endpoint for new target weights. `send_rewards` gets rewards of rollouts. The app's
+    `state.erase` drops what it keeps of tenants (`serving.capture.filter.Forget`). The page shows `trainer_status`.
 
     Its collectors are added to `registry`, and `/metrics` shows all of that registry; raises ValueError where the
     registry already serves a gateway, ConfigError where the file with the API keys is not usable.
     """
     gateway = Gateway(engine=engine, settings=settings, metrics=GatewayMetrics(registry, engine.info.model))
-    # On the engine that all other requests have as well.
+    # Rollouts share this engine with all other requests.
     rollout_engine = InProcessEngine(
         "local", engine, share=settings.rollout_slots_share, num_interactive=lambda: gateway.num_samples
     )
@@ -89,7 +90,7 @@ def create_app(
 
 @dataclass(frozen=True, kw_only=True)
 class Rollouts:
-    """What rollouts need in front of engines that are elsewhere; as `create_app` has it from its own."""
+    """What `/v1/rollouts` needs where the engines are other processes; `create_app` makes its own."""
 
     pool: EnginePool
     tokenizer: Tokenizer
@@ -109,9 +110,9 @@ def create_passthrough_app(
     rollouts: Rollouts | None = None,
     trainer_status: ReadTrainerStatus | None = None,
 ) -> FastAPI:
-    """The same app in front of a server that speaks the OpenAI protocol itself; `host` answers for its draft. It serves
-    the target with the fingerprint `target`, in no version older than `least_version`. Without `rollouts` there is no
-    route for them.
+    """The app in front of a server that speaks the OpenAI protocol itself; `host` reports and steers its draft. The
+    server's target must have the fingerprint `target` and a version from `least_version` on. Without `rollouts` there
+    is no `/v1/rollouts`.
     """
     metrics = GatewayMetrics(registry, host.info.model)
     routers = [passthrough_routes(host, upstream, settings, metrics, target, least_version)]
@@ -157,7 +158,7 @@ def _assemble(
     shows_tokens: bool,
     beside: Callable[[], AbstractAsyncContextManager[None]],
 ) -> FastAPI:
-    """`beside` runs while the app is served. `shows_tokens`, `trainer_status` as of Live."""
+    """`beside` runs while the app is served. `shows_tokens`, `trainer_status`: see `Live`."""
     registry.register(HealthCollector(host.health, host.info.model))
     live = Live(host, registry, shows_tokens=shows_tokens, trainer_status=trainer_status)
 
@@ -166,7 +167,7 @@ def _assemble(
         async with live.lifespan(), beside():
             yield
 
-    # The framework's pages of documentation load scripts from elsewhere; the schema itself stays at /openapi.json.
+    # No documentation pages: the framework's load scripts from other sites. The schema stays at /openapi.json.
     app = FastAPI(
         title="Slipstream",
         docs_url=None,
@@ -178,16 +179,16 @@ def _assemble(
     if drafts is not None:
         routers = [*routers, admin_routes(drafts, settings)]
     for router in (*routers, status_routes(host, registry), live_routes(live, drafts), page_routes(settings.root_path)):
-        # One flat list, in which access control finds what the router will choose; the routers add nothing to it.
+        # One flat list, so that access control finds the same route as the router; there is nothing else to include.
         app.router.routes.extend(router.routes)
     for route in list(app.routes):
         if isinstance(route, APIRoute) and "GET" in (route.methods or ()):
-            # The server leaves the body of the answer out.
+            # The server drops the body of the answer to HEAD.
             app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
     app.add_exception_handler(HTTPException, _routing_error)
     keyring = _keyring(settings)
     declare_keys(app, has_keys=keyring is not None)
-    # What is added later stands further out.
+    # Middleware that is added later runs first.
     app.add_middleware(
         AccessControl,
         routes=app.router.routes,
@@ -201,7 +202,7 @@ def _assemble(
 
 
 def _keyring(settings: GatewaySettings) -> Keyring | OneKey | None:
-    """None where whoever reaches the port is let in. Raises ConfigError for a file that is not usable."""
+    """The API keys; None where the gateway needs none. Raises ConfigError for a file that is not usable."""
     if settings.keys_file is not None:
         return Keyring(settings.keys_file)
     return None if settings.api_key is None else OneKey(settings.api_key)

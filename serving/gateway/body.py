@@ -1,8 +1,8 @@
 """Read a request's body: bounded, JSON only, strictly typed.
 
-`Strict` is the base of every body: a null counts as absent, and a field that this server does not act on is accepted
-where its value changes nothing about the answer. A body that is read with `Ignored` may have more: fields that nobody
-knows, and some that would change how likely tokens are or what is said of them. They are left out, and noted.
+`Strict` is the base of every body: a null counts as absent, and a field that this server does not support is accepted
+if its value changes nothing about the answer. A body that is read with `Ignored` may also have unknown fields, and
+some unsupported ones that would change probabilities or details of the answer. They are left out, and noted.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ T = TypeVar("T", bound=BaseModel)
 UNKNOWN = "this server knows no such parameter; leave it out"
 CANNOT = "this server cannot honour this parameter; leave it out"
 Neutral = Mapping[str, tuple[object, ...] | EllipsisType]
-"""Fields with the values that change nothing; `...`: all values. A model that has the field acts on the others."""
+"""Fields with the values that change nothing; `...`: all values. A body that declares such a field supports others."""
 Ignored = set[str]
-"""Names of the fields of one body that were left out, where a body may have such; None where it may not."""
+"""Collects names of ignored fields of a body; in its place None: such fields are refused."""
 _NULL = {"type": "null"}
 _MAY_IGNORE = "x-may-ignore"
 _DISCARD_FACTOR = 4
-"""A body up to this many times too large is read and dropped: closing early can reset the connection, and the client
-then never sees the 413."""
+"""A body up to so many times the limit is read and dropped: closing early can reset the connection before the client
+reads the 413."""
 _DISCARD_S = 1.0
 _DISCARD_BYTES = 4 * 1024 * 1024
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,39}")
-"""What the log shows of a client's own field name: anything else may be text that is nobody's business."""
+"""Field names that the log may show: any other may be a user's text."""
 _CODES = {
     "json_invalid": "invalid_json",
     "missing": "missing_required_parameter",
@@ -47,22 +47,22 @@ _CODES = {
     "unsupported_parameter": "unsupported_parameter",
 }
 _MAX_PARAM_CHARS = 100
-"""A client's own field name is quoted back, but not all of a long one."""
+"""An error quotes at most so much of a client's field name."""
 
 
 async def read_body(request: Request, model: type[T], *, max_bytes: int, ignored: Ignored | None = None) -> T:
     """The body as a `model`; raises ApiError (408, 413, 415) or RequestError (400) naming the field at fault.
 
-    With `ignored` it may have fields that this server does not act on: their names are added there.
+    With `ignored` the body may have unsupported fields: their names are added there.
     """
     return parse(model, await read_json(request, max_bytes=max_bytes), ignored)
 
 
 async def read_json(request: Request, *, max_bytes: int, limit_s: float = 60) -> bytes:
-    """The body as it came, which claims to be JSON; raises ApiError (408, 413, 415)."""
+    """The raw body of a request whose content type is JSON; raises ApiError (408, 413, 415)."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
-        # Also what keeps a web page from posting to a loopback server without the browser asking it first.
+        # Also a protection: a browser lets a foreign page send JSON to a loopback server only after a preflight.
         message = "The body must be JSON: send the header 'content-type: application/json'."
         raise ApiError(415, message, code="unsupported_media_type")
     body, num_bytes = bytearray(), 0
@@ -75,7 +75,7 @@ async def read_json(request: Request, *, max_bytes: int, limit_s: float = 60) ->
                 elif num_bytes > _DISCARD_FACTOR * max_bytes:
                     break
     except TimeoutError:
-        # It may count against its key's limit, and may not do so for as long as it likes.
+        # A slow body counts against its key's limit, so its time is bounded.
         raise ApiError(408, f"The body took longer than {limit_s:g} s to arrive.", code="body_too_slow") from None
     if num_bytes > max_bytes:
         message = f"The body is larger than {max_bytes} bytes: shorten the prompt or send fewer prompts at once."
@@ -84,7 +84,7 @@ async def read_json(request: Request, *, max_bytes: int, limit_s: float = 60) ->
 
 
 async def discard_body(receive: Receive) -> None:
-    """Read and drop what a client is sending that is refused, for a moment: it then sees why."""
+    """Read and drop the body of a refused request for a moment, so that the client gets to read the refusal."""
     num_bytes = 0
     with suppress(TimeoutError):
         async with asyncio.timeout(_DISCARD_S):
@@ -134,11 +134,11 @@ def changes_nothing(value: object, neutral: tuple[object, ...] | EllipsisType) -
 def asked_fields(
     model: type[Strict], fields: Mapping[str, Any], ignored: Ignored | None, *within: int
 ) -> dict[str, Any]:
-    """The fields of a `model` that ask for something. Raises for one whose value would change the answer, and cannot
-    here, but for what may be ignored.
+    """The fields of a body that this server acts on. Raises for an unsupported field whose value would change the
+    answer, unless it may be ignored.
     """
     asked = without_nulls(fields)
-    acted_on = _acted_on(model)
+    acted_on = _supported_fields(model)
     for name in list(asked):
         is_known = name in model.neutral
         if is_known and changes_nothing(asked[name], model.neutral[name]):
@@ -154,13 +154,13 @@ def asked_fields(
 
 
 @functools.cache
-def _acted_on(model: type[Strict]) -> frozenset[str]:
-    """The fields of a model, as bodies name them."""
+def _supported_fields(model: type[Strict]) -> frozenset[str]:
+    """The field names of a model, by alias."""
     return frozenset(field.alias or name for name, field in model.model_fields.items())
 
 
 def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
-    """Add to a model's schema what `Strict` takes beyond its fields: nulls, and fields that change nothing."""
+    """Add to a model's schema what `Strict` accepts beyond the fields: nulls, and fields that change nothing."""
     assert issubclass(model, Strict)
     properties = schema.setdefault("properties", {})
     for name in properties.keys() - set(schema.get("required", ())):
@@ -176,28 +176,28 @@ def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
 
 
 class Strict(BaseModel):
-    """A field that is null counts as absent, and so does one that the model knows to change nothing."""
+    """Base of bodies: a field that is null, or whose value changes nothing, counts as absent."""
 
     model_config = ConfigDict(
         strict=True, frozen=True, extra="forbid", allow_inf_nan=False, json_schema_extra=_describe
     )
     neutral: ClassVar[Neutral] = {}
     ignores_unknown: ClassVar[bool] = False
-    """Whether a body that is read with `Ignored` may have fields that nobody knows."""
+    """Whether a body that is read with `Ignored` may have unknown fields."""
     ignorable: ClassVar[Collection[str]] = ()
-    """Of the known ones, those that it may have with any value."""
+    """Unsupported fields that such a body may have with any value."""
     place: ClassVar[str] = ""
-    """Where it stands in the body, for the log."""
+    """Prefix of its field names in the log: its path in the body."""
 
     @model_validator(mode="before")
     @classmethod
-    def _leave_out_what_asks_for_nothing(cls, fields: object, info: ValidationInfo) -> object:
+    def _drop_neutral_fields(cls, fields: object, info: ValidationInfo) -> object:
         return asked_fields(cls, fields, info.context) if isinstance(fields, dict) else fields
 
 
 def request_body(model: type[BaseModel], *, served: str = "", is_strict: bool = True) -> dict[str, Any]:
-    """The OpenAPI `requestBody` of `model`, its references resolved; `served` is what its field `model` has to say.
-    Unless it `is_strict`, the body may have fields that are ignored.
+    """The OpenAPI `requestBody` of `model`, its references resolved; `served` is the only value of its field `model`.
+    Unless `is_strict`, the body may have fields that are ignored.
     """
     schema = model.model_json_schema()
     if served:

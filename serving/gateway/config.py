@@ -1,4 +1,4 @@
-"""What an operator may set about the gateway, each as `SLIPSTREAM_GATEWAY_<NAME>` in the environment."""
+"""Settings of the gateway, each read from `SLIPSTREAM_GATEWAY_<NAME>` in the environment."""
 
 from __future__ import annotations
 
@@ -81,18 +81,18 @@ class GatewaySettings(BaseSettings):
 
     @property
     def max_connections(self) -> int:
-        """Beside the requests under way: pages, probes, clients that keep one open, and those that are refused."""
+        """Most connections: running requests, plus pages, probes, idle clients, and requests to be refused."""
         return self.max_in_flight + _SPARE_CONNECTIONS
 
     @property
     def max_in_flight_of_key(self) -> int:
-        """Of one that has no limit of its own."""
+        """Most running requests of a key that has no limit of its own."""
         return max(1, int(self.max_key_share * self.max_in_flight))
 
 
 def load_settings(*, api_key: str | None = None, root_path: str | None = None) -> GatewaySettings:
-    """The settings of this process's environment, `api_key` and `root_path` before those of the environment; raises
-    ConfigError naming the variable at fault.
+    """Read the settings from the environment; `api_key` and `root_path` override it. Raises ConfigError naming the
+    variable at fault.
     """
     given: dict[str, Any] = {} if api_key is None else {"api_key": SecretStr(api_key)}
     given |= {} if root_path is None else {"root_path": root_path}

@@ -1,6 +1,6 @@
-"""The one shape in which every failure leaves the gateway: OpenAI's `{"error": {message, type, param, code}}`.
+"""Errors as clients get them: OpenAI's envelope `{"error": {message, type, param, code}}`.
 
-Clients of Anthropic's endpoint read another one, and get that there.
+Anthropic's endpoint answers with Anthropic's envelope.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from starlette.responses import Response
 from speculator.errors import EngineBusyError, EngineError, RequestError
 
 UNAVAILABLE_RETRY_AFTER_S = 5
-"""How long a client should wait for an engine that stopped: a restart with the model in the page cache."""
+"""Retry-after for an engine that stopped: the time of a restart with the model in the page cache."""
 
 _TYPES = {429: "rate_limit_error"}
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
@@ -93,13 +93,13 @@ async def deadline(limit_s: float) -> AsyncIterator[asyncio.Timeout]:
 
 
 def too_late(limit_s: float) -> ApiError:
-    """An error (504) that tells clients not to try the same again."""
+    """An error (504) with a header that tells clients not to retry."""
     message = f"The answer took longer than {limit_s:g} s: ask for fewer tokens."
     return ApiError(504, message, code="deadline_exceeded", headers={"x-should-retry": "false"})
 
 
 def describe(failure: Exception) -> ApiError:
-    """What the client is told about `failure`. Only messages that were written for clients are passed on."""
+    """The error that a client gets for `failure`. Only messages written for clients are passed on."""
     match failure:
         case ApiError():
             return failure

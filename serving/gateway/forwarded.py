@@ -1,8 +1,8 @@
-"""The bodies that go on to SGLang: what the gateway looks at in each, and what it adds.
+"""Request bodies that are forwarded to SGLang: which fields the gateway reads, and which it adds.
 
-What the gateway adds to a request (serving/request_metadata.py) travels in a header, and in fields that SGLang hands to
-its scheduler: `rid`, `cache_salt`, and in `custom_params["slipstream"]`, where the plugin reads it, the capture policy.
-SGLang's endpoints have different ones of these fields; the header goes with each.
+The gateway's metadata (serving/request_metadata.py) travels in a header, and in fields that SGLang passes to its
+scheduler: `rid`, `cache_salt`, and the capture policy in `custom_params["slipstream"]`, where the plugin reads it.
+SGLang's endpoints differ in which of these fields they have; the header goes to all.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from speculator.errors import RequestError
 from speculator.tracing import outgoing_headers
 
 _DEFAULT_OF_COMPLETIONS = 16
-"""Tokens that SGLang makes of a text, as OpenAI did; a chat goes on until its context is full."""
+"""SGLang's default for `max_tokens` of a completion, as OpenAI's; a chat's is the rest of the context."""
 _NOT_FOR_CLIENTS = frozenset(
     ("custom_logit_processor", "stop_regex", "bootstrap_host", "bootstrap_port", "bootstrap_room", "extra_key")
 )
-"""Code to run, a pattern that can keep SGLang's process busy for ever, a machine to connect to, and what SGLang makes
-the names of its adapters' caches of."""
+"""Refused fields: code to run, a pattern that can block SGLang's process for ever, a machine to connect to, and a
+part of the cache key."""
 _MAX_SALT_CHARS = 256
 _NULL = msgspec.Raw(b"null")
 _SCALARS = (type(None), bool, int, float, str)
 
 
 def _custom_params(value: object) -> dict[str, Any]:
-    """SGLang's scheduler decodes these by type, and a value that is nested deeper ends its process, not the request."""
+    """Refuse deeply nested values: SGLang's scheduler process would crash while decoding them."""
     if not isinstance(value, dict):
         raise invalid("custom_params_type", "must be an object")
     if POLICY_KEY in value:
@@ -52,16 +52,16 @@ CustomParams = Annotated[dict[str, Any], PlainValidator(_custom_params, json_sch
 
 
 class ForwardedBody(Strict):
-    """What the gateway looks at; fields that are not here are SGLang's to accept or refuse."""
+    """The fields that the gateway reads; SGLang accepts or refuses the others."""
 
     model_config = ConfigDict(extra="ignore")
     limit_field: ClassVar[str] = "max_tokens"
-    """Where the gateway's limit on completion tokens goes."""
+    """The field into which the gateway writes its limit on completion tokens."""
 
     model: str
     stream: bool = False
     cache_salt: Annotated[str, Field(max_length=_MAX_SALT_CHARS)] | None = None
-    """Parts the prefix cache within the tenant."""
+    """Separates prefix caches within the tenant."""
     slipstream: GroupCapture = GroupCapture()
 
     @property
@@ -70,34 +70,34 @@ class ForwardedBody(Strict):
 
     @property
     def has_usage(self) -> bool:
-        """Whether its answer says at its end what was used, without being asked for it by the gateway."""
+        """Whether the answer has a usage anyway, without the gateway asking SGLang for it."""
         return True
 
     @property
     def keeps_details(self) -> bool:
-        """Whether its client wants what SGLang says of the proposals as SGLang says it."""
+        """Whether the client asked for SGLang's own report of the proposals."""
         return False
 
     @property
     def completion_tokens(self) -> int | None:
-        """The most that the request may be asking for, whichever field SGLang goes by; None where it names no limit."""
+        """The largest limit that the request names, whichever field SGLang uses; None where it names none."""
         return None
 
     def warning(self, *, heeds_seed: bool) -> str | None:
-        """What its client must know of an answer that is not what was asked for."""
+        """A warning for the client if a field of the request has no effect."""
         return None
 
     def limit_to_add(self, limit: int, route: str, info: EngineInfo) -> int | None:
-        """The operator's limit on completion tokens, where the request names none and SGLang's own may be above it."""
+        """The operator's limit on completion tokens, if the request has none and SGLang's default may exceed it."""
         return None
 
     def marked(self, marks: Marks) -> dict[str, Any]:
-        """The fields to add."""
+        """The fields that carry the gateway's metadata in this endpoint's body."""
         return {}
 
 
 class SampledBody(ForwardedBody):
-    """Of chats and completions."""
+    """Body of chats and completions."""
 
     n: Count = 1
     max_tokens: Count | None = None
@@ -112,7 +112,7 @@ class SampledBody(ForwardedBody):
 
     @property
     def num_samples(self) -> int:
-        """Token ids are one prompt; whatever else is in a list is a prompt each. Judging them is SGLang's."""
+        """A list of token ids is one prompt; of any other list each item is a prompt. SGLang validates them."""
         is_list = isinstance(self.prompt, list) and self.prompt and type(self.prompt[0]) is not int
         return (len(self.prompt) if is_list else 1) * self.n
 
@@ -130,7 +130,7 @@ class SampledBody(ForwardedBody):
         return max(self.max_tokens or 0, self.max_completion_tokens or 0) or None
 
     def warning(self, *, heeds_seed: bool) -> str | None:
-        """At temperature 0 nothing is drawn."""
+        """No warning at temperature 0, where a seed has no effect anyway."""
         if self.seed is None or self.temperature == 0:
             return None
         if not heeds_seed:
@@ -143,7 +143,7 @@ class SampledBody(ForwardedBody):
         if route == CHAT:
             is_named, default = self.completion_tokens is not None, info.context_length
         else:
-            # SGLang knows no other name for it there.
+            # For completions SGLang reads only `max_tokens`.
             is_named, default = self.max_tokens is not None, _DEFAULT_OF_COMPLETIONS
         return limit if limit < default and not is_named else None
 
@@ -151,31 +151,31 @@ class SampledBody(ForwardedBody):
         params = {**self.custom_params, POLICY_KEY: marks.policy}
         added: dict[str, Any] = {"custom_params": params, "rid": marks.rid, "cache_salt": marks.cache_salt}
         if self.has_usage:
-            # And what became of the proposals, which it says in the same place.
+            # SGLang reports acceptance beside the usage.
             added[ASK] = True
         elif isinstance(self.stream_options, dict | None):
             added["stream_options"] = {**(self.stream_options or {}), "include_usage": True}
         return added
 
 
-def _kept_nowhere(value: object) -> None:
+def _refuse_stored_answers(value: object) -> None:
     raise invalid("unsupported_parameter", "no answers are kept here: send the whole conversation as 'input'")
 
 
-def _not_stored(value: object) -> None:
-    # SGLang would give what it keeps to whoever names its id, of whichever tenant.
+def _refuse_store(value: object) -> None:
+    # SGLang would give a stored answer to any tenant that names its id.
     if value is not False:
         raise invalid("unsupported_parameter", "no answers are kept here: send 'store': false, or leave it out")
 
 
-Absent = Annotated[None, PlainValidator(_kept_nowhere, json_schema_input_type=None)]
+Absent = Annotated[None, PlainValidator(_refuse_stored_answers, json_schema_input_type=None)]
 
 
 class ResponsesBody(ForwardedBody):
     limit_field = "max_output_tokens"
 
     max_output_tokens: Count | None = None
-    store: Annotated[None, PlainValidator(_not_stored, json_schema_input_type=bool)] = None
+    store: Annotated[None, PlainValidator(_refuse_store, json_schema_input_type=bool)] = None
     previous_response_id: Absent = None
     conversation: Absent = None
 
@@ -191,7 +191,7 @@ class ResponsesBody(ForwardedBody):
 
 
 class MessagesBody(ForwardedBody):
-    """Of Anthropic's endpoint, which wants a limit; the header alone carries what the gateway adds."""
+    """Body of Anthropic's endpoint, which requires a limit; the gateway's metadata is in the header alone."""
 
     max_tokens: Count | None = None
 
@@ -201,29 +201,29 @@ class MessagesBody(ForwardedBody):
 
 
 class TextBody(ForwardedBody):
-    """Of what makes tokens of text, or text of tokens."""
+    """Body of the endpoints that tokenize and detokenize."""
 
     model: str | None = None  # type: ignore[assignment]
 
 
 def marks_of(body: ForwardedBody, *, request_id: str, policy: CapturePolicy, meant: Mapping[str, str | int]) -> Marks:
-    """`meant` says which target must answer."""
-    # No tenant's name has a slash: whatever a client writes behind it stays within the tenant.
+    """The metadata of a request; `meant` names the target that must answer."""
+    # No tenant's name has a slash, so a client's salt cannot reach another tenant's cache.
     salt = f"{policy.tenant}/{body.cache_salt}" if body.cache_salt else policy.tenant
     return Marks(rid=request_id, cache_salt=salt, policy={**asdict(policy), **meant, **outgoing_headers()})
 
 
 def rewrite(raw: bytes, body: ForwardedBody, marks: Marks, *, max_tokens: int | None) -> bytes:
-    """The body to send on, with `max_tokens` where there is one; values that are not the gateway's keep their bytes.
+    """The body to forward, with `max_tokens` if it is given; the client's own values keep their bytes.
 
     Raises RequestError for invalid JSON and for a field that no client may use.
     """
     try:
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     except msgspec.MsgspecError as error:
-        # The two parsers differ only on what is not JSON: NaN, for one.
+        # Valid for the first parser, refused by this one: not JSON, such as NaN.
         raise RequestError(f"Invalid JSON: {error}", code="invalid_json") from None
-    # A null asks for nothing, and SGLang refuses some of them.
+    # A null counts as absent here, and SGLang refuses some nulls.
     fields = {name: value for name, value in fields.items() if value != _NULL}
     if refused := sorted(_NOT_FOR_CLIENTS & fields.keys()):
         message = f"{refused[0]}: no client may use this here; leave it out"

@@ -1,7 +1,7 @@
-"""API keys: each lets its holder ask for one tenant, within limits.
+"""API keys: each belongs to one tenant and has limits.
 
-A file has all of them and none of their secrets: `slipstream keys` writes it, and a running gateway (`Keyring`) notices
-a change of it at the next request.
+A file has all keys, with hashes of their secrets: `slipstream keys` writes it, and a running gateway (`Keyring`)
+notices a change at the next request.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from speculator.errors import ConfigError
 from speculator.host import exclusive, sync, write_synced
 
 Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
-"""Of a key or a tenant. Tenants become labels of metrics."""
+"""Name of a key or a tenant; tenants are labels of metrics."""
 _PREFIX = "sk-slipstream-"
 _SECRET_BYTES = 32
 _NEW_FILE_MODE = 0o600
 _LAST_S = 253_402_300_799
-"""The last second that has a date of four digits."""
+"""The last second of the year 9999."""
 _MAX_FILE_BYTES = 4 * 1024 * 1024
 log = structlog.get_logger(__name__)
 
@@ -39,21 +39,21 @@ log = structlog.get_logger(__name__)
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     name: Label
     sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
-    """Of the secret; see `digest`."""
+    """Hash of the secret (`digest`)."""
     tenant: Label = "default"
-    """Whose traffic it is, whatever a request says."""
+    """The tenant of all its requests, whatever a request says."""
     capture: bool = True
-    """Without it, nothing is recorded of this key's requests and nothing is proposed from them to others."""
+    """False: this key's requests are not recorded, and their text is not proposed to others."""
     read_only: bool = False
-    """It sees models, metrics and the page's figures, and generates nothing."""
+    """True: the key may read models, metrics and the page's figures, and may not generate."""
     requests_per_minute: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
-    """In any 60 seconds."""
+    """Most requests in any 60 seconds."""
     max_concurrent: Annotated[int, Meta(ge=1)] | None = None
     """Requests under way at once."""
     created_s: Annotated[int, Meta(ge=0, le=_LAST_S)] = 0
     """Unix time."""
     expires_s: Annotated[int, Meta(ge=0, le=_LAST_S)] | None = None
-    """Unix time from which on it opens nothing."""
+    """Unix time of expiry."""
 
     def is_expired(self, now_s: float) -> bool:
         return self.expires_s is not None and now_s >= self.expires_s
@@ -69,16 +69,16 @@ def new_secret() -> str:
 
 
 def digest(secret: bytes) -> str:
-    """What the file keeps of a secret.
+    """The hash of a secret, as the file has it.
 
-    One round of SHA-256 without a salt: slow, salted hashes protect what people think up, by making guesses dear. Of
-    256 random bits there is nothing to guess, and no two secrets are the same.
+    One round of SHA-256 without a salt: slow, salted hashes make guessing of chosen passwords expensive. Secrets here
+    are 256 random bits, which nobody can guess and no two of which are equal.
     """
     return hashlib.sha256(secret).hexdigest()
 
 
 def read_keys(file: Path) -> tuple[ApiKey, ...]:
-    """Raises ConfigError where the file cannot be trusted or understood; the message has nothing of its content."""
+    """Read a key file. Raises ConfigError where it cannot be trusted or parsed; the message quotes none of it."""
     try:
         with file.open("rb") as opened:
             if stat.S_IMODE(os.fstat(opened.fileno()).st_mode) & (stat.S_IWGRP | stat.S_IWOTH):
@@ -93,7 +93,7 @@ def read_keys(file: Path) -> tuple[ApiKey, ...]:
         keys = msgspec.json.decode(content, type=_KeyFile).keys
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{file} is no file with API keys ({error}): remove what is named there, or write it with `slipstream keys`"
+            f"{file} is not a file of API keys ({error}): correct that, or write the file with `slipstream keys`"
         ) from None
     for what, values in (("name", [key.name for key in keys]), ("sha256", [key.sha256 for key in keys])):
         if len(set(values)) < len(values):
@@ -102,7 +102,7 @@ def read_keys(file: Path) -> tuple[ApiKey, ...]:
 
 
 def change_keys(file: Path, change: Callable[[tuple[ApiKey, ...]], Iterable[ApiKey]]) -> None:
-    """Replace the keys of `file`, which need not exist, by what `change` makes of them; one writer at a time.
+    """Replace the keys of `file`, which need not exist, by what `change` returns for them; one writer at a time.
 
     A reader sees the old file or the new one. Raises ConfigError where it cannot be read or written, and whatever
     `change` raises; the file is then as it was.
@@ -118,14 +118,14 @@ def change_keys(file: Path, change: Callable[[tuple[ApiKey, ...]], Iterable[ApiK
 
 
 def _replace(file: Path, keys: Iterable[ApiKey], old: os.stat_result | None) -> None:
-    """Mode and owner stay as they are, or another user's gateway could not read the file any more."""
+    """Write the file with the mode and owner of the old one, so that another user's gateway can still read it."""
     temporary = file.with_name(f".{file.name}.tmp")
     with contextlib.suppress(FileNotFoundError):
         temporary.unlink()
     os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, _NEW_FILE_MODE))
     write_synced(temporary, msgspec.json.format(msgspec.json.encode(_KeyFile(1, tuple(keys)))) + b"\n")
     if old is not None:
-        with contextlib.suppress(PermissionError):  # only root gives files away
+        with contextlib.suppress(PermissionError):  # only root may change an owner
             os.chown(temporary, old.st_uid, old.st_gid)
         temporary.chmod(stat.S_IMODE(old.st_mode))
     temporary.rename(file)
@@ -133,9 +133,9 @@ def _replace(file: Path, keys: Iterable[ApiKey], old: os.stat_result | None) -> 
 
 
 def make_key(name: str, secret: str, *, lifetime_s: int | None, **fields: Any) -> ApiKey:
-    """A key of that secret, from now on, with further `fields` of `ApiKey`.
+    """A key with that secret, created now, with further `fields` of `ApiKey`.
 
-    Raises ConfigError for a value that the file may not have.
+    Raises ConfigError for a value that is not allowed.
     """
     now_s = int(time.time())
     expires_s = None if lifetime_s is None else now_s + lifetime_s
@@ -149,7 +149,7 @@ def make_key(name: str, secret: str, *, lifetime_s: int | None, **fields: Any) -
 
 
 class OneKey:
-    """Of a gateway whose clients all have the same key."""
+    """The keyring of a gateway with a single key for all clients."""
 
     has_tenants = False
 
@@ -161,13 +161,13 @@ class OneKey:
 
 
 class Keyring:
-    """Reads the file again whenever it is another one; a broken or missing file leaves the keys as they were."""
+    """The keys of a file, read again whenever it changes; a broken or missing file leaves the keys as they were."""
 
     has_tenants = True
-    """Some keys may not see what names the tenants of others."""
+    """Keys of several tenants: most may not see answers that name other tenants."""
 
     def __init__(self, file: Path) -> None:
-        """Raises ConfigError: there is no last good file to fall back to."""
+        """Raises ConfigError for an unusable file, since there are no earlier keys to keep."""
         self._file = file
         self._seen = self._identity()
         self._keys = read_keys(file)
@@ -175,35 +175,35 @@ class Keyring:
 
     def find(self, secret: bytes) -> ApiKey | None:
         """The key with that secret, expired or not."""
-        self._look_again()
+        self._reload_if_changed()
         asked = digest(secret)
         found = None
-        # All of them and all of each: the time tells neither how much was right nor whose key it was.
+        # Compare all keys in constant time, so that timing reveals neither a key nor whose it is.
         for key in self._keys:
             if hmac.compare_digest(key.sha256, asked):
                 found = key
         return found
 
-    def _look_again(self) -> None:
+    def _reload_if_changed(self) -> None:
         identity = self._identity()
         if identity == self._seen:
             return
         try:
             self._keys = read_keys(self._file)
         except ConfigError as error:
-            # Tried again at the next request, or a key that was revoked while there was no descriptor to read with
-            # would open for ever; said once.
+            # Read again at the next request: after one failed read, such as for want of a descriptor, a revoked key
+            # would stay valid for ever. Logged once.
             failure = identity, str(error)
             if failure != self._failure:
                 log.error("keys_not_read", reason=str(error), kept=len(self._keys))
             self._failure = failure
         else:
-            # As it was before we read: what changed meanwhile is read again next time.
+            # The identity from before the read: a change during it is read at the next request.
             self._seen, self._failure = identity, None
             log.info("keys_read", num_keys=len(self._keys))
 
     def _identity(self) -> tuple[int, ...]:
-        """Which file it is, and when it was last changed: in place, or by another that was renamed to its name."""
+        """Identity of the file's content: changes if it is written in place or replaced by a rename."""
         try:
             found = self._file.stat()
         except OSError:

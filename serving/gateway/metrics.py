@@ -1,6 +1,6 @@
-"""The gateway's collectors, rollouts included. Labels are bounded: routes are templates, never paths of clients.
+"""The gateway's Prometheus collectors, rollouts included. Labels are bounded: routes are templates, not paths.
 
-`model_name` is the name that clients ask for: one a gateway. vLLM and SGLang label their metrics with it, too.
+`model_name` is the name that clients ask for; a gateway has one. vLLM and SGLang use this label, too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _TOKEN_SECONDS = (
 
 
 def process_registry() -> CollectorRegistry:
-    """A registry with what the client library itself measures of a process."""
+    """A registry with the Prometheus client library's own metrics of a process."""
     registry = CollectorRegistry()
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)
@@ -124,15 +124,14 @@ class GatewayMetrics:
         self._first_token_s.labels(self._model_name, route).observe(seconds)
 
     def observe_pace(self, route: str, seconds: float, num_tokens: float) -> None:
-        """Observe one sample: its tokens after those of its first piece, and the time from that piece to the last.
-
-        A sample that came in one piece has no pace.
+        """Observe the time between tokens of one sample: `num_tokens` after its first chunk, and the seconds from that
+        chunk to the last. A sample of one chunk is not counted.
         """
         if seconds > 0 and num_tokens > 0:
             self._inter_token_s.labels(self._model_name, route).observe(seconds / num_tokens)
 
     def count_tokens(self, tenant: str, *, prompt: int, generated: int) -> None:
-        """Count one request's tokens; the first 64 tenants are counted apart, the others together."""
+        """Count one request's tokens; the first 64 tenants have a label each, the others share one."""
         if tenant not in self._tenants and len(self._tenants) >= _MAX_TENANTS:
             tenant = _OTHERS
         else:
@@ -142,7 +141,7 @@ class GatewayMetrics:
 
 
 class HealthCollector(Collector):
-    """What the engine behind the gateway says about itself, asked when scraped."""
+    """The engine's health, read at each scrape."""
 
     def __init__(self, health: Callable[[], EngineHealth], model_name: str) -> None:
         self._health, self._model_name = health, model_name

@@ -1,12 +1,12 @@
-"""The endpoints in front of SGLang: requests are checked, and its answers pass through.
+"""The endpoints in front of SGLang: check requests, forward them, pass the answers through.
 
-A whole answer goes to the client as it comes. So does a stream, event by event; only a stream that SGLang could not
-begin becomes an error response, and one that breaks off gets a last event that says so. To the usage of chats and
-completions the gateway adds what became of the proposals (serving/gateway/acceptance.py). It counts tokens by the
-usage: it asks SGLang for that of every stream, and takes the event out where the client did not ask.
+A whole answer passes unchanged, and a stream event by event. A stream that SGLang cannot begin becomes an error
+response; one that breaks off gets a last event that says so. To the usage of chats and completions the gateway adds
+acceptance (serving/gateway/acceptance.py). It counts tokens by the usage: it asks SGLang for the usage of every
+stream, and drops that event if the client did not ask for it.
 
-What goes on of a request is in serving/gateway/forwarded.py. Two things differ between endpoints: the fields of a body,
-and how streams end and fail.
+serving/gateway/forwarded.py has the fields of the forwarded bodies. Endpoints differ in these, and in how streams end
+and fail.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from serving.request_metadata import TARGET_KEY, TARGET_VERSION_KEY
 from speculator.errors import EngineError
 
 WARNING = "x-slipstream-warning"
-"""A header of answers, since their bodies are not ours: a field of the request had no effect."""
+"""Answer header with a warning that a field of the request had no effect; bodies are SGLang's own."""
 T = TypeVar("T")
 
 
 def _responses_error(envelope: Any) -> bytes:
-    """As its clients know it, and with the object for which OpenAI's raises."""
+    """The error event of /v1/responses, in the form for which OpenAI's client raises."""
     error = envelope["error"]
     return b"event: error\n" + event({**error, **envelope, "type": "error"})
 
@@ -63,7 +63,7 @@ def _messages_error(envelope: Any) -> bytes:
 class Endpoint:
     body: type[ForwardedBody]
     ends: tuple[bytes, ...] = (DONE,)
-    """What the last event of a stream begins with. No answer's text holds it: JSON escapes its line breaks."""
+    """Beginning of a stream's last event. No answer's text can contain it: JSON escapes its line breaks."""
     framing: Framing = EVENTS
 
 
@@ -91,8 +91,8 @@ def passthrough_routes(
     target: str,
     least_version: Callable[[], int],
 ) -> APIRouter:
-    """`target` is the fingerprint of what every engine must serve, in this version or a later one; empty and 0 where
-    that is not known.
+    """`target` is the fingerprint of the target that every engine must serve, `least_version` its oldest version; empty
+    and 0 where unknown.
     """
     router = APIRouter()
 
@@ -136,7 +136,7 @@ def passthrough_routes(
 
 @dataclass(frozen=True, kw_only=True)
 class _UpstreamCall:
-    """One request on its way to SGLang."""
+    """One request to SGLang, and the relay of its answer."""
 
     upstream: Upstream
     metrics: GatewayMetrics
@@ -145,9 +145,9 @@ class _UpstreamCall:
     limit_s: float
     headers: Mapping[str, str]
     body: Callable[..., bytes]
-    """The body to send, with `max_tokens` where it is a number."""
+    """Makes the body to send, with `max_tokens` if that is a number."""
     max_tokens: int | None
-    """The limit that the gateway puts in; None where the client has said how many tokens it wants."""
+    """The limit that the gateway adds; None where the request has one."""
     notes: AcceptanceNotes
     num_samples: int
 
@@ -160,7 +160,7 @@ class _UpstreamCall:
         return b""
 
     async def _asked(self, ask: Callable[[int | None], Awaitable[T]]) -> T:
-        """Where the limit that the gateway put in is more than fits, SGLang is asked again, for what does."""
+        """Send the request; if the gateway's limit exceeds the context, send it again with what fits."""
         with self.metrics.in_flight.track_inprogress():
             async with deadline(self.limit_s):
                 try:
@@ -192,7 +192,7 @@ class _UpstreamCall:
                         continue
                     self.exchange.note_first_token(self.metrics)
                     first_s = last_s
-                # For log and metrics: the client reads the error where SGLang put it.
+                # For log and metrics; the client gets SGLang's own error event.
                 if failure := failure_in(block):
                     self.exchange.fail(failure)
                 is_done = is_done or any(end in block for end in self.endpoint.ends)
@@ -202,7 +202,7 @@ class _UpstreamCall:
             raise EngineError("the stream ended before it was done")
 
     def _count(self, streamed_s: float) -> None:
-        """`streamed_s` is from the first piece of a stream, which has a token of every sample, to the last."""
+        """`streamed_s` is the time from a stream's first block, which has a token of every sample, to its last."""
         if (used := self.notes.usage) is None:
             return
         self.metrics.count_tokens(self.exchange.tenant, prompt=used.prompt_tokens, generated=used.completion_tokens)
@@ -211,9 +211,9 @@ class _UpstreamCall:
 
 
 async def whole_events(response: httpx.Response) -> AsyncIterator[bytes]:
-    """The body of an event stream in blocks that end where an event ends; raises EngineError for a last part of one.
+    """The body of an event stream in blocks of whole events; raises EngineError if it ends inside an event.
 
-    What has been sent of a stream that breaks off can then be followed by an event that says so.
+    So an error event can be sent after a stream that breaks off.
     """
     rest = b""
     async for part in response.aiter_raw():
@@ -232,9 +232,9 @@ _TEXTS = re.compile(rb'("(?:content|reasoning_content|text|thinking|delta)": ?")
 
 
 def whole_characters(block: bytes) -> bytes:
-    """An answer's JSON without the half of a character that its last token may leave at the end of its texts.
+    """An answer's JSON without an incomplete character at the end of its texts.
 
-    SGLang holds such a half back while more tokens may come, and shows it as U+FFFD at the answer's end.
+    If a limit cuts an answer inside a character, SGLang ends the text with U+FFFD.
     """
     return _TEXTS.sub(_without_half, block) if _CUT in block else block
 

@@ -1,11 +1,11 @@
 """Serve the app on a port until a signal comes, inside an event loop that also runs other things.
 
-Stopping: refuse new connections → let running answers finish for `grace_s` → tell the rest that the server is
-shutting down → close.
+Stopping: refuse new connections → let running answers finish for `grace_s` → send the rest a shutdown error →
+close.
 
-A connection is a file descriptor, and processes are often given 1,024 until they ask for more. One without a request is
-kept for longer than load balancers keep theirs (AWS and nginx 60 s, Google 600 s): one that is closed just as they
-send a request on it is an error of theirs. Where connections run short, those without a request are closed.
+A connection is a file descriptor, and the soft limit of a process is often 1,024. Idle connections are kept for longer
+than load balancers keep theirs (AWS and nginx 60 s, Google 600 s): otherwise one may be closed just as a balancer sends
+a request on it, which its client sees as an error. When connections run short, idle ones are closed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from serving.gateway.config import ENV_PREFIX, GatewaySettings
 from speculator.errors import ConfigError
 
 FAREWELL_S = 1.0
-"""How long a client that does not read may hold up the last error event of its stream."""
+"""How long to wait for a client that does not read the last error event of its stream."""
 _BACKLOG = 2048
 _MAX_HEADER_BYTES = 16 * 1024
-"""Of a request whose headers have not ended yet; more is answered with 400."""
+"""Limit on a request's headers; more is answered with 400."""
 _OTHER_FILES = 100
-"""Files, Redis, pipes, the loop's own."""
+"""File descriptors beside connections: files, Redis, pipes, the event loop."""
 log = structlog.get_logger(__name__)
 
 
@@ -52,7 +52,7 @@ def bind(host: str, port: int) -> socket.socket:
             (host, port),
             family=socket.AF_INET6 if ":" in host else socket.AF_INET,
             backlog=_BACKLOG,
-            # Every address of the machine, those of IPv4 too.
+            # All addresses of the machine, IPv4 included.
             dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
         )
     except OSError as failure:
@@ -64,14 +64,16 @@ def bind(host: str, port: int) -> socket.socket:
             case _:
                 fix = f"cannot listen on host {host!r}: pass --host with an address of this machine"
         raise ConfigError(fix) from failure
-    # Connections inherit it. asyncio sets it only on sockets whose protocol number is spelled out, which this one's is
-    # not, and an answer written in two pieces would then wait 40 ms for the client's acknowledgement of the first.
+    # Connections inherit TCP_NODELAY. asyncio sets it only on sockets with an explicit protocol number, which this one
+    # lacks; without it, an answer in two writes waits 40 ms for the client's acknowledgement of the first.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
-def _ends_when_cancelled(app: ASGIApp) -> ASGIApp:
-    """Uvicorn cancels a request only at the end of the grace period, and logs a traceback if it then hears of it."""
+def _swallow_cancellation(app: ASGIApp) -> ASGIApp:
+    """Swallow the cancellation of a request: uvicorn cancels only at the end of the grace period, and would log a
+    traceback.
+    """
 
     async def ended(scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(asyncio.CancelledError):
@@ -81,10 +83,10 @@ def _ends_when_cancelled(app: ASGIApp) -> ASGIApp:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to whoever runs the loop, and says when it accepts."""
+    """A uvicorn server that handles no signals and sets `accepting` once it accepts connections."""
 
     def __init__(self, config: uvicorn.Config, *, many: int) -> None:
-        """From so many connections on, those without a request are closed."""
+        """Above `many` connections, idle ones are closed."""
         super().__init__(config)
         self.accepting = asyncio.Event()
         self._many = many
@@ -108,8 +110,7 @@ class _Uvicorn(uvicorn.Server):
 class GatewayServer:
     """Serves `app` on `listener` from `start` to `stop`; owns the listener and closes it.
 
-    Requests on more than `max_connections` connections get uvicorn's own 503. One without a request is closed after
-    `idle_s`.
+    Requests above `max_connections` connections get uvicorn's own 503. An idle connection is closed after `idle_s`.
     """
 
     def __init__(
@@ -126,12 +127,12 @@ class GatewayServer:
         self._task: asyncio.Task[None] | None = None
         self._server = _Uvicorn(
             uvicorn.Config(
-                _ends_when_cancelled(app),
+                _swallow_cancellation(app),
                 log_config=None,
                 access_log=False,
                 lifespan="on",
                 ws="none",
-                # Not whatever is installed: this parser bounds the headers.
+                # Fixed, not whichever is installed: this parser bounds the headers.
                 http="h11",
                 h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
                 limit_concurrency=max_connections,
@@ -148,12 +149,12 @@ class GatewayServer:
     def url(self) -> str:
         host = self._host
         if ip_address(host).is_unspecified:
-            # Every address of this machine is none that a client can be sent to.
+            # A client cannot connect to the wildcard address.
             host = "::1" if ":" in host else "127.0.0.1"
         return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
 
     async def start(self) -> None:
-        """Return once requests are accepted; raises what kept the server from starting."""
+        """Return once requests are accepted; raises the error that kept the server from starting."""
         self._task = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         accepting = asyncio.create_task(self._server.accepting.wait())
         await asyncio.wait((self._task, accepting), return_when=asyncio.FIRST_COMPLETED)
@@ -162,12 +163,12 @@ class GatewayServer:
             self._task.result()
 
     async def wait(self) -> None:
-        """Return when the server has stopped; raises what stopped it."""
+        """Return when the server has stopped; raises the error that stopped it."""
         assert self._task is not None, "start() first"
         await asyncio.shield(self._task)
 
     async def stop(self) -> None:
-        """Stop accepting, drain for at most the grace period, tell the rest, close."""
+        """Stop accepting, let answers finish within the grace period, end the rest with an error, close."""
         self._server.should_exit = True
         await self.wait()
         # Answers that the server has just cancelled still have their last event to send.
@@ -176,9 +177,9 @@ class GatewayServer:
 
 
 def make_room(settings: GatewaySettings, *, each: int) -> None:
-    """Have this process open what its limits let in; a request under way is `each` connections.
+    """Raise this process's limit on open files to what its settings need; a running request takes `each` connections.
 
-    Raises ConfigError where the system gives too few for the requests that the gateway promises to take.
+    Raises ConfigError where the system's hard limit is too low for `max_in_flight`.
     """
     least = each * settings.max_in_flight + _OTHER_FILES
     given = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -203,16 +204,16 @@ async def serve_until_signal(
 ) -> None:
     """Serve until SIGTERM, SIGINT or the end of `beside`, then drain; raises what `beside` raised.
 
-    `on_serving` is told the address once requests are taken; it must not block.
+    `on_serving` is called with the address once requests are accepted; it must not block.
     """
     ends: list[asyncio.Task[Any]] = [] if beside is None else [asyncio.create_task(beside)]
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
-    # Before anybody learns that we serve: a signal in answer to that would otherwise end us on the spot.
+    # Before `on_serving`: a signal right after it would otherwise kill the process without a shutdown.
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     await server.start()
-    # What was made so far stays: a full collection that walked it all would hold up every answer.
+    # Freeze the objects made so far: a full garbage collection that walks them would delay every answer.
     gc.collect()
     gc.freeze()
     log.info("serving", url=server.url, model=model, draft_version=draft_version)
@@ -221,7 +222,7 @@ async def serve_until_signal(
     done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     log.info("stopping")
     await server.stop()
-    # Or extension modules say at the end of the process that their objects leaked.
+    # Otherwise extension modules report leaks at the end of the process.
     gc.unfreeze()
     for task in ends:
         task.cancel()

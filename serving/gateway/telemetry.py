@@ -1,4 +1,4 @@
-"""The outermost layer around every request: its id, its metrics, its log line, safe headers, and uncaught failures.
+"""The outermost middleware of every request: id, metrics, log line, security headers, and uncaught exceptions.
 
 A plain ASGI middleware: it adds no task and does not buffer a stream.
 """
@@ -25,21 +25,21 @@ from serving.gateway.metrics import GatewayMetrics
 from speculator.tracing import prefixed, received, span
 
 CLIENT_LEFT = 499
-"""The status that logs and metrics show where no status could be sent."""
+"""The status in logs and metrics where the client left before a status was sent."""
 PROBES = frozenset({"/health", "/ready", "/metrics", "/slipstream/live", "/slipstream/drafts"})
-"""Routes that something polls: their log lines and spans would bury the others."""
+"""Polled routes: no log lines and spans, which would hide the others."""
 SAFE_HEADERS = {
     "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
-    # Answers are what people asked for, and figures are of their moment.
+    # Answers are private, and figures change.
     "cache-control": "no-store",
 }
-"""What every answer tells a browser unless its route has a policy of its own: no other site's page may read it."""
+"""Headers of every answer whose route sets none of its own: no other site's page may load or frame it."""
 MESSAGES = "/v1/messages"
-"""Anthropic's endpoint, and the beginning of those beside it: their clients read errors of another shape."""
+"""Anthropic's endpoint, and the prefix of its subroutes, whose clients expect Anthropic's error envelope."""
 REQUEST_ID = "x-request-id"
 _USABLE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 log = structlog.get_logger(__name__)
@@ -47,27 +47,27 @@ log = structlog.get_logger(__name__)
 
 @dataclass(kw_only=True)
 class Exchange:
-    """One request and what became of it; handlers reach it with `exchange_of`."""
+    """One request and its outcome, for log and metrics; handlers get it with `exchange_of`."""
 
     route: str = "unmatched"
-    """Its template, never a path that a client chose; access control sets it."""
+    """Template of the route, never the client's path; access control sets it."""
     request_id: str = field(default_factory=lambda: uuid4().hex)
-    """Of this request alone, whatever its client calls it: the engine's requests are named by it."""
+    """Unique id that the gateway makes; the engine's request ids begin with it."""
     client_id: str | None = None
-    """What the client calls it, which several requests may be called."""
+    """The client's own id for the request; need not be unique."""
     started_s: float = field(default_factory=time.perf_counter)
     status: int = 0
     error_code: str | None = None
     response_started: bool = False
     span: Span = INVALID_SPAN
     tenant: str = "default"
-    """Whose request it is; access control knows it by the key."""
+    """Tenant of the request; access control sets it from the key."""
     may_capture: bool = True
-    """Whether that key's requests may be recorded where they themselves do not object."""
+    """Whether the key allows capture; a request may still opt out."""
     limit: asyncio.Timeout | None = None
-    """What ends the request when it takes too long; access control sets it."""
+    """Ends the request when it takes too long; access control sets it."""
     comment_s: float = 15.0
-    """After such a silence a stream says that it lives; access control sets it."""
+    """A stream sends a comment after so long without an event; access control sets it."""
 
     @property
     def elapsed_s(self) -> float:
@@ -75,17 +75,17 @@ class Exchange:
 
     @property
     def shown_id(self) -> str:
-        """What its answer and its log lines call it."""
+        """The id in the answer and in log lines: the client's if it gave one."""
         return self.client_id or self.request_id
 
     def envelope(self, error: ApiError) -> dict[str, Any]:
-        """`error` as clients of this route read it."""
+        """`error` in the envelope of this route's protocol."""
         if self.route.startswith(MESSAGES):
             return {**error.anthropic_envelope(), "request_id": self.shown_id}
         return error.envelope()
 
     def refuse(self, failure: Exception) -> Response:
-        """What the client gets in place of an answer."""
+        """The error response for `failure`."""
         error = self.fail(failure)
         return error_response(error, self.envelope(error))
 
@@ -93,7 +93,7 @@ class Exchange:
         metrics.observe_first_token(self.route, self.elapsed_s)
 
     def fail(self, failure: Exception) -> ApiError:
-        """Note the failure, log it where nobody expected it, and return what the client is told."""
+        """Note the failure, log it if it is unexpected, and return the error for the client."""
         error = describe(failure)
         self.status, self.error_code = error.status, error.code
         if error is not failure and error.status >= 500:
@@ -112,15 +112,15 @@ def _usable_id(given: str) -> str | None:
 
 
 def _frames(failure: BaseException) -> list[str]:
-    """Where it happened. The message is left out: exceptions quote the values they choke on, and those are prompts."""
+    """The stack frames of an exception, without its message, which may quote a prompt."""
     return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(failure.__traceback__)]
 
 
 class Telemetry:
-    """ASGI middleware; everything that `app` raises ends here as an error envelope."""
+    """ASGI middleware; turns every exception of `app` into an error envelope."""
 
     def __init__(self, app: ASGIApp, *, metrics: GatewayMetrics, root_path: str = "") -> None:
-        """`root_path`: what a proxy in front may have left before the paths of the routes."""
+        """`root_path`: a prefix of the paths that a proxy in front may have left in."""
         self.app = app
         self._metrics, self._root_path = metrics, root_path
 
@@ -146,14 +146,14 @@ class Telemetry:
                     headers.setdefault(name, value)
             await send(message)
 
-        # For whatever logs on the request's way: its tasks inherit it.
+        # For all log lines of the request: its tasks inherit the context.
         outer = structlog.contextvars.bind_contextvars(request_id=exchange.shown_id)
         try:
             await self.app(scope, receive, send_with_id)
         except ClientDisconnect:
             exchange.status = CLIENT_LEFT
         except asyncio.CancelledError:
-            # The server's grace period is over: say so rather than drop the connection.
+            # The server's grace period is over: answer with an error rather than drop the connection.
             if not exchange.response_started:
                 await exchange.refuse(shutting_down())(scope, receive, send_with_id)
             raise
@@ -182,7 +182,7 @@ class Telemetry:
         write(
             "request",
             request_id=exchange.shown_id,
-            # What the engine and what it records call it.
+            # The id that the engine and its traces use.
             **({"engine_request_id": exchange.request_id} if exchange.client_id else {}),
             route=route,
             status=status,

@@ -1,11 +1,11 @@
-"""SGLang's HTTP server: ask it, and translate its refusals into OpenAI's errors.
+"""HTTP client of SGLang's server: sends requests, and translates SGLang's errors into OpenAI's.
 
-An answer is awaited for as long as it takes; only connecting and sending have a deadline. Leaving `answer` early closes
-the connection, which is how SGLang learns that nobody waits for the rest.
+Only connecting and sending have a deadline; an answer may take any time. Leaving `answer` early closes the connection,
+at which SGLang aborts the request.
 
-SGLang refuses with a flat object: `{"object": "error", "message": …, "type": …, "param": …, "code": <status>}`. Inside
-a stream, and at /v1/responses and /v1/messages, the same stands under "error"; in a stream of /v1/responses that under
-"response". To a body that does not validate it answers the text of FastAPI's exception.
+SGLang's error is a flat object: `{"object": "error", "message": …, "type": …, "param": …, "code": <status>}`. Inside
+a stream, and at /v1/responses and /v1/messages, it is nested under "error", and in a stream of /v1/responses also
+under "response". For a body that does not validate, the message is the text of FastAPI's exception.
 """
 
 from __future__ import annotations
@@ -29,11 +29,9 @@ _SEND_S = 30.0
 
 
 class Upstream:
-    """SGLang's HTTP address, or those of routers in front of the same engines; at most `max_connections` requests are
-    under way there at once.
+    """SGLang's HTTP address, or routers in front of the same engines; at most `max_connections` requests at once.
 
-    A request goes to the first address that can be reached. One that could not be goes behind the others, and stays
-    there until those cannot be reached either.
+    A request goes to the first address that can be reached. An unreachable address moves to the end of the list.
     """
 
     def __init__(self, *urls: str, max_connections: int = 400) -> None:
@@ -41,8 +39,8 @@ class Upstream:
         self._max_connections = max_connections
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=_CONNECT_S, write=_SEND_S, pool=_CONNECT_S),
-            # A kept connection may be closed by the server just as a request goes out on it, and a generation is not
-            # sent twice. Connecting anew takes a tenth of a millisecond on the same machine.
+            # No keep-alive: the server may close an idle connection just as a request is sent on it, and a generation
+            # is not sent twice. A new connection takes 0.1 ms on the same machine.
             limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=0),
             headers={"accept-encoding": "identity", "content-type": "application/json"},
             trust_env=False,
@@ -50,7 +48,7 @@ class Upstream:
 
     @asynccontextmanager
     async def answer(self, path: str, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[httpx.Response]:
-        """The open response of status 200 to a POST; its body has not been read.
+        """POST a request; yields the response of status 200 with its body unread.
 
         Raises ApiError for another status, EngineBusyError or EngineDeadError where no answer comes or it breaks off.
         """
@@ -67,7 +65,7 @@ class Upstream:
             raise EngineDeadError(f"SGLang does not answer: {type(failure).__name__}") from failure
 
     async def _send(self, path: str, body: bytes, headers: Mapping[str, str]) -> httpx.Response:
-        """Never twice: the next address is asked only where no connection to the one before could be made."""
+        """Send once: the next address is tried only if no connection to the one before could be made."""
         failure: httpx.TransportError | None = None
         for url in tuple(self.urls):
             request = self._client.build_request("POST", url + path, content=body, headers=headers)
@@ -75,7 +73,7 @@ class Upstream:
                 return await self._client.send(request, stream=True)
             except (httpx.ConnectError, httpx.ConnectTimeout) as unreachable:
                 failure = unreachable
-                # Several requests may find out at once, each with the order that it began with.
+                # Several requests may find an address unreachable at once, each with its own copy of the list.
                 self.urls.remove(url)
                 self.urls.append(url)
         raise EngineDeadError(f"SGLang cannot be reached: {type(failure).__name__}") from failure
@@ -85,29 +83,29 @@ class Upstream:
 
 
 _FAILED = re.compile(rb'^(?:data: \{"error"|event: error\n|event: response\.failed\n)', re.MULTILINE)
-"""How an error begins inside a stream. No answer's text can look like it: JSON escapes quotes and line breaks."""
+"""Beginning of an error inside a stream. No answer's text can contain it: JSON escapes quotes and line breaks."""
 _OPENINGS = tuple(
     b"event: %s\n" % name
     for name in (b"response.created", b"response.in_progress", b"response.queued", b"message_start")
 )
-"""Events that SGLang sends before it knows whether there will be an answer."""
+"""Events that SGLang sends before it knows whether the request will succeed."""
 _STATUS_OF_TYPE = {
     "invalid_request_error": 400,
     "not_found_error": 404,
     "rate_limit_error": 429,
     "overloaded_error": 503,
 }
-"""Where a stream names no status."""
+"""HTTP status by error type, for an error in a stream without one."""
 _MAX_MESSAGE_CHARS = 1000
 _QUEUE_IS_FULL = ("The request queue is full.", "The request is aborted by a higher priority request.")
 _VALIDATION = re.compile(r"""'type': '(\w+)', 'loc': \('body', '(\w+)'.*?\), 'msg': ('[^']*'|"[^"]*")""")
 _TOO_MANY = re.compile(r"maximum context length of (\d+) tokens\..*: (\d+) tokens from the input messages and \d+ ")
 _TOO_LONG = "context length"
-_NOT_THE_CLIENTS = {401, 403, 405}
-"""Said to whoever runs the gateway, since it is the gateway that asked."""
+_GATEWAY_STATUSES = {401, 403, 405}
+"""Statuses that concern the gateway's own access to SGLang, not the client's request."""
 
 
-class _Said(msgspec.Struct):
+class _ErrorFields(msgspec.Struct):
     message: str = ""
     param: str | None = None
     code: int | str | None = None
@@ -115,38 +113,38 @@ class _Said(msgspec.Struct):
 
 
 class _Nested(msgspec.Struct):
-    error: _Said | None = None
+    error: _ErrorFields | None = None
     response: _Nested | None = None
 
 
-def _said_in(content: bytes) -> _Said:
+def _error_in(content: bytes) -> _ErrorFields:
     nested = _decoded(content, _Nested)
     if nested is not None and nested.response is not None:
         nested = nested.response
-    return (nested and nested.error) or _decoded(content, _Said) or _Said()
+    return (nested and nested.error) or _decoded(content, _ErrorFields) or _ErrorFields()
 
 
 def refusal(status: int, content: bytes, *, retry_after: str | None = None) -> ApiError:
-    """What the client is told where SGLang answered `status` with `content`."""
-    return _translate(status, _said_in(content), retry_after)
+    """The client's error for SGLang's answer with `status` and `content`."""
+    return _translate(status, _error_in(content), retry_after)
 
 
 def has_begun(block: bytes) -> bool:
-    """Whether the events of `block` say more than that SGLang has taken the request."""
+    """Whether `block` has an event other than the opening ones."""
     return any(not event.startswith(_OPENINGS) for event in block.split(b"\n\n")[:-1])
 
 
 def refusal_in(block: bytes) -> ApiError | None:
-    """The error that the first event of `block` is, but for those that begin an answer; None for an ordinary one."""
+    """The error in the first event of `block` after the opening ones; None if that is no error."""
     events = [event for event in block.split(b"\n\n")[:-1] if not event.startswith(_OPENINGS)]
     return failure_in(events[0]) if events and _FAILED.match(events[0]) else None
 
 
 def failure_in(block: bytes) -> ApiError | None:
-    """The error in the events of `block`, wherever it stands."""
+    """The first error among the events of `block`; None where there is none."""
     if (found := _FAILED.search(block)) is None:
         return None
-    said = _said_in(block[found.start() :].partition(b"\n\n")[0].partition(b"data: ")[2])
+    said = _error_in(block[found.start() :].partition(b"\n\n")[0].partition(b"data: ")[2])
     if isinstance(said.code, int):
         status = said.code
     elif _TOO_LONG in said.message:
@@ -163,27 +161,27 @@ def _decoded(content: bytes, kind: type[T]) -> T | None:
 
 
 def room_in(refused: ApiError) -> int | None:
-    """How many completion tokens would have fitted, where SGLang refuses a request for asking for more; else None."""
+    """How many completion tokens fit, if SGLang refused a request because it wants more; else None."""
     if not (found := _TOO_MANY.search(refused.message)):
         return None
     context_length, num_prompt_tokens = map(int, found.groups())
     return max(context_length - num_prompt_tokens, 0) or None
 
 
-def _translate(status: int, said: _Said, retry_after: str | None) -> ApiError:
+def _translate(status: int, said: _ErrorFields, retry_after: str | None) -> ApiError:
     wait_s = int(retry_after) if retry_after and retry_after.isdigit() else None
     if status == 429 or (status == 503 and said.message in _QUEUE_IS_FULL):
         return describe(EngineBusyError(said.message, retry_after_s=wait_s or 1))
     message = said.message[:_MAX_MESSAGE_CHARS]
     if status == 503:
-        # An abort's message is one of SGLang's own sentences.
+        # An abort's message is a fixed text of SGLang, safe to pass on.
         message = message or "The engine cannot serve this request now: retry later."
         return ApiError(503, message, code="engine_unavailable", retry_after_s=wait_s or UNAVAILABLE_RETRY_AFTER_S)
-    if not 400 <= status < 500 or status in _NOT_THE_CLIENTS:
-        # SGLang puts the text of any exception there, with whatever it quotes.
+    if not 400 <= status < 500 or status in _GATEWAY_STATUSES:
+        # Not SGLang's message: it may be the text of any exception, which may quote a prompt.
         status = status if status > 500 else 500
         return ApiError(status, "The engine failed to handle the request.", code="engine_error")
-    # What is left is the client's fault.
+    # All other errors are the client's fault.
     if found := _VALIDATION.search(said.message):
         kind, param, reason = found.groups()
         code = "missing_required_parameter" if kind == "missing" else "invalid_value"

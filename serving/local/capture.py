@@ -1,10 +1,10 @@
-"""From a generation that has ended, or is cut, to a trace; and the target's distributions after prompt positions.
+"""Capture of the local engine: builds traces from ended generations, and target distributions of prompt positions.
 
-The engine's thread hands over and goes on. One thread takes everything in that order, so a trace has all that was
-asked for before it. That thread is nicer than the engine: where both want a core, it gets a quarter. (Hardly any would
-be too little: while it has the interpreter's lock, the engine waits for it.) Once `MOST_WAITING` pieces wait, further
-prompts go without distributions, which is counted; traces are all assembled. Distributions that still wait when the
-engine stops, or must let go of somebody's text, are left out: who waits for the traces waits for one piece at most.
+The engine's thread only queues jobs. One capture thread runs them in order, so a trace has all distributions that were
+queued before it. That thread has a higher niceness: if both want a core, it gets a quarter of it. (Much less would
+hurt: the engine waits while the thread holds the interpreter's lock.) Once `MOST_WAITING` jobs wait, further prompt
+chunks go without distributions, which is counted; traces are always built. Distributions that still wait when the
+engine stops or a tenant's text is erased are left out, so that a wait for the traces takes one job at most.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from speculator.tracing import record
 
 log = structlog.get_logger(__name__)
 MOST_WAITING = 64
-"""Of a prompt's chunk, up to 128 hidden states: 1 MiB for an 8B target."""
+"""Jobs in the queue. One holds the hidden states of a prompt chunk, up to 128: 1 MiB for an 8B target."""
 _NICENESS = 5
 
 
 class LocalCapture:
-    """`label` and `hand_over` are for the engine's thread; `on_trace` is called on a thread of its own."""
+    """Builds traces on its own thread, which calls `on_trace`. The engine's thread calls `label` and `hand_over`."""
 
     def __init__(
         self,
@@ -51,24 +51,25 @@ class LocalCapture:
         self._fingerprint, self._metrics = target_fingerprint, metrics
         self._jobs = queue.SimpleQueue[Callable[[], object] | None]()
         self._era = object()
-        """Another one whenever what waits for a distribution is to go without."""
+        """Replaced to cancel all waiting distributions: jobs of an earlier era are skipped."""
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="capture", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
-        # The number of threads that it sets for itself is also that of threads that begin later: not the engine's.
+        # PyTorch's thread count, which the capture thread sets, is inherited by threads that start later; the engine's
+        # thread sets its own.
         self._ready.wait()
 
     def close(self) -> None:
-        """Every trace that was handed over is out first."""
+        """Stop the thread after it has delivered every queued trace."""
         self.forgo_labels()
         if self._thread.ident is not None:
             self._jobs.put(None)
             self._thread.join()
 
     def drain(self) -> None:
-        """Wait until what was handed over before is done; for any thread but the engine's."""
+        """Wait until all jobs queued so far are done; for any thread but the engine's."""
         done = threading.Event()
         self._jobs.put(done.set)
         while self._thread.is_alive() and not done.wait(0.1):
@@ -76,11 +77,11 @@ class LocalCapture:
 
     @property
     def num_waiting(self) -> int:
-        """Pieces and traces that were handed over and have not been begun."""
+        """Jobs that wait in the queue."""
         return self._jobs.qsize()
 
     def label(self, unknown: TopK, hidden_Td: Tensor) -> None:
-        """Have the rows of `unknown` filled in, from the final hidden states of their positions."""
+        """Queue the target's top-k for the rows of `unknown`, to be computed from the final hidden states [T, d]."""
         if self.num_waiting >= MOST_WAITING:
             self._leave_out(unknown)
             return
@@ -88,23 +89,23 @@ class LocalCapture:
         self._jobs.put(lambda: self._fill_in(unknown, hidden_Td, era))
 
     def forgo_labels(self) -> None:
-        """Leave out what is not filled in by now; for any thread.
+        """Cancel all waiting distributions; for any thread.
 
-        The weights are about to change, and what the old ones read can have no distribution by the new; or somebody is
-        about to wait for the traces.
+        Called before the target's weights change, since hidden states of the old weights give no valid distribution
+        under the new, and before someone waits for the traces.
         """
         self._era = object()
 
     def hand_over(
         self, generation: ActiveRequest, features: Callable[[int, int], Tensor], *, target_version: int
     ) -> None:
-        """Make the trace of a generation, as it is now, where it is wanted; `features` copies those of [start, end)."""
-        # An answer's last token is outside its trace; where it is the first as well, there is nothing to learn.
+        """Queue the trace of a generation as it is now, if it is captured; `features(start, end)` copies features."""
+        # A trace excludes the answer's last token, so an answer of one token has nothing to learn from.
         if not generation.capture or generation.aborted or generation.num_completion_tokens < 2:
             return
         started = time.perf_counter()
-        # The last `context_window` positions of the prompt, and what the answer read. The target never read the last
-        # committed token, so it has neither features nor a distribution.
+        # The last `context_window` positions of the prompt, and the answer. The target never read the last committed
+        # token, so it has neither features nor a distribution.
         start, end = max(0, generation.num_prompt_tokens - self._config.context_window), len(generation.tokens) - 1
         frozen, aux_hidden = generation.frozen(), features(start, end)
         self.finish(lambda: self._build_trace(frozen, aux_hidden, start, target_version))
@@ -113,15 +114,15 @@ class LocalCapture:
         record(generation.parent, "capture", seconds, tokens=end - start)
 
     def finish(self, build: Callable[[], Trace]) -> None:
-        """Hand on the trace that `build` makes."""
+        """Queue `build`, and `on_trace` with its trace."""
         self._jobs.put(lambda: self._on_trace(build()))
 
     def _build_trace(self, generation: ActiveRequest, aux_hidden: Tensor, start: int, target_version: int) -> Trace:
-        """The span begins at `start` and has features `aux_hidden` [T, 3d]."""
+        """The trace of the span that begins at `start` and has features `aux_hidden` [T, 3d]."""
         length = len(aux_hidden)
         kept = TopK.unknown(start, length, generation.topk[0].ids.shape[1])
         for top in generation.topk:
-            # The rows of a round's tail that an end of answer cut off lie past the span.
+            # If the answer ended inside a round, the rest of that round's rows lie past the span.
             rows = min(len(top.ids), start + length - top.position)
             if rows > 0:
                 at = top.position - start
@@ -167,14 +168,14 @@ class LocalCapture:
             except Exception as error:
                 self._metrics.capture_failures.inc()
                 log.error("capture failed", error=type_and_place(error))
-            # Or the last answer would stay in memory until the next one.
+            # Free the last answer's memory while waiting for the next job.
             del job
 
     @torch.inference_mode()
     def _fill_in(self, unknown: TopK, hidden_Td: Tensor, era: object) -> None:
         if era is self._era:
             ids, logprobs = self._target.ranking.top(self._target.logits(hidden_Td), unknown.ids.shape[1])
-            # Read again: weights that were exchanged meanwhile have left nonsense.
+            # Check again: if the weights were exchanged meanwhile, the result is wrong.
             if era is self._era:
                 unknown.ids[:], unknown.logprobs[:] = ids, logprobs
                 return

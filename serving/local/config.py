@@ -26,24 +26,24 @@ class LocalEngineConfig:
     max_waiting: int = 256
     """Requests queued beyond the running ones; the next is refused as busy."""
     depth: int = 4
-    """Most proposals of the draft head in a round; 0 never asks it."""
+    """Most proposals of the draft head in a round; 0 never runs it."""
     suffix_depth: int = 16
-    """Most proposals from suffixes of earlier text; 0 keeps no text to propose from."""
+    """Most suffix proposals in a round; 0 keeps no text to propose from."""
     max_depth: int = 5
     control_share: float = 0.02
     """Share of rounds at depth 0 that gives the measured baseline."""
     plain_share: float = 0.0
-    """Share of rounds, in stretches, in which nobody drafts: the A/B of the end-to-end speedup."""
+    """Share of rounds, in stretches, without any drafting: the A/B test of the end-to-end speedup."""
     head_off_share: float = 0.0
-    """Share of drafting rounds, in stretches, that may not ask the draft head: the A/B of what it adds."""
+    """Share of drafting rounds, in stretches, without the draft head: the A/B test of what the head adds."""
     prefill_chunk: int = 32
-    """Prompt tokens read in or before a round: bounds the gap that a new request puts into running streams."""
+    """Prompt tokens read in or before a round: bounds the pause that a new request causes in running streams."""
     capture: bool = True
     capture_topk: int = 64
     context_window: int = 512
     """Prompt positions kept in a trace."""
     prompt_labels: int = 128
-    """Of those, the last ones whose target distribution is kept: they teach at a tenth of a decoded token's cost."""
+    """How many of those, the last ones, keep the target's distribution: each costs a tenth of a decoded token."""
     branch_share: float = DEFAULT_BRANCH_SHARE
     """Share of the rejected proposals whose features and target distribution are kept in traces, too."""
     num_threads: int | None = None

@@ -1,9 +1,9 @@
-"""The draft in service: the EAGLE-3 network over its own key/value slots, with weights that change in place.
+"""The draft in service: the EAGLE-3 network over its own KV cache, with weights that change in place.
 
 Two classes compute what `speculator.draft.eagle3.Eagle3Draft` does, over fused weights: `FusedDraft` with PyTorch's
-operations and `KernelDraft` with our kernels. A pair is the embedding of token t+1 and the feature of position t. Only
-its key and value matter to later pairs, so they alone are computed for every pair that is read; attention and the rest
-of the layer run where a proposal starts.
+operations and `KernelDraft` with our C++ kernels. A pair is the embedding of token t+1 and the feature of position t.
+Later pairs need only its key and value, so each pair that is read computes just those; attention and the rest of the
+layer run only for the newest pair of a request, where proposals start.
 
 Shape letters: N pairs, B requests, d hidden size, H query heads, G key heads, P = H / G, h head size, L positions,
 D draft vocabulary.
@@ -47,7 +47,7 @@ _LAYER, _ATTENTION, _MLP = "midlayer", "midlayer.self_attn", "midlayer.mlp"
 
 @dataclass(frozen=True)
 class StagedWeights:
-    """A verified version, fused and packed as the draft in service and ready to be copied over it."""
+    """A verified version, fused and packed like the draft in service, ready to be copied over it."""
 
     version: int
     tensors: dict[str, Tensor]
@@ -91,18 +91,18 @@ class ServingDraft:
         self._installed, self.version = staged, staged.version
 
     def read(self, pairs: Pairs) -> None:
-        """Keep the keys and values of pairs."""
+        """Compute and store the keys and values of pairs."""
         self.network.read(pairs)
 
     def propose(
         self, pairs: Pairs, reaches: Sequence[float], sources: Sequence[DraftSource], rule: ChainRule
     ) -> list[Step]:
-        """Read pairs, and propose a chain behind each request's newest one: target ids and the draft's
-        log-probabilities, under the sampling that the request is served with. As many steps as the rule says, at least
-        one, of requests that are reached with these probabilities.
+        """Read pairs, and propose a chain after each request's newest one: target ids and the draft's logprobs, under
+        the request's own sampling. The rule decides the number of steps, at least one; `reaches` are its starting
+        values by request (`ChainRule`).
 
-        The noise of sampled requests is drawn step by step, since it takes as long as the step: chains of greedy ones
-        are one call of the kernels.
+        Greedy chains are one call of the kernels. With sampled requests each step is a call, because the noise of a
+        step takes as long to draw as the step.
         """
         is_greedy = all(source.sampling.temperature == 0 for source in sources)
         steps: list[Step] = []
@@ -117,12 +117,12 @@ class ServingDraft:
             pairs = pairs.followed_by(found, output_Bd)
 
     def _noise(self, source: DraftSource, span: PairSpan) -> Noise:
-        """What verification adds at the position behind this pair's token."""
+        """The noise that verification uses at the position after this pair's token."""
         temperature = source.sampling.temperature
         if temperature == 0:
             return Noise(1.0, None)
         uniform_V = shared_draws(source.seed, span.end + 1, self._config.vocab_size)
-        # Top-k and top-p cut the target's distribution; the draft keeps its own tail and lets verification decide.
+        # Only the target's distribution is cut by top-k and top-p; a proposal from the draft's tail is just rejected.
         return Noise(temperature, torch.from_numpy(gumbel(uniform_V[self._drawn_ids])).to(self._wide))
 
 
@@ -133,7 +133,7 @@ def _copy(storage: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
 
 
 class PairSpan(NamedTuple):
-    """Pairs of one slot that follow one another, and the position of the first."""
+    """Consecutive pairs of one slot, and the position of the first."""
 
     slot: int
     start: int
@@ -145,31 +145,31 @@ class PairSpan(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Those of several requests that the draft is to read, at least one of each, one span after the other."""
+    """Pairs of several requests for the draft to read, at least one each, span after span."""
 
     tokens: Sequence[int]
-    """Token t+1 of the pair at position t."""
+    """For each pair at position t: token t+1."""
     spans: Sequence[PairSpan]
     features: Tensor
-    """The target's [S, L, 3d], by slot and position; or the draft's own [B, d], as it returned them."""
+    """The target's features [S, L, 3d] by slot and position, or the draft's own output [B, d]."""
 
     def followed_by(self, steps: Sequence[Step], output_Bd: Tensor) -> Pairs:
-        """The pair of each request behind these and the steps that were proposed there."""
+        """The next pair of each request, after the proposed `steps`."""
         spans = [PairSpan(one.slot, one.end + len(steps) - 1, 1) for one in self.spans]
         return Pairs(steps[-1].ids, spans, output_Bd)
 
 
 class Noise(NamedTuple):
-    """Of one request's next position: its temperature, 1 where it is greedy, and the Gumbel noise [D], then none."""
+    """Sampling at one request's next position: temperature and Gumbel noise [D]; greedy: 1 and None."""
 
     temperature: float
     gumbel: Tensor | None
 
 
 class FusedDraft:
-    """The arithmetic of one draft; the weights in `weights` are packed on a CPU in bfloat16.
+    """A draft in PyTorch operations, over fused weights; on a CPU in bfloat16 they are packed.
 
-    Query heads are stored by their place in the group first, the group second, as attention over slots wants them.
+    Query heads are ordered by index in the group first, group second, as attention over slots needs them.
     """
 
     def __init__(self, model: Eagle3Draft, *, num_slots: int, length: int) -> None:
@@ -208,14 +208,14 @@ class FusedDraft:
     def propose(
         self, pairs: Pairs, rule: ChainRule, reaches: Sequence[float], noise: Sequence[Noise] | None
     ) -> tuple[list[Step], Tensor]:
-        """Read pairs and propose what follows: some of the rule's steps, at least one, and the output [B, d] of the
-        newest. The noise is that of the first step, none where all requests are greedy.
+        """Read pairs and compute at least one of the rule's steps; returns them and the output [B, d] of the last.
+        `noise` is that of the first step; None if all requests are greedy.
         """
         output_Bd = self._layer(pairs)
         return [self._draw(self._logits(output_Bd), noise)], output_Bd
 
     def _reduced(self, pairs: Pairs) -> Tensor:
-        """Their features, one [N, d] of three of the target's."""
+        """The features of pairs: three of the target's reduced to one [N, d]."""
         if pairs.features.ndim == 2:
             return pairs.features
         aux_Nw = torch.cat([pairs.features[one.slot, one.start : one.end] for one in pairs.spans]).to(self.dtype)
@@ -250,7 +250,7 @@ class FusedDraft:
         return qkv_NHh
 
     def _layer(self, pairs: Pairs) -> Tensor:
-        """Read pairs: the layer's output [B, d] at the newest of each span."""
+        """Read pairs; returns the layer's output [B, d] at the last pair of each span."""
         feature_Nd, spans = self._reduced(pairs), pairs.spans
         qkv_NHh = self._keep(pairs, feature_Nd)
         lengths = [span.end for span in spans]
@@ -281,7 +281,7 @@ class FusedDraft:
         return qkv_NHh
 
     def _attend(self, q_BHh: Tensor, keys_BGLh: Tensor, values_BGLh: Tensor, mask: Tensor | None) -> Tensor:
-        """What one query a request sees, [B, H · h]."""
+        """Attention of one query a request, [B, H · h]."""
         q_BGPh = q_BHh.view(len(q_BHh), -1, self.num_groups, self.head_dim).transpose(1, 2)
         out_BGPh = F.scaled_dot_product_attention(q_BGPh, keys_BGLh, values_BGLh, attn_mask=mask)
         return out_BGPh.transpose(1, 2).reshape(len(q_BHh), -1)
@@ -309,7 +309,7 @@ class FusedDraft:
 
 
 def fused_matrices(state: Mapping[str, Tensor], config: DraftConfig) -> dict[str, Tensor]:
-    """Those of a draft file by the name in `weights`, query heads by their place in the group first."""
+    """A draft file's matrices in fused form, by name in `weights`; query heads by index in the group first."""
     heads = torch.arange(config.num_attention_heads * config.head_dim)
     order = heads.view(config.num_key_value_heads, -1, config.head_dim).transpose(0, 1).flatten()
     return {
@@ -352,7 +352,7 @@ class NormFloors(NamedTuple):
 
 
 def norm_floors(config: DraftConfig, wide: torch.dtype, device: torch.device) -> NormFloors:
-    """What `normed` wants beside the weights of `fused_norms`."""
+    """The `floor` arguments of `normed`, to go with `fused_norms`."""
     widths = torch.tensor([1, NUM_AUX_LAYERS], dtype=torch.float64) * config.hidden_size
     return NormFloors(*(widths * config.rms_norm_eps).sqrt().to(device, wide))
 
@@ -369,13 +369,13 @@ def read_features(aux_Nw: Tensor, config: DraftConfig, weights: Mapping[str, Ten
 
 def normed(x: Tensor, scaled_weight: Tensor, floor: Tensor) -> Tensor:
     """x [..., d] / √(|x|²/d + ε) · w, in the precision of w√d; `floor` is √(dε)."""
-    # = x · w√d / √(|x|² + dε): the fewest operations on a CPU.
+    # As x · w√d / √(|x|² + dε): the fewest operations on a CPU.
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=scaled_weight.dtype)
     return (x * scaled_weight).div_(length.hypot_(floor)).to(x.dtype)
 
 
 class KernelDraft:
-    """What `serving.local.draft.FusedDraft` is, in C++."""
+    """As `FusedDraft`, computed by the C++ kernels."""
 
     def __init__(self, model: Eagle3Draft, kernels: Kernels, *, num_slots: int, length: int) -> None:
         config = model.config
@@ -430,14 +430,14 @@ class KernelDraft:
         }
 
     def read(self, pairs: Pairs) -> None:
-        """What `FusedDraft.read` says."""
+        """As `FusedDraft.read`."""
         self._run(Chain(), pairs)
 
     def propose(
         self, pairs: Pairs, rule: ChainRule, reaches: Sequence[float], noise: Sequence[Noise] | None
     ) -> tuple[list[Step], Tensor]:
-        """What `FusedDraft.propose` says; all steps where no request is sampled. What it returns is one tensor, with
-        room for all slots.
+        """As `FusedDraft.propose`; computes all steps if every request is greedy. The returned output is a buffer that
+        the next call overwrites.
         """
         chain = Chain.of(rule if noise is None else rule.first_step, reaches, self._output)
         if noise is not None:
@@ -456,7 +456,7 @@ class KernelDraft:
 
 
 def fits_kernels(model: Eagle3Draft) -> bool:
-    """Whether the library computes this draft."""
+    """Whether the kernels can compute this draft."""
     config, weight = model.config, model.norm.weight
     return (
         weight.dtype == torch.bfloat16

@@ -1,7 +1,7 @@
-"""The local engine: one thread that installs drafts, admits, prefills and decodes; everything else hands it work.
+"""The local engine: one thread that installs drafts, admits, prefills and decodes; other threads queue work for it.
 
-What its loop waits for: a request, a staged draft or target, a task, or the stop; all of them come through
-`Inbox`. When it is behind, requests queue up to `max_waiting` and are then refused.
+Its loop waits on the `Inbox` for a request, a staged draft or target, a task, or the stop. When it is behind, up to
+`max_waiting` requests queue and further ones are refused.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ log = structlog.get_logger(__name__)
 class LocalEngine:
     """Implements `serving.engine.Engine` over a Hugging Face model directory.
 
-    `draft` is taken over: its weights change in place. `on_trace` receives each finished trace, `on_round` what every
-    round says about the draft; neither may block. `planner` and `inbox` take the place of the engine's own.
+    The engine owns `draft` and changes its weights in place. `on_trace` receives each finished trace, `on_round` each
+    round's figures for the draft's trial; neither may block. `planner` and `inbox` replace the engine's own.
     `load_draft` reads and verifies a stored version; it raises DraftError or StoreError.
-    `sharing` brings the text of prompt groups to other engines, and theirs here. `load` measures how busy it is.
+    `sharing` exchanges the text of prompt groups with other engines. `load` measures how busy the engine is.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class LocalEngine:
 
     @property
     def is_head_asleep(self) -> bool:
-        """Whether the planner has not asked the draft head lately."""
+        """Whether the planner has not used the draft head lately."""
         return not self._planner.is_awake
 
     @property
@@ -174,13 +174,13 @@ class LocalEngine:
         arrived: Arrived = asyncio.Queue()
         prompt, grammar = request.prompt_token_ids, None
         if request.grammar:
-            # The first needs half a second for the vocabulary.
+            # In a thread: the first grammar needs half a second for the vocabulary.
             grammar = await asyncio.to_thread(lambda: self.tokenizer.grammar_vocabulary.matcher(request.grammar))
         generation = ActiveRequest(
             request,
             # The prompt's last tokens may belong to the answer.
             AnswerText(self.tokenizer, request.stop, begun=prompt[len(prompt) - request.num_answered :]),
-            # Called between two moves of the target, by the thread that moves it.
+            # The engine's thread, which also changes the target, calls this: the version is exact.
             lambda chunk: self._outbox.put(loop, arrived, replace(chunk, target_version=self._loop.target_version)),
             self.tokenizer.end_token_ids,
             capture=self._captures and request.policy.capture,
@@ -235,7 +235,7 @@ class LocalEngine:
     def _run(self) -> None:
         num_threads = self._config.num_threads or spare_cores()
         compute_with(num_threads)
-        # What PyTorch does between two passes of our kernels is too small to be worth waking another thread.
+        # With kernels, PyTorch's operations between two passes are too small to be worth a second thread.
         torch.set_num_threads(1 if self._target.takes_windows else num_threads)
         try:
             self._loop.run()
@@ -262,24 +262,24 @@ class LocalEngine:
     # -- text that is kept for suffix drafts ------------------------------------------------------------------------
 
     def forget(self, tenants: Collection[str]) -> None:
-        """Drop the text of these tenants, between two steps; returns when it is done, and their traces are out."""
+        """Drop the text of these tenants between two steps; returns when that is done and their traces delivered."""
         self._change_texts(lambda drafter: drafter.forget(tenants), wait=True)
-        # The thread that asks has reports to send, and cannot wait for the distributions of 64 prompts.
+        # The calling thread also sends reports, and cannot wait for the distributions of 64 prompt chunks.
         self.capture.forgo_labels()
         self.capture.drain()
 
     def expire(self, ttl_s: float) -> None:
-        """Drop the text that may be so old, between two steps; returns when it is done."""
+        """Drop text that may be older than `ttl_s`, between two steps; returns when it is done."""
         self._change_texts(lambda drafter: drafter.expire(ttl_s), wait=True)
 
     def drop(self, tenant: str, group_id: str) -> None:
-        """A prompt group has ended: drop its text, here before the next step, and in Redis. Does not wait."""
+        """Drop the text of an ended prompt group: here before the next step, and in Redis. Does not wait."""
         if self._sharing is not None:
             self._sharing.drop(tenant, group_id)
         self._change_texts(lambda drafter: drafter.drop(tenant, group_id), wait=False)
 
     def _change_texts(self, task: SuffixCacheTask, *, wait: bool) -> None:
-        # The texts of an engine that does not run are gone with it.
+        # A stopped engine keeps no text.
         with contextlib.suppress(EngineDeadError):
             if self._thread.is_alive():
                 done = self._inbox.add_task(lambda: self.texts.change(task))

@@ -1,4 +1,4 @@
-"""One running request: its tokens, its place in the caches, what verification said about it.
+"""State of one running request: tokens, positions in the caches, verification records.
 
 Position bookkeeping, for a request with n committed tokens x₀ … xₙ₋₁:
 
@@ -37,7 +37,7 @@ class RoundRecord:
     tree: DraftTree
     num_accepted: int
     draft_version: int
-    """`speculator.trace.NO_DRAFT` for proposals from a suffix."""
+    """`speculator.trace.NO_DRAFT` for suffix proposals."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class TopK:
 
     @classmethod
     def unknown(cls, position: int, rows: int, num_kept: int) -> TopK:
-        """Arrays to be filled in, as a trace has them where nothing is known."""
+        """Arrays to be filled in later; until then with a trace's values for unknown rows."""
         shape = rows, num_kept
         return cls(position, np.full(shape, -1, np.int32), np.full(shape, -np.inf, np.float16))
 
     def before(self, end: int) -> TopK:
-        """Its rows of positions before `end`; they are the same arrays."""
+        """The rows of positions before `end`, as views of the same arrays."""
         return TopK(self.position, self.ids[: end - self.position], self.logprobs[: end - self.position])
 
 
@@ -69,7 +69,7 @@ class DraftSource:
 
 @dataclass
 class ActiveRequest:
-    """Owned by the engine's thread from admission to the last chunk; `aborted` alone is set from outside."""
+    """State of a request from admission to its last chunk; only the engine's thread changes it, except `aborted`."""
 
     request: GenerateRequest
     text: AnswerText
@@ -77,9 +77,9 @@ class ActiveRequest:
     end_token_ids: frozenset[int]
     capture: bool
     grammar: GrammarMatcher | None = None
-    """What the answer has to follow."""
+    """Grammar that the answer must follow."""
     parent: Parent | None = None
-    """What the spans of this answer are put under."""
+    """Parent of this answer's tracing spans."""
     created_ms: int = field(default_factory=now_ms)
     tokens: list[int] = field(init=False)
     source: DraftSource = field(init=False)
@@ -90,16 +90,16 @@ class ActiveRequest:
     """Proposes from earlier text; set when the request is admitted."""
     num_rounds: int = 0
     num_suffix_rounds: int = 0
-    """Those in which earlier text proposed."""
+    """Rounds in which suffix drafts proposed."""
     rounds: list[RoundRecord] = field(default_factory=list)
     topk: list[TopK] = field(default_factory=list)
     rejected: list[BranchRows] = field(default_factory=list)
-    """Of the rounds that were drawn for it."""
+    """Rows behind rejections, of the rounds that were sampled for keeping them."""
     finish_reason: FinishReason | None = None
     can_share_prefix_kv: bool = True
-    """False once its keys and values are of other weights than the target has: siblings then read for themselves."""
+    """False once its KV cache is of old target weights: siblings then prefill the prompt themselves."""
     can_share_draft_kv: bool = True
-    """False once a draft of other weights has read pairs of it: siblings then have the new one read for themselves."""
+    """False once its draft KV cache is of old draft weights: siblings then let the draft read the pairs again."""
     aborted: bool = False
 
     def __post_init__(self) -> None:
@@ -131,20 +131,20 @@ class ActiveRequest:
         return self.grammar is not None and self.num_completion_tokens == self.grammar.num_tokens
 
     def frozen(self) -> ActiveRequest:
-        """As it is now, for another thread: what is generated from here on does not show there."""
+        """A snapshot for another thread; later tokens do not change it."""
         frozen = copy.copy(self)
         frozen.tokens, frozen.rounds = list(self.tokens), list(self.rounds)
         frozen.topk, frozen.rejected = list(self.topk), list(self.rejected)
         return frozen
 
     def begin_anew(self) -> None:
-        """Forget what was read of the prompt."""
+        """Restart the prefill of the prompt."""
         self.num_prefilled = self.num_pairs_read = 0
         self.can_share_draft_kv = True
         self.topk.clear()
 
     def abort(self) -> None:
-        """Tell whoever reads the answer that it ends here, unfinished."""
+        """End the answer unfinished, and tell its reader."""
         self.deliver(Chunk(text="", token_ids=(), finish_reason="abort"))
 
     def commit(
@@ -156,10 +156,10 @@ class ActiveRequest:
         num_proposed: int | None = None,
         logprobs: Sequence[float] = (),
     ) -> None:
-        """Take the tokens that a round emitted, up to whatever ends the answer, and deliver them as one chunk.
+        """Append the tokens that a round emitted, up to the answer's end, and deliver them as one chunk.
 
-        The first `num_accepted` are accepted proposals of `proposer`, of `num_proposed`; `logprobs` are of all, where
-        they are wanted.
+        The first `num_accepted` are accepted proposals of `proposer`, of `num_proposed`; `logprobs` are those of all
+        tokens, if the request wants them.
         """
         taken: list[int] = []
         for index, token in enumerate(emitted):
@@ -197,9 +197,9 @@ class ActiveRequest:
 
 @functools.lru_cache(maxsize=64)  # what eight requests need in a round with five proposals; 25 MB for 49,152 tokens
 def shared_draws(seed: int, position: int, size: int) -> np.ndarray:
-    """The uniform numbers that the noise of a position is made of (`draws`), read-only: drawn once for the draft that
-    proposes there and for its verification, in a tenth of a millisecond for 49,152 tokens. Their logarithms take as
-    long again: both take those of the tokens that they need.
+    """The uniform numbers for the noise of a position (`draws`), read-only. Cached, because draft and verification both
+    need them: drawing takes 0.1 ms for 49,152 tokens. Each computes the logarithms, which take as long, only for the
+    tokens that it needs.
     """
     found = draws(seed, position, size)
     found.flags.writeable = False

@@ -1,4 +1,4 @@
-"""A draft as the tensors and the `config.json` that SGLang's `LlamaForCausalLMEagle3` loads, and a look at the target.
+"""Draft files as SGLang's `LlamaForCausalLMEagle3` loads them (tensors, `config.json`), and the target's fingerprint.
 
 Tensors: `fc.weight`, `midlayer.*`, `norm.weight` and `lm_head.weight` in bfloat16, `d2t` [D] int64 (offsets: target
 id − draft id) and `t2d` [V] bool (whether a target id is in the draft vocabulary). Never `embed_tokens`: in SGLang the
@@ -30,7 +30,7 @@ from speculator.target_folder import check_folder, open_weights, read_config, re
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 
-# What the target computes follows from its tensors and from these; the rest of its config.json may change freely.
+# The fields of config.json that affect what the target computes; the others may change freely.
 _TARGET_ESSENTIALS = (
     "architectures",
     "hidden_act",
@@ -92,7 +92,7 @@ def draft_state(model: Eagle3Draft) -> dict[str, Tensor]:
 
 
 def check_fits(draft: DraftConfig, model_dir: Path) -> None:
-    """Raise DraftMismatchError for a draft of another target's sizes or rotary base, or of a smaller window."""
+    """Raise DraftMismatchError for a draft whose sizes, rotary base or window do not fit the target."""
     target = DraftConfig.for_target(read_config(model_dir), draft_vocab_size=draft.draft_vocab_size)
     for name in ("hidden_size", "vocab_size", "rope_theta", "max_position_embeddings"):
         ours, theirs = getattr(draft, name), getattr(target, name)
@@ -104,7 +104,7 @@ def check_fits(draft: DraftConfig, model_dir: Path) -> None:
 
 
 def check_state(config: DraftConfig, d2t: Tensor, state: dict[str, Tensor]) -> None:
-    """Raise DraftFileError or DraftMismatchError when a draft file has not these shapes and this draft vocabulary."""
+    """Raise DraftFileError or DraftMismatchError unless a draft file has these shapes and this draft vocabulary."""
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     if shapes != expected_shapes(config):
         raise DraftFileError("the draft's tensors do not have this model's names and shapes")
@@ -130,7 +130,7 @@ def draft_config_json(config: DraftConfig) -> dict[str, Any]:
         "model_type": "llama",
         "hidden_act": "silu",
         "num_hidden_layers": 1,
-        # Tied would make SGLang use the target's embedding as the draft's output layer.
+        # If tied, SGLang would use the target's embedding as the draft's output layer.
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         **config.to_dict(),
@@ -138,7 +138,7 @@ def draft_config_json(config: DraftConfig) -> dict[str, Any]:
 
 
 def config_from_json(values: dict[str, Any]) -> DraftConfig:
-    """The shapes in a draft's `config.json`; raises DraftFileError where it is not an EAGLE-3 draft's."""
+    """Parse a draft's `config.json`; raises DraftFileError where it is not an EAGLE-3 draft's."""
     if values.get("architectures") != [ARCHITECTURE]:
         raise DraftFileError(f"config.json is for {values.get('architectures')}, expected {ARCHITECTURE}")
     try:
@@ -147,7 +147,7 @@ def config_from_json(values: dict[str, Any]) -> DraftConfig:
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise DraftFileError(f"config.json is not a draft's: {error!r}") from error
     for name, value in shapes.to_dict().items():
-        # `True` is an int, and 8.5 heads are none; only these two are measures.
+        # Only these two may be fractions; and `True` would pass as an int.
         kinds = (int, float) if name in ("rms_norm_eps", "rope_theta") else (int,)
         if type(value) not in kinds or not 0 < value < math.inf:
             raise DraftFileError(f"config.json is not a draft's: {name} is {str(value)[:50]}")
@@ -155,11 +155,11 @@ def config_from_json(values: dict[str, Any]) -> DraftConfig:
 
 
 SWITCHES = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
-"""In config.json. SGLang reads the norms of EAGLE-3.1; the last one is of `speculators`, and our plugin reads it."""
+"""Optional features in config.json. SGLang reads the norms of EAGLE-3.1; our plugin adds that of `speculators`."""
 
 
 def _switch(values: Mapping[str, Any], name: str) -> bool:
-    """Raises TypeError for what is neither on nor off."""
+    """Read a boolean field; absent means False. Raises TypeError for another value."""
     found = values.get(name, False)
     if not isinstance(found, bool):
         raise TypeError(f"{name} is {str(found)[:50]}, neither true nor false")
@@ -167,7 +167,7 @@ def _switch(values: Mapping[str, Any], name: str) -> bool:
 
 
 def target_fingerprint(model_dir: Path) -> str:
-    """SHA-256 over the target's weight files and what its config says about the computation; hex, 64 characters.
+    """SHA-256 over the target's weight files and `target_essentials`; hex, 64 characters.
 
     Raises ConfigError for a folder that `check_folder` refuses.
     """
@@ -182,15 +182,15 @@ def target_fingerprint(model_dir: Path) -> str:
 
 
 def target_essentials(model_dir: Path) -> dict[str, Any]:
-    """What config.json says about the computation. Raises ConfigError where it cannot be read."""
+    """The fields of config.json that affect the computation. Raises ConfigError where it cannot be read."""
     config = read_config(model_dir)
     return {name: config[name] for name in _TARGET_ESSENTIALS if name in config}
 
 
 def model_name(model_dir: Path) -> str:
-    """What people call a target: its folder's name, or its id where the folder is in the Hugging Face cache.
+    """A target's display name: its folder's name, or in the Hugging Face cache the model id.
 
-    There it is `models--ORGANISATION--NAME/snapshots/COMMIT`.
+    A cached model lies in `models--ORGANISATION--NAME/snapshots/COMMIT`.
     """
     if model_dir.parent.name != "snapshots":
         return model_dir.name
@@ -198,8 +198,8 @@ def model_name(model_dir: Path) -> str:
 
 
 def model_key(model_dir: Path, target_fingerprint: str) -> str:
-    """The name of a target in Redis keys: readable, and another for other weights."""
-    # Without the organisation: an SGLang that was started with the id itself finds the same key.
+    """The target's name in Redis keys: readable, and different for other weights."""
+    # Without the organisation, so that an SGLang that was started with a model id gets the same key.
     name = re.sub(r"[^a-z0-9]+", "-", model_name(model_dir).rpartition("/")[2].lower()).strip("-")
     return f"{name}-{target_fingerprint[:12]}"
 
@@ -207,7 +207,7 @@ def model_key(model_dir: Path, target_fingerprint: str) -> str:
 def read_target_tensor(model_dir: Path, name: str) -> Tensor:
     """Read one tensor of the target without the others; a tied `lm_head.weight` is the embedding.
 
-    Raises ConfigError when the target does not have it, or not as finite numbers.
+    Raises ConfigError when the tensor is missing or not finite.
     """
     files = weight_files(model_dir)
     stored = stored_name(model_dir, name, read_config(model_dir), files)
@@ -219,13 +219,13 @@ def read_target_tensor(model_dir: Path, name: str) -> Tensor:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all its numbers are finite; takes no memory for each of them, but where they are bytes."""
+    """Whether all numbers are finite; without temporary memory, except for float8."""
     numbers = tensor.half() if tensor.itemsize == 1 else tensor
     return not numbers.numel() or bool(torch.isfinite(torch.stack(numbers.aminmax())).all())
 
 
 def check_can_write(out: Path) -> None:
-    """Raise ConfigError unless a draft can be written there: nothing, or an empty folder."""
+    """Raise ConfigError unless `out` is absent or an empty folder, and can be written."""
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ConfigError(f"{out} is not an empty directory: choose another --out")
@@ -234,7 +234,7 @@ def check_can_write(out: Path) -> None:
 
 
 def write_folder(out: Path, weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> Path:
-    """Write a draft and return its folder; it is there completely or not at all. Raises ConfigError."""
+    """Write a draft atomically and return its folder. Raises ConfigError."""
     out = out.absolute()
     check_can_write(out)
     try:
@@ -251,9 +251,9 @@ def write_folder(out: Path, weights: Mapping[str, Tensor], config: Mapping[str, 
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """A safetensors file with the rights of any other new one: the library's are for its owner alone.
+    """Write a safetensors file with default permissions; the library would make it readable by its owner alone.
 
-    Raises OSError, also where the library raises an error of its own.
+    Raises OSError, also for the library's own errors.
     """
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)

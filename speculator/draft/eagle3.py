@@ -50,13 +50,13 @@ class DraftConfig:
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
     fc_norm: bool = False
-    """Each of the three features has a norm of its own before `fc`."""
+    """Whether each of the three features has its own norm before `fc`."""
     norm_before_fc: bool = False
-    """They have one of all of them there."""
+    """Whether one norm covers the three features together before `fc`."""
     norm_output: bool = False
-    """What is fed back is the layer's output behind the final norm, and not before it."""
+    """Whether the layer's output is fed back after the final norm, rather than before it."""
     norm_before_residual: bool = False
-    """The layer adds its output to the feature behind `hidden_norm`, and not to the feature itself."""
+    """Whether the layer's residual is the feature after `hidden_norm`, rather than the feature itself."""
 
     @classmethod
     def for_target(
@@ -82,7 +82,7 @@ class DraftConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """By name, without the switches that are off: so drafts without any are written as they were before."""
+        """Fields by name, without switches that are off, so that config.json of a plain draft has none."""
         return {name: value for name, value in asdict(self).items() if value is not False}
 
 
@@ -95,7 +95,7 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-        # Drafting runs past the last committed position; a margin keeps the table in range at the context limit.
+        # Drafting runs past the last committed position: a margin covers that at the context limit.
         positions = torch.arange(config.max_position_embeddings + 64, dtype=torch.float64)
         angle = positions[:, None] * config.rope_theta**-exponent
         self.register_buffer("cos", angle.cos().float().repeat(1, 2), persistent=False)
@@ -202,7 +202,7 @@ class Eagle3Draft(nn.Module):
         return torch.arange(self.config.draft_vocab_size, device=self.d2t.device) + self.d2t
 
     def read(self, aux_BTw: Tensor) -> Tensor:
-        """The three target features [B, T, 3d] as `fc` reads them: normed, where the draft has norms for that."""
+        """The three target features [B, T, 3d] as `fc` reads them: after the draft's norms for them, if it has any."""
         aux_BTw = aux_BTw.to(self.norm.weight.dtype)
         if self.config.norm_before_fc:
             aux_BTw = self.input_norm(aux_BTw)
@@ -227,8 +227,8 @@ class Eagle3Draft(nn.Module):
 
 
 def is_fast(device: torch.device) -> bool:
-    """On a CPU oneDNN has to have it, which wants AVX-512 or AVX-NE-CONVERT: PyTorch's own loop takes several times as
-    long as float32 does.
+    """Whether bfloat16 matrix products are fast on a device. On a CPU they need oneDNN with AVX-512 or AVX-NE-CONVERT:
+    PyTorch's own loop takes several times as long as float32.
     """
     if device.type != "cpu":
         return True
@@ -237,5 +237,5 @@ def is_fast(device: torch.device) -> bool:
 
 
 def autocast(device: torch.device, *, is_wanted: bool) -> torch.autocast:
-    """Matrices in bfloat16 where that is wanted and fast."""
+    """Autocast matrix products to bfloat16 if that is wanted and fast."""
     return torch.autocast(device.type, torch.bfloat16, enabled=is_wanted and is_fast(device))

@@ -1,10 +1,10 @@
-"""A new draft for a target: it has learnt nothing yet, so nearly all its proposals are rejected.
+"""Initialise a new, untrained draft for a target; nearly all its proposals are rejected.
 
-**Its vocabulary**, the target tokens that it can propose, is chosen once for a lineage, then frozen. A small vocabulary
-makes the draft's output layer cheap; every token outside it is a sure rejection. Byte-pair merges are learnt in the
-order of their frequency, so a tokenizer's low ids are its frequent tokens (Zipf's law). That prior is mixed half and
-half with the counts of texts from the service's own domain, where there are any: on real answers to mathematics, code
-and questions 8,192 of SmolLM2's 49,152 tokens cover 91% by rank alone and 96% with the domain's prompts counted.
+**The draft vocabulary**, the target tokens that the draft can propose, is chosen once for a lineage, then frozen. A
+small vocabulary makes the draft's output layer cheap; it can never propose other tokens. Byte-pair merges are learned
+in the order of frequency, so a tokenizer's low ids are its frequent tokens (Zipf's law). That prior is mixed half and
+half with token counts of texts from the service's own domain, if given: on real answers to mathematics, code and
+questions 8,192 of SmolLM2's 49,152 tokens cover 91% by rank alone and 96% with counts of the domain's prompts.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from speculator.draft.eagle3 import DraftConfig, Eagle3Draft
 from speculator.errors import ConfigError
 from speculator.target_folder import EMBEDDING, LM_HEAD, NORM, check_folder, reading, weight_files
 
-# Flattens Zipf's law over the special and byte tokens at the very start.
+# Flattens Zipf's law over the special and byte tokens with the lowest ids.
 _RANK_OFFSET = 100
 _PRIOR_SHARE = 0.5
 
 
 def choose_draft_vocab(vocab_size: int, size: int, counts_V: Tensor | None = None) -> Tensor:
-    """Offsets `d2t` [min(size, vocab_size)] int64 of the chosen tokens: target id = draft id + d2t[draft id].
+    """Choose the draft vocabulary. Returns offsets `d2t` [min(size, vocab_size)] int64: target id = draft id + offset.
 
     `counts_V` [V] are token counts of texts like those to be served.
     """
@@ -43,12 +43,12 @@ def choose_draft_vocab(vocab_size: int, size: int, counts_V: Tensor | None = Non
 
 
 Text = str | Sequence[int]
-"""Or its tokens."""
+"""A text, or its token ids."""
 
 
 def count_tokens(model_dir: Path, texts: Iterable[Text], vocab_size: int) -> Tensor:
-    """[V] int64 counts of the target's tokens in `texts`. Raises ConfigError for tokens that the target has not, and
-    where texts are no tokens yet, without a `tokenizer.json` that fits.
+    """Count the target's tokens in `texts`: [V] int64. Raises ConfigError for unknown token ids, and for texts to be
+    tokenised if there is no `tokenizer.json` that fits.
     """
     texts = list(texts)
     known = torch.tensor([token for text in texts if not isinstance(text, str) for token in text], dtype=torch.int64)
@@ -65,13 +65,13 @@ def count_tokens(model_dir: Path, texts: Iterable[Text], vocab_size: int) -> Ten
         check_vocabulary(model_dir, tokenizer, vocab_size)
         for encoding in tokenizer.encode_batch_fast(unread, add_special_tokens=False):
             ids = torch.tensor(encoding.ids, dtype=torch.int64)
-            # Added tokens may lie beyond: no request can have them.
+            # Added tokens may have ids beyond the embedding: no request can contain them.
             counts_V += torch.bincount(ids[ids < vocab_size], minlength=vocab_size)
     return counts_V
 
 
 def check_vocabulary(model_dir: Path, tokenizer: Any, vocab_size: int) -> None:
-    """Raise ConfigError for a tokenizer of another model: with more tokens than the target's embedding has rows."""
+    """Raise ConfigError for a tokenizer that has more tokens than the target's embedding has rows."""
     largest = max(tokenizer.get_vocab(with_added_tokens=False).values(), default=0)
     if largest >= vocab_size:
         raise ConfigError(
@@ -80,12 +80,12 @@ def check_vocabulary(model_dir: Path, tokenizer: Any, vocab_size: int) -> None:
 
 
 DEFAULT_DRAFT_VOCAB_SIZE = 8192
-# Target features have a root mean square far above 1 (22 in SmolLM2's high layer) and the layer's output is added to
-# them: at full scale they drown what it learns at first. Features that were normed have one of 1.
+# Scale of `fc`'s output. Target features have a root mean square far above 1 (22 in SmolLM2's high layer), and the
+# layer's output is added to them: at full scale they would dominate what it learns at first. Normed features have 1.
 _FEATURE_SCALE = 0.1
 _OUTPUT_SCALE = 0.5
-# At first a head's score of its own position, where it reads the newest token; those of others are about 0. Among
-# hundreds of positions a random head would hardly see that token, and it says most about the next one.
+# Initial attention score of a query at its own position; scores of others are about 0. Otherwise a random attention
+# head would hardly attend to the newest token among hundreds, and that token says most about the next one.
 _OWN_SCORE = 8.0
 
 
@@ -98,12 +98,12 @@ def fresh_draft(
     texts: Iterable[Text] = (),
     switches: Iterable[str] = (),
 ) -> Eagle3Draft:
-    """A draft in float32 for the Hugging Face target in `model_dir`; the same arguments give the same draft.
+    """Make a draft in float32 for the Hugging Face target in `model_dir`; the same arguments give the same draft.
 
-    The layer is random, and its heads look at their own positions. The final norm and the output rows start as the
-    target's, which fixes the space that the layer has to write into. `texts` tell which tokens the service will need
-    (see speculator/draft/initialization.py). Of `SWITCHES` in speculator/draft/checkpoint.py these are on.
-    Raises ConfigError for a folder that is no complete model, DraftMismatchError for an unsuitable target.
+    The layer is random, and its attention heads attend to their own positions. Final norm and output rows start as the
+    target's, so that the layer must learn to write into the target's output space. `texts` are examples of the
+    service's traffic, to choose the draft vocabulary. `switches` (`SWITCHES` in speculator/draft/checkpoint.py) turns
+    features on. Raises ConfigError for an incomplete model, DraftMismatchError for an unsuitable target.
     """
     size = draft_vocab_size or DEFAULT_DRAFT_VOCAB_SIZE
     target = check_folder(model_dir)
@@ -117,7 +117,7 @@ def fresh_draft(
         draft = Eagle3Draft(config, embed_Vd, d2t_D)
         if not (config.fc_norm or config.norm_before_fc):
             draft.fc.weight.mul_(_FEATURE_SCALE)
-        _look_at_own_position(draft)
+        _attend_to_own_position(draft)
         draft.midlayer.mlp.down_proj.weight.mul_(_OUTPUT_SCALE)
         draft.norm.weight.copy_(read_target_tensor(model_dir, NORM))
         draft.lm_head.weight.copy_(read_target_tensor(model_dir, LM_HEAD)[draft.target_ids])
@@ -132,7 +132,7 @@ def draft_vocab_of(model_dir: Path, config: DraftConfig, texts: Iterable[Text]) 
 
 
 def _check_size(config: DraftConfig, model_dir: Path) -> None:
-    """A draft is one layer of many: one that has more elements than the target has half bytes is a wrong size's."""
+    """Raise ConfigError if the draft would be larger than the whole target: then a size in config.json is wrong."""
     num_elements = sum(math.prod(shape) for shape in expected_shapes(config).values())
     num_bytes = sum(path.stat().st_size for path in set(weight_files(model_dir).values()))
     if num_elements > 2 * num_bytes:
@@ -142,11 +142,13 @@ def _check_size(config: DraftConfig, model_dir: Path) -> None:
         )
 
 
-def _look_at_own_position(draft: Eagle3Draft) -> None:
-    """Random keys, and every query the key of its position; the rotation of both is the same there and cancels out."""
+def _attend_to_own_position(draft: Eagle3Draft) -> None:
+    """Set random key weights, and query weights that give each position its own key: at the same position the rotations
+    cancel, so the score is |key|².
+    """
     config, attention = draft.config, draft.midlayer.self_attn
     keys_Ghw = attention.k_proj.weight.view(config.num_key_value_heads, config.head_dim, -1)
-    # Inputs have size 1, so a score |key|² / √h is √h · w · variance.
+    # Inputs have a root mean square of 1, so a score |key|² / √h is √h · w · variance.
     keys_Ghw.normal_(std=math.sqrt(_OWN_SCORE / (math.sqrt(config.head_dim) * keys_Ghw.shape[-1])))
     heads_a_key = config.num_attention_heads // config.num_key_value_heads
     attention.q_proj.weight.copy_(keys_Ghw.repeat_interleave(heads_a_key, 0).flatten(0, 1))

@@ -1,13 +1,13 @@
-"""EAGLE-3 heads that others have trained, as drafts of ours.
+"""Import and export public EAGLE-3 heads.
 
-Two layouts are read. SpecForge's, which is that of EAGLE-3's authors and of SGLang: `config.json` of a Llama with one
+Two layouts are supported. SpecForge's, also that of EAGLE-3's authors and SGLang: `config.json` of a Llama with one
 layer and a `draft_vocab_size`, tensors `midlayer.*`. That of `speculators`, which vLLM serves: the layer's
 configuration is a part of `config.json`, tensors `layers.0.*`. Both may have the vocabulary map `d2t` and `t2d`, the
 target's embedding, and the norms of EAGLE-3.1.
 
-A head is taken only where every engine computes with it what its trainer computed: what would be left out, or read
-otherwise, is refused by name. Its window becomes the target's, since nothing in it depends on the window. A sliding
-window, which `speculators` gives its heads by default, is left out and noted: up to its length nothing differs.
+A head is imported only if every engine computes the same with it as its trainer did; unsupported features are refused
+by name. The head's window becomes the target's, since no weights depend on it. A sliding window, the default of
+`speculators`, is dropped with a note: within its length the results are equal.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _OWN_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _LEGACY_NORMS = {
     f"aux_norm_{name}.weight": f"fc_norm.{number}.weight" for number, name in enumerate(("low", "mid", "high"))
 }
-_NOT_OURS = ("verifier_norm.weight", "verifier_lm_head.weight")
-"""Of `speculators`: what training compared with."""
+_TRAINING_ONLY = ("verifier_norm.weight", "verifier_lm_head.weight")
+"""Tensors of `speculators` that only its training uses."""
 _DEFAULTS = {"rms_norm_eps": 1e-6}
-"""What a Llama has that says nothing of it, by transformers."""
+"""Defaults of transformers' Llama for absent fields."""
 _SHOWN = 4
 
 
 @dataclass(frozen=True)
 class PublicHead:
-    """A head in the form of a draft file, and what a reader should know of how it got there."""
+    """An imported head as a draft file, with notes on what was changed."""
 
     layout: str
     config: DraftConfig
@@ -58,29 +58,31 @@ class PublicHead:
 
 
 def read_public_head(folder: Path, model_dir: Path) -> PublicHead:
-    """Raises ConfigError for a folder that cannot be read, DraftFileError or DraftMismatchError for what is in it."""
+    """Import a head. Raises ConfigError for an unreadable folder, DraftFileError or DraftMismatchError for a head that
+    cannot be used.
+    """
     with reading(folder):
         values = json.loads((folder / "config.json").read_bytes())
     if not isinstance(values, dict):
         raise DraftFileError(f"{folder}: config.json is no object")
-    layout, said = _said(folder, values)
+    layout, said = _read_config(folder, values)
     target, found = read_config(model_dir), dict(_tensors(folder))
     notes: list[str] = []
     try:
-        _check_said(folder, said, layout, target)
+        _check_config(folder, said, layout, target)
         config = _config(folder, said, found, target)
         notes += _windows(said, config)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        # A key may hold anything.
-        raise DraftFileError(f"{folder}: config.json is no head's ({error!r})") from error
+        # Any key of config.json may have a value of any type.
+        raise DraftFileError(f"{folder}: config.json does not fit a draft head ({error!r})") from error
     _drop_embedding(folder, found, model_dir)
     state = _state(folder, found, config, model_dir, notes)
     check_fits(config, model_dir)
     return PublicHead(layout, config, state, tuple(notes))
 
 
-def _said(folder: Path, values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The layout, and what config.json says of the head, in one table."""
+def _read_config(folder: Path, values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """(layout, the head's configuration as one flat dict)."""
     kind = values.get("speculators_model_type")
     if kind is None:
         nested = values.get("eagle_config") or {}
@@ -93,8 +95,8 @@ def _said(folder: Path, values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]
     return SPECULATORS, {**layer, **{name: value for name, value in values.items() if name not in layer}}
 
 
-def _check_said(folder: Path, said: Mapping[str, Any], layout: str, target: Mapping[str, Any]) -> None:
-    """Raise DraftFileError or DraftMismatchError for a head that would be computed otherwise than it was trained."""
+def _check_config(folder: Path, said: Mapping[str, Any], layout: str, target: Mapping[str, Any]) -> None:
+    """Raise DraftFileError or DraftMismatchError for a head that would not be computed as it was trained."""
     layers = said.get("num_hidden_layers", 1)
     if layers != 1:
         raise DraftFileError(f"{folder} has {layers} layers: only heads of one layer can be imported")
@@ -121,20 +123,20 @@ def _check_said(folder: Path, said: Mapping[str, Any], layout: str, target: Mapp
         read = [number + (layout == SPECFORGE) for number in asked]
         ours = list(aux_layer_ids(target["num_hidden_layers"]))
         if read[:NUM_AUX_LAYERS] != ours:
-            raise DraftMismatchError(f"{folder} reads the inputs of layers {read}: features here are those of {ours}")
+            raise DraftMismatchError(f"{folder} reads the inputs of layers {read}: only those of {ours} are supported")
 
 
 def _windows(said: Mapping[str, Any], config: DraftConfig) -> Iterator[str]:
-    """What a reader should know of the head's windows, which are not kept."""
+    """Notes on the head's window and sliding window, which are not kept."""
     window, target_window = said.get("max_position_embeddings"), config.max_position_embeddings
     if window != target_window:
-        yield f"it says a window of {window}, and gets the target's of {target_window}"
+        yield f"its window of {window} tokens becomes the target's of {target_window}"
     if "sliding_attention" in (said.get("layer_types") or ()):
         yield f"it was trained to see the last {said.get('sliding_window')} tokens, and sees all of them here"
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """By the names that a draft file has."""
+    """The head's tensors, renamed as in a draft file."""
     if not any(folder.glob("*.safetensors")) and any(folder.glob("*.bin")):
         raise DraftFileError(f"{folder} has its tensors in a pickle, which is not read: convert it to safetensors")
     for name, path in weight_files(folder).items():
@@ -148,8 +150,8 @@ def _named(name: str) -> str:
 
 
 def _drop_embedding(folder: Path, found: dict[str, Tensor], model_dir: Path) -> None:
-    """Take the target's own tensors out. Raises DraftMismatchError where the head's embedding is another."""
-    for name in [name for name in found if name in _NOT_OURS or name.endswith("rotary_emb.inv_freq")]:
+    """Remove copies of the target's tensors. Raises DraftMismatchError if the head's embedding is not the target's."""
+    for name in [name for name in found if name in _TRAINING_ONLY or name.endswith("rotary_emb.inv_freq")]:
         del found[name]
     own = found.pop(_OWN_EMBEDDING, None)
     if own is None:
@@ -204,14 +206,14 @@ def _state(
 
 
 def _vocabulary(folder: Path, found: Mapping[str, Tensor], config: DraftConfig) -> tuple[Tensor, Tensor]:
-    """`d2t` [D] int64 and `t2d` [V] bool. Raises DraftFileError for a map that is none."""
+    """`d2t` [D] int64 and `t2d` [V] bool. Raises DraftFileError for an invalid map."""
     size = config.draft_vocab_size
     if "d2t" not in found and size != config.vocab_size:
-        raise DraftFileError(f"{folder} lacks d2t, the target's tokens that its {size:,} are")
+        raise DraftFileError(f"{folder} lacks d2t, which maps its {size:,} tokens to the target's")
     d2t = found.get("d2t", torch.zeros(size, dtype=torch.int64)).to(torch.int64)
     target_ids = d2t + torch.arange(size)
     if not bool(((target_ids >= 0) & (target_ids < config.vocab_size)).all()) or len(set(target_ids.tolist())) != size:
-        raise DraftFileError(f"{folder}: d2t names tokens twice, or such that the target has not")
+        raise DraftFileError(f"{folder}: d2t names tokens twice, or tokens that the target does not have")
     t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
     t2d[target_ids] = True
     if "t2d" in found and not torch.equal(found["t2d"].bool(), t2d):
@@ -225,7 +227,7 @@ def _listed(names: list[str]) -> str:
 
 
 def check_sglang_layout(config: DraftConfig) -> None:
-    """Raise ConfigError for a draft that others who read SGLang's layout would compute otherwise."""
+    """Raise ConfigError for a draft that other readers of SGLang's layout would compute wrongly."""
     if config.norm_before_residual:
         raise ConfigError(
             "SpecForge, and SGLang without Slipstream, read this layout and ignore norm_before_residual: pass --layout "
@@ -262,5 +264,5 @@ def as_speculators(
         },
     }
     tensors = {name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in state.items()}
-    # Where a file lacks it, the loader of `speculators` 0.9.0 leaves the embedding unset, and says nothing.
+    # Without it, the loader of `speculators` 0.9.0 silently leaves the embedding unset.
     return values, {**tensors, _OWN_EMBEDDING: read_target_tensor(model_dir, EMBEDDING).bfloat16()}

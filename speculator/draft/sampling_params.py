@@ -1,4 +1,4 @@
-"""How a served distribution follows from the target's logits. No torch here: the gateway reads it too."""
+"""Sampling parameters of a request. Without torch, since the gateway imports them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sample_seed(seed: int, number: int) -> int:
-    """Seed of a request's sample `number` (from 0), where the request asks for several with one `seed` of 64 bits.
+    """Seed of sample `number` (from 0) of a request for several samples with one `seed` of 64 bits.
 
-    The first one has the seed itself: a single answer is the first of several. No two pairs give the same.
+    The first sample gets the seed itself, so a single answer equals the first of several. No two pairs collide.
     """
     return number << 64 | seed

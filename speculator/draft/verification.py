@@ -1,13 +1,13 @@
-"""Lossless verification: which token the target emits. A proposal is accepted when it is that token.
+"""Lossless verification: the token that the target emits. A proposal is accepted if it is that token.
 
 Every position of every request owns one vector of Gumbel noise, keyed by (seed, position). The target emits
 argmax(log p + noise), which has exactly the served distribution p (Gumbel-max). The draft proposes argmax(log q +
 *the same* noise): equal distributions propose the emitted token, near ones nearly always (the coupling of Daliri,
 Musco and Musco, "Coupling without communication and drafter-invariant speculative decoding", arXiv 2408.07978, with
-acceptance at least (1 − TV) / (1 + TV)). A proposal is accepted when it *is* the emitted token.
+acceptance at least (1 − TV) / (1 + TV)).
 
-What a user gets from it: the text of a seed does not depend on the draft at all — not on its depth, its quality or a
-swap in the middle of the answer — so `seed` keeps its meaning while the draft learns. Greedy is the case without noise.
+So the text of a seed does not depend on the draft at all — not on its depth, its quality or a swap in the middle of the
+answer — and `seed` stays reproducible while the draft learns. Greedy is the case without noise.
 
 Shape letters: P proposals, V target vocabulary.
 """
@@ -55,10 +55,10 @@ def served_logprobs(logits: Tensor, params: SamplingParams, tokens: Tensor) -> l
 
 
 def draws(seed: int, position: int, size: int) -> np.ndarray:
-    """What the noise of one position of one request is made of: [size] float64, uniform in [0, 1), the same on every
-    machine. Any position can be drawn at any time, in any order, by draft and target alike.
+    """Uniform numbers in [0, 1) for the noise of one position of one request: [size] float64, equal on every machine.
+    Draft and target can draw any position at any time, in any order.
     """
-    # Always as many words, or seeds of different length would meet; the last one is a sample's number.
+    # Always four words, or seeds of different length could collide; the last word is the sample's number.
     sequence = np.random.SeedSequence([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, position, seed >> 64])
     return np.random.Generator(np.random.SFC64(sequence)).random(size)
 
@@ -71,11 +71,10 @@ def gumbel(uniform: np.ndarray) -> np.ndarray:
 
 
 def emit(logits_V: Tensor, params: SamplingParams, uniform_V: np.ndarray) -> int:
-    """The token that is emitted, for logits [V] and draws [V]: the likeliest with its noise, or if greedy without.
+    """The emitted token, for logits [V] and draws [V]: argmax of logits plus noise, or if greedy of logits.
 
-    Noise is computed for tokens that can be emitted alone: the sum of the likeliest token is a bound, and with the
-    largest noise of all few others reach it. It is added in at least float32: bfloat16 sums would tie and favour low
-    ids.
+    Noise is computed only for tokens that can win: the likeliest token's sum is a lower bound, which few others reach
+    even with the largest noise of all. Sums are at least float32: in bfloat16 they would tie and favour low ids.
     """
     if params.temperature == 0:
         return int(logits_V.argmax())
@@ -83,7 +82,7 @@ def emit(logits_V: Tensor, params: SamplingParams, uniform_V: np.ndarray) -> int
     served_V = served_logits(logits_V.to(wide), params).cpu().numpy()
     likeliest = int(served_V.argmax())
     noise, most = gumbel(uniform_V[[likeliest, int(uniform_V.argmin())]])
-    # Sums are rounded, so what comes close is compared; and so is what is no number.
+    # 0.01 covers rounding of the sums; NaN stays a candidate.
     candidates = np.flatnonzero(~(served_V < float(served_V[likeliest] + noise - most - 0.01)))
     sums = served_V[candidates] + gumbel(uniform_V[candidates]).astype(served_V.dtype)
     return int(candidates[sums.argmax()])

@@ -1,1 +1,1 @@
-"""What to propose in a decode round: suffix drafts, the planner that chooses, and the costs that it measures."""
+"""Proposals of a decode round: suffix drafts, the planner that chooses, and the costs that it measures."""

@@ -1,7 +1,7 @@
-"""How likely the target accepts a suffix proposal: a logistic model that learns from every verdict while serving.
+"""Probability that the target accepts a suffix proposal: a logistic model that learns from every verification.
 
-`Calibration` says what was accepted over what was predicted, by source, length and rank. The gate begins with that
-estimate c and corrects it by what else the host knows of the proposal:
+`Calibration` corrects predictions by accepted over predicted, by source, length and rank. The gate starts from that
+estimate c and corrects it by further features of the proposal:
 
     ln p / (1 − p) = ln c / (1 − c) + Σ w[feature]
 
@@ -22,43 +22,43 @@ from collections.abc import Sequence
 from math import exp, log, sqrt
 
 _RATE = 0.5
-"""Of a weight's first step, against the error."""
+"""Learning rate: size of a weight's first step, relative to the error."""
 _SCORE_MEMORY = 0.999
-"""What a verdict still weighs in both losses after another: half after 700."""
+"""Decay of both losses per verdict: half after 700."""
 _LEAST, _MOST = 0.002, 0.998
-"""Probabilities that the gate tells apart from never and always."""
+"""Bounds to which the gate clips probabilities."""
 
 # The first cell of each feature.
 _SURENESS, _SUPPORT, _AGE, _TOKEN, _PAIR, _END = 0, 32, 40, 104, 1128, 5224
 NOBODY_ASKED = -1
-"""In the place of a match length: other texts were not looked at."""
+"""Instead of a match length: other texts were not searched."""
 
 Features = Sequence[int]
 """The cells of one proposal."""
 
 
 class AcceptanceGate:
-    """The table of one tenant; used by the thread that drafts. It takes 84 KB."""
+    """The model of one tenant, 84 KB; used by the thread that drafts."""
 
     def __init__(self) -> None:
         self._weights = [0.0] * _END
         self._squares = [1.0] * _END
-        """Of the errors that each weight has seen."""
+        """AdaGrad's sum of squared errors for each weight."""
         self._advantage = 0.0
-        """Calibration's recent loss less the gate's."""
+        """Recent loss of calibration minus that of the gate."""
 
     @property
     def is_used(self) -> bool:
-        """Whether it was no worse than calibration lately."""
+        """Whether the gate was lately no worse than calibration."""
         return self._advantage >= 0
 
     def judge(
         self, token: int, before: int, calibrated: float, *, is_first: bool, age: int, source: int, support: int
     ) -> tuple[float, Features]:
-        """The probability that `token` is accepted behind the token `before`, and its features, for `add`.
+        """(probability that `token` is accepted after the token `before`, its features for `add`).
 
-        `age` is how many tokens were written since, in text of a `source` of three; `support` is the match length of
-        another text that names the same token, 0 where none does, or `NOBODY_ASKED`.
+        `age` is how many tokens ago its text was written, `source` which of the three texts; `support` is the match
+        length of another text that names the same token, 0 where none does, or `NOBODY_ASKED`.
         """
         bounded = calibrated if calibrated > _LEAST else _LEAST
         score = log(bounded / (1 - bounded))
@@ -80,7 +80,7 @@ class AcceptanceGate:
         return (_LEAST if learned < _LEAST else learned if learned < _MOST else _MOST), features
 
     def add(self, calibrated: float, learned: float, features: Features, *, accepted: bool) -> None:
-        """Verification reached a proposal of which `judge` has said so."""
+        """Learn from a proposal that verification reached; arguments as `judge` got and returned them."""
         bounded = calibrated if calibrated > _LEAST else _LEAST
         gained = log(learned / bounded if accepted else (1 - learned) / (1 - bounded))
         self._advantage = _SCORE_MEMORY * self._advantage + gained

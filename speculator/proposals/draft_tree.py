@@ -1,8 +1,8 @@
-"""What one request proposes in a round: a tree of tokens, of which a chain is one that nowhere forks.
+"""The proposals of one request in a round: a tree of tokens; a chain is a tree without forks.
 
-Where the text can go on in several ways, a verification of all of them commits the one that the target takes. Nodes are
-the proposals, in an order in which parents come before their children; the root, what was committed last, has no number
-of its own: `ROOT`. With the root's row before them, node k is verified in row k + 1.
+If the text can continue in several ways, one verification checks all of them and commits the target's. Nodes are the
+proposals, parents before children. The root is the last committed token and has the number `ROOT`. The root is row 0
+of the verification, node k row k + 1.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ROOT = -1
 
 @dataclass(frozen=True)
 class DraftTree:
-    """`tokens`, their `parents`, and the proposer's own probability of each, where its parent is accepted."""
+    """`tokens`, their `parents`, and the proposer's own probability of each, given that its parent is accepted."""
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
@@ -32,7 +32,7 @@ class DraftTree:
 
     @property
     def reaches(self) -> list[float]:
-        """R_k = Π p over a node and those before it on its path: that it is reached and accepted."""
+        """R_k = Π p along the path to each node: the probability that it is reached and accepted."""
         reaches: list[float] = []
         for parent, probability in zip(self.parents, self.probabilities, strict=True):
             reaches.append(probability * (1.0 if parent == ROOT else reaches[parent]))
@@ -40,20 +40,18 @@ class DraftTree:
 
     @property
     def depth(self) -> int:
-        """Nodes of the longest path."""
+        """Number of nodes on the longest path."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent == ROOT else depths[parent] + 1)
         return max(depths, default=0)
 
     def first(self, num_nodes: int) -> Self:
-        """The tree of its first nodes."""
+        """The tree of the first `num_nodes` nodes."""
         return type(self)(self.tokens[:num_nodes], self.parents[:num_nodes], self.probabilities[:num_nodes])
 
     def depth_first(self) -> list[int]:
-        """The nodes, each with its first child right behind it: a path of first children has rows that follow one
-        another.
-        """
+        """The nodes in depth-first order, so that a path of first children has consecutive rows."""
         if self.is_chain:
             return list(range(len(self.tokens)))
         children: dict[int, list[int]] = {}
@@ -76,15 +74,15 @@ class DraftTree:
         )
 
     def child(self, node: int, token: int) -> int | None:
-        """The node behind this one, or behind the root, that proposes `token`."""
+        """The child of this node, or of the root, that proposes `token`."""
         for other in range(node + 1, len(self.tokens)):
             if self.parents[other] == node and self.tokens[other] == token:
                 return other
         return None
 
     def walk(self, emit: Callable[[int, int], int]) -> tuple[list[int], list[int]]:
-        """Follow what the target emits from the root on, `emit(row, depth)` in a row that is so many tokens behind it:
-        the tokens, the last of which no node proposed, and the nodes that proposed the others.
+        """Follow the target from the root on; `emit(row, depth)` returns its token after a row, `depth` tokens after
+        the root. Returns (tokens, the last of which no node proposed; nodes that proposed the others).
         """
         emitted, path, node = [emit(0, 0)], list[int](), ROOT
         while (child := self.child(node, emitted[-1])) is not None:

@@ -1,20 +1,19 @@
-"""What a round proposes where all requests of a batch get chains of one length: in SGLang.
+"""Plan rounds in which all requests of a batch get chains of one length, as in SGLang.
 
-SGLang has prepared a verification for each of a few lengths, and which one it runs is decided before anything is
-drafted. The forecast is that of speculator/proposals/planner.py, committed tokens over seconds: of b requests, H_k the
-share of the head's first k proposals that are expected to be accepted, R_ik that of request i's chain from earlier
-text,
+SGLang has prepared verifications of a few lengths, and the length is chosen before drafting. As in
+speculator/proposals/planner.py, the plan with the most expected committed tokens a second wins. With b requests, H_k
+the expected accepted tokens among the head's first k proposals, and R_ik those of request i's suffix chain:
 
     nothing     b / V(b, 0)
     text        max over P of (b + Σ_i R_iP) / W(b, P)
     head        max over P of (b + Σ_i max(H_P, R_iP)) / V(b, P)
 
-V are the times of whole rounds with the head's passes, W of those in which they are left out. In a round with the head
-each request takes the better of its two chains. Without it, those that have no text take the one proposal that the
-head has made already, in the pass that brought it up to date.
+V are the times of whole rounds with the head's passes, W of rounds without them. In a round with the head each request
+takes the better of its two chains. In one without it, requests without suffix text take the one proposal that the head
+has already made, in the pass that read the new tokens.
 
-What a length costs is tried where it would pay if it cost no more than the next shorter one; and a head that does not
-pay is looked at now and then with the shortest chains, in rounds in which text does not pay either.
+A length of unknown cost is tried if it would pay at the cost of the next shorter one. A head that does not pay is
+probed now and then with the shortest chains, in rounds in which suffix text does not pay either.
 """
 
 from __future__ import annotations
@@ -31,31 +30,33 @@ from speculator.proposals.estimates import PositionAcceptance, RoundTimes
 from speculator.proposals.planner import FIRST_LOOKS, LOOKS_AFTER_RENEWAL, RENEWED_WEIGHT
 
 _LEAST_LOOK = 0.5
-"""Plain rounds that a look at short chains counts as at least: so such looks are few where chains cost little."""
+"""Least cost of a probe of the head, in plain rounds: keeps probes rare where chains cost little."""
 _TRIAL_ROUNDS = 12.0
-"""Of a length for a whole round: more than for single chains, since it is hardly run again where it seems too dear."""
+"""Rounds for which a length is tried: more than for single chains, since a length that seems too slow hardly runs
+again.
+"""
 _BETTER = 1.02
-"""What more proposals must at least promise where all requests get them: times are noisy, and switching has a price."""
+"""Factor by which a longer plan must be better: times are noisy, and switching lengths costs time."""
 
 
 class LengthPlan(NamedTuple):
-    """A round of `batch` requests with `num_proposals` each."""
+    """Plan of a round: `batch` requests with `num_proposals` each."""
 
     batch: int
     num_proposals: int = 0
     uses_head: bool = False
     """Whether the head computes a chain."""
     from_text: tuple[bool, ...] = ()
-    """Which requests propose earlier text; all that are not listed do not."""
+    """For each request, whether it proposes suffix text; empty: none does."""
     expected_tokens: float = 0.0
-    """Committed ones; 0 before anything was measured, and so are the seconds."""
+    """Expected committed tokens; like the seconds, 0 before anything was measured."""
     expected_s: float = 0.0
     plain_s: float = 0.0
-    """What the same requests' next tokens alone are expected to take."""
+    """Expected seconds of a plain round of the same requests."""
     headless_s: float = 0.0
-    """For one token, in the best round without the head's chains."""
+    """Expected seconds a token in the best round without the head's chains."""
     is_look: bool = False
-    """Whether it is there only to see how good the draft is, or what another length costs."""
+    """Whether the round is a probe of the draft's acceptance, or of another length's cost."""
 
     @property
     def rate(self) -> float:
@@ -64,24 +65,24 @@ class LengthPlan(NamedTuple):
 
 
 def _first(head_gains: Sequence[float]) -> float:
-    """What the one proposal is worth that the head has made without its passes."""
+    """Expected acceptance of the one proposal that the head makes without its own passes."""
     return head_gains[1] if len(head_gains) > 1 else 0.0
 
 
 class LengthPlanner:
     """Plans the rounds of one engine; used by the thread that decodes.
 
-    Engines that were told the same rounds in the same order plan the same.
+    Deterministic: the same observations in the same order give the same plans.
     """
 
     def __init__(self, *, max_depth: int, look_share: float = 0.01, seed: int = 0) -> None:
-        """`max_depth` is that of the head's chains."""
+        """`max_depth`: longest chain of the head."""
         self.times, self.text_times = RoundTimes(), RoundTimes()
         self.positions = PositionAcceptance(max_depth)
         self._look_share, self._random = look_share, random.Random(seed)
         self._looks_left_s = 0.0
         self._granted = FIRST_LOOKS
-        """Plain rounds' worth of looks that are still to be added."""
+        """Budget for probes that is still to be added, in plain rounds."""
 
     def plan(
         self,
@@ -91,10 +92,9 @@ class LengthPlanner:
         head_lengths: Sequence[int],
         text_gains_BL: np.ndarray | None = None,
     ) -> LengthPlan:
-        """`lengths` can be chosen, 0 first, and `head_lengths` of them, 0 first, where the head computes the chains.
+        """Plan a round. `lengths`: available lengths, 0 first; `head_lengths`: those for the head's chains, 0 first.
 
-        `text_gains_BL` is how many proposals of each request's text are expected to be accepted, of as many as
-        `lengths` has in column l.
+        `text_gains_BL` [B, L]: expected accepted tokens of each request's suffix chain, cut at each of `lengths`.
         """
         plain_s = self.times.verify_s(batch, 0, 0)
         if not plain_s:
@@ -124,19 +124,19 @@ class LengthPlanner:
         return best._replace(from_text=tuple(chosen_B.tolist()))
 
     def _tried(self, best: LengthPlan, plans: Sequence[LengthPlan]) -> LengthPlan:
-        """The best plan, or one of its neighbours of which too little is known."""
+        """The best plan, or instead a neighbouring length whose cost or acceptance is too little known."""
         if not best.uses_head and best.num_proposals:
             return best
         batch, longer = best.batch, [plan for plan in plans if plan.num_proposals > best.num_proposals]
         if (
             longer
             and not self.times.is_known(batch, longer[0].num_proposals, after=_TRIAL_ROUNDS)
-            # What it costs is unknown: it is tried where it would pay if it cost no more.
+            # Unknown cost: try the length if it would pay at the best plan's cost.
             and longer[0].expected_tokens > _BETTER * best.expected_tokens
         ):
             return longer[0]
         if best.uses_head:
-            # Now and then the next shorter or longer one is run to see what it costs.
+            # Now and then run the next shorter or longer length to measure its cost.
             if self._random.random() < self._look_share:
                 shorter = [plan for plan in plans if plan.num_proposals < best.num_proposals]
                 nearest = [*(shorter[-1:] or [self._plain(best)]), *longer[:1]]
@@ -152,7 +152,7 @@ class LengthPlanner:
 
     @staticmethod
     def _plain(plan: LengthPlan) -> LengthPlan:
-        """The same requests without proposals."""
+        """Plan of a plain round of the same requests."""
         return LengthPlan(
             batch=plan.batch,
             expected_tokens=float(plan.batch),
@@ -169,7 +169,7 @@ class LengthPlanner:
         head_gains: Sequence[float],
         text_gains_BL: np.ndarray | None,
     ) -> LengthPlan:
-        """The best round without the head's passes; where no text is there it is plain decoding."""
+        """The best plan without the head's passes; without suffix text, plain decoding."""
         plain = LengthPlan(batch=batch, expected_tokens=float(batch), expected_s=plain_s, plain_s=plain_s)
         best = plain
         if text_gains_BL is not None and text_gains_BL.any():
@@ -183,7 +183,7 @@ class LengthPlanner:
         return best._replace(headless_s=best.expected_s / best.expected_tokens)
 
     def _with_head(self, without: LengthPlan, length: int, gain: float) -> LengthPlan:
-        """Chains of the head, but for requests that have better text; `gain` proposals are expected to be accepted."""
+        """Plan with chains of the head, except where suffix text is better; `gain`: expected accepted tokens."""
         return LengthPlan(
             batch=without.batch,
             num_proposals=length,
@@ -195,22 +195,22 @@ class LengthPlanner:
         )
 
     def observe(self, batch: int, num_proposals: int, seconds: float, *, uses_head: bool) -> None:
-        """What a whole round took; without proposals, what it would take without a draft."""
+        """Learn the time of a whole round; without proposals, that of a plain round."""
         if uses_head or not num_proposals:
             self.times.add_verification(batch, num_proposals, 0, seconds)
         if not uses_head:
             self.text_times.add_verification(batch, num_proposals, 0, seconds)
 
     def seconds(self, batch: int, num_proposals: int, *, uses_head: bool) -> float:
-        """What a round is expected to take."""
+        """Expected seconds of a round."""
         times = self.times if uses_head or not num_proposals else self.text_times
         return times.verify_s(batch, num_proposals, 0)
 
     def look_again(self) -> None:
-        """Look at a draft that was not used for a while."""
+        """Probe the draft again after it was not used for a while."""
         self._granted = LOOKS_AFTER_RENEWAL
 
     def renew(self) -> None:
-        """Another draft version is in service: look at it even where the last one did not pay."""
+        """Probe a new draft version, even if the last one did not pay."""
         self.positions.fade(RENEWED_WEIGHT)
         self.look_again()

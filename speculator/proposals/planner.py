@@ -1,32 +1,32 @@
-"""What to propose in a round: nothing, the suffixes' trees or the learned head's chains; and how many tokens of it.
+"""Plan a round of the local engine: plain, suffix trees or the draft head's chains, and how many tokens.
 
-Every choice is a forecast of committed tokens over seconds, both from what was measured while serving. With b requests,
-R_ik the probability that proposal k of request i is reached and accepted, and V, D the times of
-speculator/proposals/estimates.py:
+The plan with the most expected committed tokens a second wins; both are estimated from measurements while serving. With
+b requests, R_ik the probability that proposal k of request i is reached and accepted, and V, D the times of
+verification and drafting (speculator/proposals/estimates.py):
 
     nothing     b / V(b, 0)
     suffix      max over P of (b + Σ_i Σ_{k≤P} R_ik) / V(b, P)          R: suffix_drafter.py
     head        (b + Σ_i w_i g_i) / (V(b, P̄) + D(b, s̄, u))              g: what its chains earned lately, by domain
 
-u are the pairs that the head has not read: after long suffix paths they cost more than its proposals. w is what its
-tokens are worth: one that the next round's suffix tree would have brought as the first of five saves a fifth of a
-round (SuffixRequest.rounds_saved). Where text is copied here and there, counting such tokens as whole ones makes a head
-look twice as good as it is. What is expected to be committed is with w = 1.
+u are the pairs that the head has not read: after long suffix paths they cost more than its proposals. w is the worth of
+a head token in rounds saved: if the next round's suffix tree would have brought the same token as the first of five, it
+saves only a fifth of a round (SuffixRequest.rounds_saved). On partly copied text, counting such tokens fully makes a
+head look twice as good as it is. The expected number of committed tokens uses w = 1.
 
-The largest of them is the rate λ of this round, and the price of time: the head's chains grow while one more token of
-all of them, w Σ_i R_ik, earns more than the λ · ΔV that it takes, or λ · (ΔV + ΔD) before the head has computed it.
-That is the stationarity condition of the ratio that is maximised (Dinkelbach, Management Science 13(7), 1967).
+The largest ratio is the rate λ of this round, and the price of time. The head's chains grow while one more token in all
+of them, w Σ_i R_ik, earns more than its verification λ · ΔV, or before the head has computed it, λ · (ΔV + ΔD). That is
+the stationarity condition of the maximised ratio (Dinkelbach, Management Science 13(7), 1967).
 
-A head that does not pay is looked at all the same, since it may have learned: now and then it is asked for one token of
-one request, which the round does not verify; what the target emits says whether it would have been accepted. Looks have
-a budget of seconds, a share of the time that rounds take, since most of a look is reading what the head has not read.
-It is halved where many looks in a row were in vain, until one is not or another version comes. Only requests are looked
-at for which the head would be asked: what it would earn where a suffix tree is good, which is where most heads are,
-says nothing of the rounds that it could have. And only the time of rounds that could be looked at counts.
+A head that does not pay is probed now and then, since it may have learned. A probe (`look`) has the head propose one
+token for one request. The round does not verify the token; the target's own token shows whether it was right. Probes
+have a budget in seconds, a share of the rounds' time, since most of a probe's cost is reading unread pairs. Many
+useless probes in a row halve the budget, until one is useful or another version comes. Only requests that would use
+the head are probed: where a suffix tree is good, as most heads also are, a probe says nothing about the rounds that the
+head could get. And only the time of rounds with such requests adds to the budget.
 
 SGLang fixes one length for all chains before it drafts: speculator/proposals/length_planner.py.
 
-`Earnings` has what the head earns: by domain, as verifications and looks say, older ones fading.
+`Earnings` holds what the head earns by domain, from verifications and probes, older ones fading.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from typing import NamedTuple
 from speculator.proposals.estimates import MOST_CERTAIN, Calibration, PositionAcceptance, RoundTimes
 
 _MEMORY = 0.98
-"""What a verification still weighs after another: half after 34."""
+"""Decay of earnings per verification: half after 34."""
 _PRIOR_WEIGHT = 2.0
 RENEWED_WEIGHT = 0.25
-"""What evidence about the previous version is worth for the next, which is mostly like it."""
+"""Weight that evidence about a version keeps for the next version, which is similar."""
 _VAIN_LOOKS = 24
-"""After so many in a row that found nothing, looks get half their share: enough to read text as fast as it grows."""
+"""After so many useless probes in a row, probes get half their share: still enough to read text as fast as it grows."""
 _MAX_DOMAINS = 64
 _REST = "other"
 
 
 class FadingMean:
-    """A fading mean that begins at a guess."""
+    """Exponentially decaying mean that starts at a guess."""
 
     def __init__(self, guess: float) -> None:
         self._sum, self._weight = _PRIOR_WEIGHT * guess, _PRIOR_WEIGHT
@@ -71,39 +71,39 @@ class FadingMean:
 
 @dataclass(frozen=True)
 class HeadVerdict:
-    """What became of the head's chain for one request; an empty chain counts, too, and so does a look."""
+    """Result of the head's chain for one request in a round; empty chains and probes count, too."""
 
     domain: str
     probabilities: Sequence[float]
-    """The head's own, of each proposal."""
+    """The head's own probability of each proposal."""
     num_accepted: int
     is_worth_it: bool = True
-    """False for a look at a token that a round would not have verified."""
+    """False for a probe whose token a round would not have verified."""
     rounds_saved: float | None = None
-    """By the accepted ones; None where nothing but the head proposes: as many as those are."""
+    """Rounds that the accepted proposals saved; None where only the head proposes: one each."""
 
 
 class _Record:
-    """What the head has lately earned, in one domain or in all."""
+    """The head's recent earnings, in one domain or in all."""
 
     def __init__(self, gain: float, saved: float) -> None:
-        """Guesses."""
+        """Starting values."""
         self._gain, self._saved = FadingMean(gain), FadingMean(saved)
         self._num_vain = 0
 
     @property
     def gain(self) -> float:
-        """Accepted proposals of a chain."""
+        """Accepted proposals per chain."""
         return self._gain.value
 
     @property
     def saved(self) -> float:
-        """Rounds that these take the place of."""
+        """Rounds saved per chain."""
         return self._saved.value
 
     @property
     def look_share(self) -> float:
-        """Of the full budget of looks."""
+        """Share of the full probe budget."""
         return 0.5 if self._num_vain >= _VAIN_LOOKS else 1.0
 
     def add(self, gain: int, saved: float, *, is_vain: bool) -> None:
@@ -118,44 +118,44 @@ class _Record:
 
 
 class Earnings:
-    """By domain, and of all together."""
+    """The head's recent earnings by domain, and in all domains together."""
 
     def __init__(self) -> None:
         self._records: dict[str, _Record] = {}
         self._overall = _Record(0.0, 0.0)
 
     def gain(self, domain: str) -> float:
-        """Accepted proposals of the head's chains, the empty ones included, in one verification."""
+        """Expected accepted proposals of a head's chain in one verification, empty chains included."""
         return self._nearest_record(domain).gain
 
     def look_share(self, domain: str) -> float:
-        """Of the full budget of looks."""
+        """Share of the full probe budget."""
         return self._nearest_record(domain).look_share
 
     def worth(self, domains: Sequence[str]) -> float:
-        """Of a token of the head, in requests of these domains."""
+        """Rounds that a token of the head saves, in requests of these domains."""
         records = [self._nearest_record(domain) for domain in domains]
         gain = sum(record.gain for record in records)
         return sum(record.saved for record in records) / gain if gain else 1.0
 
     def _nearest_record(self, domain: str) -> _Record:
-        """The evidence about a domain: that of all where there is none of its own, nor of the rest."""
+        """The record of a domain; without one that of the rest, else of all domains."""
         return self._records.get(domain) or self._records.get(_REST) or self._overall
 
     def add(self, verdict: HeadVerdict) -> None:
-        """What became of one more chain, or of a look."""
+        """Count one more chain, or a probe."""
         gain = verdict.num_accepted if verdict.is_worth_it else 0
         saved = gain if verdict.rounds_saved is None or gain == 0 else verdict.rounds_saved
         for record in (self._own_record(verdict.domain), self._overall):
             record.add(gain, saved, is_vain=verdict.num_accepted == 0)
 
     def renew(self) -> None:
-        """Another version is in service."""
+        """Reduce the weight of all records, for a new draft version."""
         for record in (self._overall, *self._records.values()):
             record.renew()
 
     def _own_record(self, domain: str) -> _Record:
-        """Where to write down what a domain earned; the rest's, where there are too many domains."""
+        """The record to update for a domain; beyond the limit on domains that of the rest."""
         if domain not in self._records:
             domain = domain if len(self._records) < _MAX_DOMAINS else _REST
             self._records.setdefault(domain, _Record(self._overall.gain, self._overall.saved))
@@ -163,56 +163,52 @@ class Earnings:
 
 
 FIRST_LOOKS = 3.0
-"""Steps' worth of looks at a head that nobody has seen: cheaper than the chains that a useless one would have verified
-in vain. A step here is one request's plain decoding.
-"""
+"""Initial probe budget, in plain decode steps of one request: cheaper than verifying a useless head's chains."""
 LOOKS_AFTER_RENEWAL = 12.0
-"""The same at a new version, whatever the last one was worth: enough for the watch to see a useless one. And the most
-that is put by.
+"""Probe budget at a new version, in such steps: enough to detect a useless version in its trial. Also the most that the
+budget accumulates.
 """
 _LONGEST_LOOK = 12.0
-"""Steps. A request whose prompt would take longer to read is not looked at."""
+"""A request whose unread pairs take longer to read, in such steps, is not probed."""
 _AWAKE_ROUNDS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a round of `batch` requests proposes: the head for those that have no better suffix, or suffixes alone."""
+    """Plan of a round: the head for requests without a better suffix tree, or suffix trees alone, or nothing."""
 
     batch: int
     num_keys: int
     expected_tokens: float = 0.0
-    """Committed tokens that are expected of this round; 0 before anything was measured. So with `expected_s`, its
-    seconds.
-    """
+    """Expected committed tokens; like `expected_s`, the expected seconds, 0 before anything was measured."""
     plain_s: float = 0.0
-    """What the same requests' next tokens alone are expected to take."""
+    """Expected seconds of a plain round of the same requests."""
     expected_s: float = 0.0
     value: float = 0.0
-    """Of the expected tokens: the head's at what they are worth."""
+    """The expected tokens, with those of the head weighted by `worth`."""
     worth: float = 1.0
-    """Of a token of the head."""
+    """Rounds that a token of the head saves."""
     uses_head: bool = False
     look: int | None = None
-    """The request in which a head that is not used is looked at."""
+    """Index of the request in which to probe the unused head."""
     num_proposals: int = 0
-    """Of a suffix tree, where the head is not asked."""
+    """Nodes of the suffix trees, in a round without the head."""
     from_suffix: tuple[bool, ...] = ()
-    """Which requests take their suffix tree where the head is asked."""
+    """For each request, whether it uses its suffix tree, in a round with the head."""
 
     @property
     def is_look(self) -> bool:
-        """Whether something is drafted only to see how good the draft is, or what another length costs."""
+        """Whether the round probes the unused head."""
         return self.look is not None
 
     @property
     def rate(self) -> float:
-        """λ, in tokens' worth a second."""
+        """λ: expected `value` a second."""
         return self.value / self.expected_s if self.expected_s else 0.0
 
 
 class Step(NamedTuple):
-    """One proposal for each request, and the head's log-probability of it."""
+    """One draft step: a proposal for each request, and the head's log-probability of it."""
 
     ids: Sequence[int]
     logprobs: Sequence[float]
@@ -220,23 +216,23 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class ChainRule:
-    """How far the head's chains go, known before its first step: so that it computes all of them in one call.
+    """Stopping rule for the head's chains, fixed before the first step, so that one kernel call computes all steps.
 
-    A request's reach is the probability that its proposals so far are accepted. It begins at 1, or at 0 where the
-    request takes its suffix tree. A step multiplies it with the head's probability, corrected by the step's factor.
+    A request's reach is the probability that all its proposals so far are accepted. It begins at 1, or at 0 where the
+    request uses its suffix tree. A step multiplies it by the head's probability times the step's factor.
     """
 
     factors: Sequence[float]
     least: Sequence[float]
-    """By step: while the reaches sum up to more behind it, the head computes another one."""
+    """By step: the head computes another step while the sum of reaches after it exceeds this."""
 
     @property
     def num_steps(self) -> int:
-        """The most."""
+        """Most steps."""
         return len(self.factors)
 
     def behind(self, num_steps: int) -> ChainRule:
-        """What is left of it after so many."""
+        """The rule for the steps after the first `num_steps`."""
         return ChainRule(self.factors[num_steps:], self.least[num_steps:]) if num_steps else self
 
     @property
@@ -244,7 +240,7 @@ class ChainRule:
         return ChainRule(self.factors[:1], self.least[:1])
 
     def reached(self, step: int, reaches: Sequence[float], logprobs: Sequence[float]) -> list[float]:
-        """Behind a step, from 0."""
+        """The reaches after step `step` (from 0)."""
         factor = self.factors[step]
         return [
             reach * min(MOST_CERTAIN, factor * math.exp(logprob))
@@ -252,7 +248,7 @@ class ChainRule:
         ]
 
     def goes_on(self, step: int, reaches: Sequence[float]) -> bool:
-        """Whether there is a step behind this one."""
+        """Whether to compute another step after this one."""
         return step + 1 < self.num_steps and sum(reaches) > self.least[step]
 
 
@@ -273,9 +269,9 @@ class RoundPlanner:
         self._look_budget = look_share
         self._step_s = self._looks_left_s = 0.0
         self._granted = FIRST_LOOKS
-        """Steps' worth of looks that are still to be added."""
+        """Probe budget that is still to be added, in plain decode steps of one request."""
         self._dismissed: tuple[str, ...] = ()
-        """Those of requests for which a head that sleeps did not pay, until something is heard of it."""
+        """Domains for which the unused head was found not to pay; cleared by the next probe or version."""
         self._num_plans = self._last_use = 0
 
     # -- choosing ---------------------------------------------------------------------------------------------------
@@ -289,8 +285,8 @@ class RoundPlanner:
         head_depth: int,
         unread: Sequence[int],
     ) -> Plan:
-        """The plan for requests of these domains. `suffixes` are R_ik of their suffix trees, k from the first
-        proposal on; `head_depth` is the most that the head may propose, and `unread` the pairs that it has not read.
+        """Plan a round for requests of these domains. `suffixes`: R_ik of each request's suffix tree; `head_depth`:
+        longest chain of the head; `unread`: pairs of each request that the head has not read.
         """
         self._look_budget = 0.0
         batch = len(domains)
@@ -328,26 +324,26 @@ class RoundPlanner:
 
     @property
     def is_awake(self) -> bool:
-        """Whether the head has paid lately: then it reads prompts as they come."""
+        """Whether the head was used lately: only then it reads prompts during their prefill."""
         return self._num_plans - self._last_use < _AWAKE_ROUNDS
 
     def head_probability(self, step: int, probability: float) -> float:
-        """Of a proposal at `step`, from 0, that the head gives `probability`: that it is accepted, once reached."""
+        """Calibrated acceptance probability of a head's proposal at `step` (from 0) with the head's `probability`."""
         return self.confidence.probability(step, probability)
 
     def is_worth_verifying(self, plan: Plan, num_proposals: int, reach: float, of_suffixes: float = 0.0) -> bool:
-        """Whether one more token than `num_proposals` pays, which is reached and accepted `reach` times in all requests
-        that have the head's chain, and so often in those that have a suffix tree.
+        """Whether verifying one more token than `num_proposals` pays. `reach` is its expected number of acceptances,
+        summed over requests with the head's chain, `of_suffixes` the same over requests with a suffix tree.
         """
         price = plan.rate * self._more_s(plan, num_proposals)
         return reach > self._least_reach(plan, num_proposals, price, of_suffixes=of_suffixes)
 
     def chain_rule(self, plan: Plan, of_suffixes: Sequence[float]) -> ChainRule:
-        """How far the head's chains go in this round. By step: how often proposals of suffix trees at its place are
-        expected to be accepted.
+        """The stopping rule for the head's chains in this round. `of_suffixes`: by step, the expected acceptances of
+        suffix trees at that position.
 
-        Another step is computed where this one's proposals are worth verifying, and the next one's are expected to be
-        worth that and their own computation.
+        Another step is computed if this one's proposals are worth verifying, and the next one's are expected to be
+        worth verification and drafting.
         """
         batch, times, depth = plan.batch, self.times, len(of_suffixes)
         verify_s = [times.verify_s(batch, num_proposals, plan.num_keys) for num_proposals in range(depth + 2)]
@@ -361,7 +357,7 @@ class RoundPlanner:
         return ChainRule([self.confidence.factor(step) for step in range(depth)], least)
 
     def _without_head(self, batch: int, num_keys: int, suffixes: Sequence[Sequence[float]]) -> Plan:
-        """The best round of suffix trees; with none of them it is plain decoding."""
+        """The best plan with suffix trees alone; without any, plain decoding."""
         gains = [sum(column) for column in itertools.zip_longest(*suffixes, fillvalue=0.0)]
         plain_s = self.times.verify_s(batch, 0, num_keys)
         num_proposals, tokens, seconds = 0, float(batch), plain_s
@@ -380,7 +376,7 @@ class RoundPlanner:
         )
 
     def _have_better(self, domains: Sequence[str], suffixes: Sequence[Sequence[float]]) -> tuple[bool, ...]:
-        """Which requests have a suffix tree that promises more than the head earns."""
+        """For each request, whether its suffix tree's expected acceptances exceed the head's."""
         return tuple(
             sum(reaches) > self.earnings.gain(domain) for domain, reaches in zip(domains, suffixes, strict=True)
         )
@@ -395,8 +391,8 @@ class RoundPlanner:
         *,
         num_pairs: int,
     ) -> Plan:
-        """A round that asks the head, if it goes like its last ones but for the pairs that it has to read: after suffix
-        proposals that were accepted they are many.
+        """Plan with the head: depth and steps as in its last rounds, but with the `num_pairs` that it must read now,
+        which are many after accepted suffix proposals.
         """
         batch = len(domains)
         depth = min(round(self._proposals[batch].value), head_depth)
@@ -421,9 +417,8 @@ class RoundPlanner:
     def _least_reach(
         self, plan: Plan, num_proposals: int, price: float, *, rate: float = 1.0, of_suffixes: float = 0.0
     ) -> float:
-        """Above which chains, whose next token is accepted at this rate, earn a price together with suffix trees.
-
-        What is likelier than not to be accepted is tried until it is known what one more token costs.
+        """The sum of reaches above which the chains' next token, accepted at `rate`, earns `price` together with suffix
+        trees. While the cost of one more token is unknown, tokens with a probability above one half are tried.
         """
         missing, worth = price - of_suffixes, plan.worth * rate
         least = missing / worth if worth else math.copysign(math.inf, missing)
@@ -432,7 +427,7 @@ class RoundPlanner:
         return least
 
     def _beats_plain(self, domains: Sequence[str], num_keys: int, head_depth: int, plain_s: float) -> bool:
-        """Whether the head would pay where there are no suffixes: there it is compared with least."""
+        """Whether the head would pay without suffix trees, compared with plain decoding."""
         batch = len(domains)
         usual = self._with_head(domains, num_keys, [()] * batch, (False,) * batch, head_depth, num_pairs=2 * batch)
         return usual.rate * plain_s > batch
@@ -444,7 +439,7 @@ class RoundPlanner:
         return max(more_s, 0.0)
 
     def _look(self, rows: Sequence[int], unread: Sequence[int]) -> int | None:
-        """Any of these requests that is not too long, whatever it costs, while the budget is not overdrawn."""
+        """Choose a random request to probe; None if the budget is used up, or the request has too many unread pairs."""
         if self._looks_left_s <= 0:
             return None
         row = self._random.choice(rows)
@@ -455,8 +450,8 @@ class RoundPlanner:
     def observe(
         self, plan: Plan, *, num_proposals: int, num_steps: int, num_pairs: int, draft_s: float, verify_s: float | None
     ) -> None:
-        """What a round took: its verification of so many proposals, and the head's part where it was asked. No
-        `verify_s` where something else was computed in the same pass.
+        """Learn the times of a round: verification of `num_proposals`, and drafting if the head ran. `verify_s` is None
+        if the pass also computed something else.
         """
         if verify_s is None:
             verify_s = self.times.verify_s(plan.batch, num_proposals, plan.num_keys)
@@ -468,7 +463,7 @@ class RoundPlanner:
         if plan.look is not None:
             self._looks_left_s -= draft_s
             self.times.add_drafting(1, num_steps, num_pairs, draft_s)
-            num_proposals = num_steps  # as if what was seen had been verified: gains and costs are of the same chain
+            num_proposals = num_steps  # count the probe's token as verified, so that gain and cost fit together
         elif num_steps:
             self.times.add_drafting(plan.batch, num_steps, num_pairs, draft_s)
         if num_steps:
@@ -476,7 +471,7 @@ class RoundPlanner:
             self._steps[plan.batch].add(num_steps)
 
     def observe_head(self, verdicts: Iterable[HeadVerdict]) -> None:
-        """What a round earned with the head's chains."""
+        """Learn from the results of the head's chains in a round."""
         for verdict in verdicts:
             self._dismissed = ()
             self.positions.add(len(verdict.probabilities), verdict.num_accepted)
@@ -485,10 +480,10 @@ class RoundPlanner:
                 self.confidence.add(step, probability, accepted=step < verdict.num_accepted)
 
     def renew(self) -> None:
-        """Another draft version is in service: look at it even where the last one did not pay."""
+        """Probe a new draft version, even if the last one did not pay."""
         self.positions.fade(RENEWED_WEIGHT)
         self.earnings.renew()
         self._dismissed = ()
         self._granted = LOOKS_AFTER_RENEWAL
-        # Awake for a while: prompts are read as they come, or a head that sleeps could not be looked at in long ones.
+        # Awake for a while, so that the head reads prompts during prefill: a probe could not read a long one.
         self._last_use = self._num_plans

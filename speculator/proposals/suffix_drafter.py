@@ -1,34 +1,34 @@
-"""Suffix drafts: proposals from recent text, for requests that repeat what was written before.
+"""Suffix drafts: propose the continuation of earlier text that ended in the same tokens.
 
 SuffixDecoding (arXiv 2411.04975) matches the end of a request with its own prompt and answer and with recent answers
-and proposes what followed there. Here a request looks into three texts, and proposes first of all from the longest
-match in the one whose next token is the likeliest to be accepted:
+and proposes what followed there. Here a request searches three texts, and starts its proposal from the longest match in
+the text whose next token is the most likely to be accepted:
 
 * its own prompt and answer so far (code that is edited, lists that go on as they began);
 * recent answers to the same prompt, running ones included (groups of rollouts; DAS, arXiv 2511.13841, and Seer, arXiv
   2511.14617, keep such a window for each problem);
-* recent answers to the same tenant. A tenant's text lies in an object of its own, and a request holds that one object:
-  there is no path to another tenant's.
+* recent answers to the same tenant. Each tenant has a separate object for its text, and a request has a reference to
+  its own tenant's only.
 
-Where the matches name several next tokens, the proposal is a tree. It grows by the node that is the likeliest to be
-reached and accepted, no deeper than α · match length (the MAX_SPEC of SuffixDecoding), and ends where that becomes
-unlikely. A proposal at effective match length L (the match and the proposals before it), where n of N places went on
-with it, is taken to be accepted with probability
+If the matches have several next tokens, the proposal is a tree. It grows by the node that is the most likely to be
+reached and accepted, no deeper than α · match length (the MAX_SPEC of SuffixDecoding), until that becomes unlikely. The
+acceptance probability of a token at effective match length L (the match plus the proposals before it), with which n of
+N matching places continued, is
 
     p = r · n / (N + 3.5 / L)
 
-Imaginary places that went on otherwise lower the frequency, fewer of them the longer the match. r is what was accepted
-lately over what was predicted: by source, length and rank for all requests of the tenant, times the same by rank for
-the request alone. An answer that copies its prompt copies on. A gate that learns from each verdict then corrects p
-(speculator/proposals/acceptance_gate.py). What other matches name beside the best one is predicted
-(1 − p₁) times as often, p₁ being the probability of the first proposal. The expected number of accepted tokens of a
-tree is the sum of R over its nodes, R_k being the product of p over node k and those before it on its path.
+The 3.5 / L pseudo-counts lower the frequency, less for a longer match. r is recently accepted over predicted proposals:
+by source, length and rank for all requests of the tenant, times the same by rank for the request alone, since an answer
+that copies its prompt keeps copying. An online model then corrects p (speculator/proposals/acceptance_gate.py).
+Tokens that only other matches than the best one name get their probability times (1 − p₁), with p₁ the probability of
+the first proposal. A tree's expected accepted tokens are the sum of R over its nodes, where R_k is the product of p
+along the path to node k.
 
-Why not `arctic_inference.suffix_decoding`: it is published as source only, and to install it takes a C++ compiler,
-CMake and a copy of PyTorch; it drops whole requests, not tokens; and its probabilities are plain frequencies: on the
-answers of benchmarks/results/suffix.md it needs more proposals for the same acceptance.
+Why not `arctic_inference.suffix_decoding`: it is published as source only, and its installation needs a C++ compiler,
+CMake and a copy of PyTorch; it drops whole requests, not tokens; and its probabilities are plain frequencies, so that
+it needs more proposals for the same acceptance (benchmarks/results/suffix.md).
 
-The engine's loop thread is the only user. Verification decides every token, so nothing here can change an answer.
+Used by the engine's thread alone. Verification decides every token, so suffix drafts cannot change an answer.
 """
 
 from __future__ import annotations
@@ -48,36 +48,36 @@ from speculator.proposals.estimates import Calibration
 from speculator.proposals.suffix_index import NEW_TEXT, SuffixIndex, Vote
 
 DOUBT = 3.5
-"""Imaginary places that disagree, at a match of one token."""
+"""Pseudo-count of disagreeing places, at a match of one token."""
 REQUEST_MEMORY = 0.97
-"""What a proposal still says about its request after another one."""
+"""Decay of a request's own calibration per proposal."""
 _HOPELESS = 0.5
-"""Of the least reach: below it the gate is not asked."""
+"""Share of `min_reach` below which the gate is not evaluated, to save time."""
 
 
 class TextSource(IntEnum):
-    """Where a proposal comes from; of equally likely ones the first is taken."""
+    """Text that a proposal is from; of equally likely proposals the first source wins."""
 
-    __hash__ = int.__hash__  # an enum's own is slow, and every guess is looked up by its kind
+    __hash__ = int.__hash__  # faster than the enum's own, which every lookup by `Kind` would use
     OWN = 0
     GROUP = 1
     TENANT = 2
 
 
 class Rank(IntEnum):
-    """How a guess stands to the others behind the same tokens."""
+    """Rank of a guess among the guesses after the same tokens."""
 
     __hash__ = int.__hash__
     FIRST = 0
     """The most frequent continuation of a match."""
     LATER = 1
-    """A less frequent one."""
+    """A less frequent continuation of the match."""
     BESIDE = 2
-    """What another match names."""
+    """A continuation of a match in another text."""
 
 
 class Kind(NamedTuple):
-    """Guesses that are corrected together: of one source, at matches of about one length, and of one rank."""
+    """Key of calibration: source, match length in bits, rank."""
 
     source: TextSource
     length_bits: int
@@ -85,55 +85,55 @@ class Kind(NamedTuple):
 
 
 class Guess(NamedTuple):
-    """A token that may come next behind a node, or behind the root."""
+    """A candidate token after a node, or after the root."""
 
     token: int
     probability: float
     usual: float
-    """Its probability in any of the tenant's requests."""
+    """Probability calibrated over all of the tenant's requests."""
     predicted: float
-    """Before it was corrected."""
+    """Probability before calibration."""
     kind: Kind
     length: int
-    """Of the match that ends with it."""
+    """Length of the match, this token included."""
     deepest: int
     """How deep its tree may grow."""
     places: list[int]
 
 
 class Judged(NamedTuple):
-    """A guess, and what the gate says of it."""
+    """A guess with the gate's probability."""
 
     guess: Guess
     probability: float
-    """That it is accepted, once reached: by the gate while that is used, else as calibrated."""
+    """Probability that it is accepted once reached: the gate's while the gate is used, else the calibrated one."""
     learned: float
-    """By the gate."""
+    """The gate's probability."""
     features: Features
 
 
 @dataclass(frozen=True)
 class SuffixProposal:
-    """A tree with its nodes in the order of their R, so that its first ones are the best tree of so many."""
+    """A tree with its nodes sorted by R, so that its first n nodes are the best tree of n nodes."""
 
     tree: DraftTree = NO_PROPOSALS
     chosen: Sequence[Guess] = ()
-    """The nodes."""
+    """The guesses that became nodes."""
     judged: Mapping[int, Sequence[Judged]] = field(default_factory=dict)
-    """What was guessed behind each node, taken or not."""
+    """All guesses after each node, chosen or not."""
 
     @property
     def sources(self) -> tuple[TextSource, ...]:
-        """Of the nodes."""
+        """Source of each node."""
         return tuple(guess.kind.source for guess in self.chosen)
 
 
 Support = dict[int, list[tuple[TextSource, int]]]
-"""The texts that name a token first, and how long they match."""
+"""For each token: (source, match length) of the texts whose most frequent continuation it is."""
 
 
 class TreeGrower:
-    """Grows the trees of one request, and learns from what became of them."""
+    """Grows the suffix trees of one request, and learns from their verification."""
 
     def __init__(
         self,
@@ -145,16 +145,16 @@ class TreeGrower:
         width: int,
         min_reach: float,
     ) -> None:
-        """From these texts; `tenants` is what became of proposals in all of the tenant's requests, and `gate` what was
-        learned of them, if anything is.
+        """`indexes`: the texts to propose from; `tenants`: calibration over all of the tenant's requests; `gate`: the
+        tenant's online model, or None.
         """
         self._indexes, self._alpha, self._width, self._min_reach = indexes, alpha, width, min_reach
         self._tenants, self._gate = tenants, gate
         self._request = Calibration(REQUEST_MEMORY)
-        """Of what is predicted for the tenant's requests together, in this one."""
+        """Calibration of this request alone, on top of the tenant's."""
 
     def grow(self, context: Sequence[int], max_nodes: int) -> SuffixProposal:
-        """The tree of the nodes that are the likeliest to be reached and accepted behind `context`."""
+        """The tree of the nodes that are most likely to be reached and accepted after `context`."""
         if max_nodes <= 0:
             return SuffixProposal()
         parents: list[int] = []
@@ -188,7 +188,7 @@ class TreeGrower:
         return SuffixProposal(tree, [one.guess for one in chosen], behind)
 
     def learn(self, proposal: SuffixProposal, committed: Sequence[int]) -> None:
-        """The text went on like this: what was guessed behind each node that it has passed was right or not."""
+        """Learn from the committed continuation: judge the guesses after each node on its path."""
         node, tree = ROOT, proposal.tree
         for token in committed:
             for guess, _, learned, features in proposal.judged.get(node, ()):
@@ -202,9 +202,8 @@ class TreeGrower:
             node = child
 
     def _judge(self, guesses: Sequence[Guess], before: int, reach: float, support: Support | None) -> list[Judged]:
-        """What may follow the token `before`, which is reached so often; `support` is known where all texts were asked.
-
-        Where calibration says that a tree would end far above a guess, nobody asks the gate.
+        """Apply the gate to guesses after the token `before`, whose reach is `reach`; `support` is known if all texts
+        were searched. Guesses whose calibrated reach is far too small skip the gate.
         """
         judged, gate = list[Judged](), self._gate
         is_used = gate is not None and gate.is_used
@@ -229,7 +228,7 @@ class TreeGrower:
         return judged
 
     def _first_guesses(self, context: Sequence[int]) -> tuple[list[Guess], Support]:
-        """What may come next: by the match whose next token is most likely to be accepted, and what others name."""
+        """Guesses after `context`: of the match whose first token is most likely accepted, and of other matches."""
         found: list[list[Guess]] = []
         for source, index in self._indexes.items():
             match = index.match(context)
@@ -256,7 +255,7 @@ class TreeGrower:
         return list(by_token.values()), support
 
     def _guesses(self, source: TextSource, length: int, deepest: int, votes: Sequence[Vote]) -> list[Guess]:
-        """By the votes behind a match of so many tokens."""
+        """Guesses from the votes after a match of `length` tokens."""
         guesses, doubt, bits, rank = [], DOUBT / length, length.bit_length(), Rank.FIRST
         for token, agreeing, total, places in votes[: self._width]:
             kind = Kind(source, bits, rank)
@@ -277,36 +276,36 @@ MAX_MATCH = 16
 REQUEST_WINDOW = 32_768
 GROUP_WINDOW = 8_192
 TENANT_WINDOW = 32_768
-"""Tokens of text that are kept, of about 65 bytes in real text and at most 185."""
+"""Tokens of text that are kept for a tenant; one takes about 65 bytes in real text, at most 185."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SuffixConfig:
-    """How trees grow, and how much text is kept.
+    """Settings of suffix trees, and of how much text is kept.
 
     Besides the running requests' own text at most max_tenants · (TENANT_WINDOW + max_groups · GROUP_WINDOW) tokens
-    are kept: 2.6 million with these defaults, or 170 MB of real text. Dropped windows live on while a request still
-    uses them.
+    are kept: 2.6 million with these defaults, or 170 MB of real text. A dropped window is freed once no request uses
+    it.
     """
 
     alpha: float = 4.0
     """Depth of a tree per token of match."""
     width: int = 3
-    """Most proposals beside each other behind the same tokens, by one match; with 1 trees are chains, of one match."""
+    """Most children of a node from one match; with 1, trees are chains of one match."""
     min_reach: float = 0.05
-    """A tree ends before a proposal that is reached and accepted with less than this probability. Whoever pays more
-    than about 3% of a round for a proposal cuts it further: their probabilities say where."""
+    """A tree leaves out proposals with a smaller R. Where a proposal costs more than about 3% of a round, the caller
+    cuts the tree further, by R."""
     learns: bool = True
-    """Whether a gate learns to correct what calibration says; else that alone decides."""
+    """Whether to use an `AcceptanceGate`; without it calibration alone decides."""
     max_groups: int = 16
-    """A tenant's groups; the one that was used least recently is dropped."""
+    """Groups kept for a tenant; the least recently used one is dropped."""
     max_tenants: int = 16
     max_target_age: int = 4
-    """Changes of the target after which a tenant's windows go: text of a policy that moves ages by steps."""
+    """Target versions after which a tenant's text is dropped: in RL, text of old policies goes stale."""
 
 
 class Recent(OrderedDict[str, T]):
-    """At most `size` things, each made when it is first asked for; the least recently asked for is dropped."""
+    """LRU cache of at most `size` values, each made at its first use."""
 
     def __init__(self, size: int, make: Callable[[], T]) -> None:
         super().__init__()
@@ -322,17 +321,17 @@ class Recent(OrderedDict[str, T]):
 
 
 class Tenant:
-    """Everything that one tenant's requests may propose from, and what became of such proposals."""
+    """One tenant's text, and the calibration of its proposals."""
 
     def __init__(self, config: SuffixConfig) -> None:
         self.answers = SuffixIndex(TENANT_WINDOW, max_match=MAX_MATCH)
         self.groups = Recent(config.max_groups, lambda: SuffixIndex(GROUP_WINDOW, max_match=MAX_MATCH))
-        """Answers to one prompt each, by the group's name."""
+        """Recent answers by prompt group."""
         self.calibration = Calibration()
         self.gate = AcceptanceGate() if config.learns else None
         self.born_s = time.monotonic()
         self.target_age = 0
-        """Changes of the target since the first text."""
+        """Target versions since the first text."""
 
 
 class SuffixDrafter:
@@ -343,9 +342,9 @@ class SuffixDrafter:
         self._tenants = Recent(self._config.max_tenants, lambda: Tenant(self._config))
 
     def start(self, prompt: Sequence[int], *, tenant: str, group_id: str = "", shared: bool = True) -> SuffixRequest:
-        """A request whose answer is to follow `prompt`; indexing takes about a microsecond a token.
+        """Start a request with this prompt; indexing takes about a microsecond a token.
 
-        With `shared` false the request proposes from its own text alone and leaves nothing behind.
+        With `shared` false the request proposes from its own text alone, and its text is not kept for others.
         """
         home = self._tenants.of(tenant) if shared else Tenant(self._config)
         return SuffixRequest(self._config, prompt, home, home.groups.of(group_id) if shared and group_id else None)
@@ -357,23 +356,23 @@ class SuffixDrafter:
 
     @property
     def num_tokens(self) -> int:
-        """In all windows that are kept; those of running requests' own text come on top."""
+        """Tokens in all kept windows, without running requests' own text."""
         return sum(
             len(tenant.answers) + sum(len(group) for group in tenant.groups.values())
             for tenant in self._tenants.values()
         )
 
     def forget(self, tenants: Collection[str]) -> None:
-        """Drop all text of these tenants; what runs keeps what it reads until it ends."""
+        """Drop all text of these tenants; running requests keep what they use until they end."""
         for tenant in tenants:
             self._tenants.pop(tenant, None)
 
     def expire(self, ttl_s: float) -> None:
-        """Drop a tenant's windows, whole, when the first text in them may be so old."""
+        """Drop all windows of a tenant whose oldest text may be older than `ttl_s`."""
         self.forget([name for name, tenant in self._tenants.items() if time.monotonic() - tenant.born_s > ttl_s])
 
     def target_moved(self) -> None:
-        """Drop a tenant's windows, whole, when the first text in them is of a target that is too far away."""
+        """Count a new target version; drop all windows of a tenant whose oldest text is of a too old version."""
         for tenant in self._tenants.values():
             tenant.target_age += 1
         max_age = self._config.max_target_age
@@ -388,14 +387,14 @@ class SuffixRequest:
         if group is not None:
             self._indexes[TextSource.GROUP] = group
         self._indexes[TextSource.TENANT] = tenant.answers
-        # Shared texts begin with the prompt's last tokens: so the beginnings of answers are found too.
+        # Shared texts begin with the prompt's last tokens, so that beginnings of answers match, too.
         self._context = list(prompt[-MAX_MATCH:])
         before = {TextSource.OWN: prompt[-REQUEST_WINDOW:]}
         self._texts = {
             source: index.append(NEW_TEXT, before.get(source, self._context)) for source, index in self._indexes.items()
         }
         self.publish: Callable[[Sequence[int]], None] | None = None
-        """Told what is committed."""
+        """Called with committed tokens, to share them with other engines."""
         self._newest = SuffixProposal()
         self._grower = TreeGrower(
             self._indexes,
@@ -413,13 +412,13 @@ class SuffixRequest:
 
     @property
     def context(self) -> Sequence[int]:
-        """The last tokens."""
+        """The last tokens of the request, to be matched."""
         return self._context
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """The answer goes on with these tokens, proposed or not: they also say how good the newest tree was.
+        """Append committed tokens, proposed or not, and learn from them how good the newest tree was.
 
-        So a source is judged while it is not used, and used again when it has become better.
+        So an unused source is also judged, and used again when it has become better.
         """
         self._grower.learn(self._newest, tokens)
         self._newest = SuffixProposal()
@@ -430,13 +429,13 @@ class SuffixRequest:
             self.publish(tokens)
 
     def propose(self, max_tokens: int) -> SuffixProposal:
-        """At most `max_tokens` proposals."""
+        """Propose at most `max_tokens` tokens."""
         self._newest = self._grower.grow(self._context, max_tokens)
         return self._newest
 
     def rounds_saved(self, tokens: Sequence[int], max_tokens: int) -> float:
-        """How many rounds with these trees alone, of at most `max_tokens`, it saves to be given the next `tokens` by
-        another: after each of them a round would have committed one more and what its tree promises.
+        """Rounds with suffix trees alone (of at most `max_tokens`) that are saved if another proposer brings the next
+        `tokens`. A round after each token would have committed one token and its tree's expected acceptances.
         """
         saved, context = 0.0, self._context
         for token in tokens:

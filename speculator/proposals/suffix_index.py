@@ -1,14 +1,14 @@
-"""Where did the end of this context occur before, and what came next? An index of the newest tokens of growing texts.
+"""Index of the newest tokens of growing texts: finds where the end of a context occurred before, and what followed.
 
-The tokens of all texts share one ring, in the order in which they are appended, so the window is exact: the newest
-`capacity` tokens, whoever wrote them. `before` and `after` link the tokens of one text. Chains link, newest first, the
-places that end with the same two tokens, and those with the same one (the hash chains of LZ77 compressors, RFC 1951
-section 4). A search follows a chain for a few places, then keeps those whose texts agree with the context further back.
-Where the window ends, `before` and `after` are −1, and a chain ends at the first place outside.
+The tokens of all texts share one ring buffer, in the order in which they are appended: the window is exactly the newest
+`capacity` tokens of all texts. `before` and `after` link the tokens of one text. Chains link, newest first, the places
+that end with the same two tokens, and those with the same one (the hash chains of LZ77 compressors, RFC 1951 section
+4). A search follows a chain for a few places, then keeps those whose texts agree with the context further back. At the
+window's edge `before` and `after` are −1, and a chain ends at the first place outside.
 
-Why this and not a suffix tree or automaton: a window has to forget, which is one overwritten slot here; no token is an
-object of its own, so the garbage collector has nothing to walk; a token takes 36 bytes in the arrays and at most 150 in
-the dictionaries; and it costs nothing that only the newest few places are looked at.
+Why not a suffix tree or automaton: forgetting a token here is overwriting one slot; tokens are not Python objects, so
+the garbage collector has nothing to walk; a token takes 36 bytes in the arrays and at most 150 in the dictionaries; and
+searching only the newest few places costs no acceptance.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 NEW_TEXT = -1
-"""The handle from which a text begins."""
+"""Handle to pass with the first tokens of a text."""
 _GROWTH = 256
 _MOST_STEPS = 256
-"""Places of a chain that are passed at most: ends of texts, which have nothing after them, are passed over."""
+"""Most places of a chain that a search visits; ends of texts, which have no next token, are skipped."""
 
 
 class Match(NamedTuple):
-    """The last `length` tokens of the context end at each of `places`, newest first, and each of them goes on."""
+    """Match of the last `length` tokens of a context: they end at each of `places`, newest first, with a next token."""
 
     length: int
     places: list[int]
 
 
 class Vote(NamedTuple):
-    """`agreeing` of the `total` places that agree with everything before say that `token` comes next, at `places`."""
+    """A next token: it follows `agreeing` of the `total` matching places, namely `places`."""
 
     token: int
     agreeing: int
@@ -43,8 +43,8 @@ class Vote(NamedTuple):
 class SuffixIndex:
     """The newest `capacity` tokens of any number of texts; a match is at most `max_match` tokens long.
 
-    `max_places` newest places of the last two tokens, or else of the last one, are looked at. Token ids are below 2³¹.
-    Not for more than one thread.
+    A search visits the `max_places` newest places of the last two tokens, or else of the last one. Token ids are below
+    2³¹. For one thread.
     """
 
     def __init__(self, capacity: int, *, max_match: int = 16, max_places: int = 16) -> None:
@@ -52,7 +52,7 @@ class SuffixIndex:
             raise ValueError("capacity, max_match and max_places must be at least 1")
         self._capacity, self._max_match, self._max_places = capacity, max_match, max_places
         self._end = 0
-        """Position of the next token; position p lies in slot p % capacity and is gone from `_end − capacity` down."""
+        """Position of the next token; position p is in slot p % capacity, and forgotten if p < `_end − capacity`."""
         self._token = array("i")
         self._before, self._after = array("q"), array("q")
         # The newest place by token and by pair of tokens, and from each place the one before it in its chain.
@@ -65,11 +65,11 @@ class SuffixIndex:
         return min(self._end, self._capacity)
 
     def age(self, place: int) -> int:
-        """Tokens that were appended since the one at this place, and itself."""
+        """Tokens appended since the one at this place, itself included."""
         return self._end - place
 
     def append(self, text: int, tokens: Sequence[int]) -> int:
-        """Add tokens to the text with this handle (`NEW_TEXT` for the first ones); returns its handle from now on."""
+        """Add tokens to the text with this handle (`NEW_TEXT` for a new text); returns its new handle."""
         capacity, token_at, before, after = self._capacity, self._token, self._before, self._after
         ones, pairs, older_one, older_pair = self._ones, self._pairs, self._older_one, self._older_pair
         for token in tokens:
@@ -93,7 +93,7 @@ class SuffixIndex:
         return text
 
     def match(self, context: Sequence[int]) -> Match:
-        """The longest end of `context` that occurs with something after it; length 0 where none does."""
+        """The longest end of `context` that occurs with a next token; length 0 where none does."""
         limit = min(self._max_match, len(context))
         if limit == 0:
             return Match(0, [])
@@ -105,9 +105,7 @@ class SuffixIndex:
         return Match(1 if places else 0, places)
 
     def votes(self, places: Sequence[int]) -> list[Vote]:
-        """What comes next after these places, the most frequent token first; of equally frequent ones that which was
-        seen last.
-        """
+        """The next tokens after these places, most frequent first, of equally frequent ones the newest first."""
         after, token, capacity = self._after, self._token, self._capacity
         following = [q for p in places if (q := after[p % capacity]) >= 0]
         heard = [token[q % capacity] for q in following]
@@ -123,7 +121,7 @@ class SuffixIndex:
         ]
 
     def _grow(self) -> None:
-        """Room for more tokens, up to the whole ring: a short text takes little."""
+        """Enlarge the arrays, up to the ring's capacity, so that short texts take little memory."""
         room = min(_GROWTH, self._capacity - len(self._token))
         for column in (self._token, self._before, self._after, self._older_one, self._older_pair):
             column.extend([-1] * room)
@@ -141,7 +139,7 @@ class SuffixIndex:
                 self._drop_newest(pair, following, oldest=position + 1)
 
     def _drop_newest(self, pair: int, place: int, *, oldest: int) -> None:
-        """The newest place of a pair has lost its first token; older ones, of other texts, may still have theirs."""
+        """Remove the newest place of a pair, whose first token was forgotten; older places of other texts may stay."""
         while place >= oldest and self._before[place % self._capacity] < 0:
             place = self._older_pair[place % self._capacity]
         if place >= oldest:
@@ -150,7 +148,7 @@ class SuffixIndex:
             del self._pairs[pair]
 
     def _chain(self, place: int, older: array[int], *, needs_before: bool) -> list[int]:
-        """The newest places of a chain that go on, and whose token before is in the window where that is needed."""
+        """The newest places of a chain that have a next token and, if `needs_before`, a token before in the window."""
         oldest, capacity = max(self._end - self._capacity, 0), self._capacity
         places: list[int] = []
         for _ in range(_MOST_STEPS):

@@ -1,11 +1,11 @@
-"""Reach Redis: the names of all keys, where it is, a client with bounded waits, and errors that name the fix.
+"""Connect to Redis: key names, URL parsing, a client with timeouts, and errors that name the fix.
 
     redis://[user:password@]host:port/db                    rediss:// with TLS, unix:///path?db=0
     redis+sentinel://[user:password@]host:port,…/service/db   rediss+sentinel://; the hosts are Sentinels
 
-A Redis Cluster is refused: one Redis carries what 100 engines capture (docs/how-to/size.md). A query sets options of
-`_OPTIONS` and no others. What else redis-py takes there would change what our client needs, such as replies in bytes
-(`decode_responses`) and waits that end (`socket_timeout`).
+A Redis Cluster is refused: one Redis carries what 100 engines capture (docs/how-to/size.md). A query may set only the
+options in `_OPTIONS`. redis-py's others would break this client, which needs replies in bytes (`decode_responses`) and
+timeouts (`socket_timeout`).
 
 All keys of a model share one prefix, and one transaction can change them together.
 """
@@ -33,16 +33,16 @@ from speculator.host import read_secret
 
 SOCKET_TIMEOUT_S = 5.0
 PASSWORD_FILE_VARIABLE = "SLIPSTREAM_REDIS_PASSWORD_FILE"  # noqa: S105 - its name
-"""Names a file with the password of the URL's user, for deployments that keep secrets in files."""
+"""Environment variable with the path of a file that holds the password of the URL's user."""
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _Self = TypeVar("_Self")
 
 
 def connect(url: str) -> redis.Redis:
-    """A client for a URL, after one PING; a password may come from a file.
+    """Connect to a Redis URL and PING it; a password may come from a file.
 
-    No automatic retries: a repeated read would leave entries behind that nobody saw; callers retry where it is safe.
+    No automatic retries: a repeated group read would leave delivered entries unseen; callers retry where it is safe.
     Raises ConfigError for a malformed URL or an unreadable file, and StreamError when Redis does not answer.
     """
     try:
@@ -51,7 +51,7 @@ def connect(url: str) -> redis.Redis:
     except ConfigError:
         raise
     except ValueError:
-        # Without the cause: its text may quote a part of the password.
+        # Without the cause: its message may quote a part of the password.
         raise ConfigError(
             "the Redis URL is malformed: set SLIPSTREAM_REDIS_URL or --redis-url to redis://, rediss://, unix:// or "
             "redis+sentinel://HOST:PORT,…/SERVICE/DB"
@@ -59,7 +59,7 @@ def connect(url: str) -> redis.Redis:
 
 
 def _answering(client: redis.Redis, shown: str) -> redis.Redis:
-    """Raises ValueError for a host or a path that cannot be one."""
+    """PING; raises StreamError, and ValueError for an invalid host or path."""
     try:
         client.ping()
     except (exceptions.RedisError, OSError) as error:
@@ -74,7 +74,7 @@ def _client(url: RedisUrl) -> redis.Redis:
         "socket_connect_timeout": SOCKET_TIMEOUT_S,
         "protocol": 2,
         "password": _password_of(url.options.get("username")),
-        # What the URL itself says goes first.
+        # Options of the URL override the defaults above.
         **url.options,
     }
     _check_files(url)
@@ -88,7 +88,7 @@ def _client(url: RedisUrl) -> redis.Redis:
 
 
 def _master(url: RedisUrl, **options: Any) -> redis.Redis:
-    """A client of the master that the Sentinels of `url` name; each new connection asks them."""
+    """A client of the master that the Sentinels name; each new connection asks them again."""
     of_sentinels = {name: options.pop(f"sentinel_{name}", None) for name in ("username", "password")}
     common = {name: value for name, value in options.items() if name not in ("username", "password", "db")}
     sentinel = Sentinel(url.hosts, sentinel_kwargs={**common, **of_sentinels, "ssl": url.has_tls})
@@ -97,14 +97,14 @@ def _master(url: RedisUrl, **options: Any) -> redis.Redis:
 
 
 def _check_files(url: RedisUrl) -> None:
-    """redis-py names no option where a file is missing."""
+    """Raise ConfigError for a missing certificate file: redis-py's error would not name the option."""
     for name in ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile"):
         if name in url.options and not os.access(url.options[name], os.R_OK):
             raise ConfigError(f"{name} in the Redis URL names nothing that can be read: correct the path")
 
 
 def _password_of(user: str | None) -> str | None:
-    """From the file; a URL without a user is of a server that asks for none, such as the demo's own."""
+    """The password in the file; None for a URL without a user: its server, such as the demo's, needs none."""
     file = os.environ.get(PASSWORD_FILE_VARIABLE)
     return read_secret(Path(file), PASSWORD_FILE_VARIABLE) if file and user else None
 
@@ -112,7 +112,7 @@ def _password_of(user: str | None) -> str | None:
 def redis_errors(
     method: Callable[Concatenate[_Self, _P], _R],
 ) -> Callable[Concatenate[_Self, _P], _R]:
-    """Every error of redis-py leaves a public method as a StreamError whose message names the fix."""
+    """Decorator: convert redis-py's errors to a StreamError whose message names the fix."""
 
     @functools.wraps(method)
     def wrapped(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -129,15 +129,15 @@ def redis_errors(
 
 
 def _close_idle(client: object) -> None:
-    """Close connections that no command uses. A new one asks the Sentinels who the master is; redis-py may have
-    reopened an old one to a master that was demoted, in the middle of a transaction.
+    """Close idle connections, so that new ones ask the Sentinels for the master. redis-py may have reconnected one to a
+    demoted master, in the middle of a transaction.
     """
     if isinstance(client, redis.Redis):
         client.connection_pool.disconnect(inuse_connections=False)
 
 
 def is_denied(error: StreamError) -> bool:
-    """Whether Redis answers, and has not given this user the right."""
+    """Whether Redis refused the command because this user lacks the permission."""
     return isinstance(error.__cause__, exceptions.NoPermissionError)
 
 
@@ -162,9 +162,9 @@ class RedisKeys:
         self.traces = self._key("traces")
         """Stream of traces."""
         self.sizes = self._key("sizes")
-        """List: "payload bytes:index" of every trace, in the order of the stream."""
+        """List: "payload bytes:index" of every trace, in the stream's order."""
         self.num_appended = self._key("num_appended")
-        """Traces ever appended: also the index of the next one."""
+        """Integer: traces ever appended, which is also the next one's index."""
         self.accounts = self._key("accounts")
         """Hash: acked, lost, dead_lettered, erased, expired, redelivered, foreign (entries), bytes (payload of the
         entries in the stream), surplus (entries in the stream beyond those in `sizes`), position and next_index (the id
@@ -175,35 +175,35 @@ class RedisKeys:
         self.desired_draft = self._key("desired_draft")
         self.pinned_draft = self._key("pinned_draft")
         self.erasures = self._key("erasures")
-        """Hash: time of the order in milliseconds by tenant."""
+        """Hash: time of the erasure order, in milliseconds, by tenant."""
         self.rewards = self._key("rewards")
         self.trainers = self._key("trainers")
         """Hash: the last report of each trainer process by its name."""
         self.trainer_resting = self._key("trainer_resting")
-        """String: there while the trainer rests since no engine asks its draft; expires where it is not renewed."""
+        """String: exists while the trainer pauses because no engine uses its draft head; expires unless renewed."""
         self.engines = self._key("engines")
         """Sorted set of engine ids by the time, in milliseconds, at which their report expires."""
         self.canary = self._key("canary")
-        """String: the engine that may try a version before it is confirmed; expires where it is not renewed."""
+        """String: the engine that holds the canary slot; expires unless renewed."""
         self.canary_awaited = self._key("canary_awaited")
-        """String: the id of an engine that asked for the canary's slot in vain; expires soon."""
+        """String: the id of an engine that failed to get the canary slot lately; expires soon."""
         self.group_texts = self._key("group_texts")
-        """Sorted set of the groups that have a text, by the time, in milliseconds, at which it was last added to."""
+        """Sorted set of prompt groups with text, by the time of the last addition, in milliseconds."""
         self.ended_groups = self._key("ended_groups")
-        """Stream of prompt groups that have ended, the newest ones."""
+        """Stream of the prompt groups that ended last."""
 
     def engine(self, engine_id: str) -> str:
         return self._key(f"engine:{engine_id}")
 
     def canary_trials(self, version: int) -> str:
-        """Sorted set: processes that began to try a version and have not ended in order, by time in milliseconds."""
+        """Sorted set: processes that began a trial of the version and did not end cleanly, by time in milliseconds."""
         return self._key(f"canary_trials:{version}")
 
     def depth(self, engine_id: str) -> str:
         return self._key(f"depth:{engine_id}")
 
     def group_text(self, group: str) -> str:
-        """String: serving/group_cache/texts.py; `group` is a member of `group_texts`."""
+        """String in the format of serving/group_cache/texts.py; `group` is a member of `group_texts`."""
         return self._key(f"group_text:{group}")
 
     def _key(self, name: str) -> str:
@@ -212,7 +212,7 @@ class RedisKeys:
 
 HostPort = tuple[str, int]
 _CLUSTER = re.compile(r"\s*rediss?\+cluster:")
-# urllib splits such a URL, too, but it also judges hosts in brackets, and takes several hosts for one.
+# Not urllib: it validates hosts in brackets, and takes several hosts for one.
 _URL = re.compile(r"(rediss?(?:\+sentinel)?|unix)://([^/?#]*)([^?#]*)(?:\?([^#]*))?", re.DOTALL)
 _HOST = re.compile(r"(?:\[([^\[\]\s]+)\]|([^\[\]:\s]*))(?::([0-9]{1,5}))?")
 _NAME = re.compile(r"[a-z_]{1,40}")
@@ -234,28 +234,28 @@ _OPTIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "ssl_check_hostname": (r"(?i:true|yes|1|false|no|0)", "true or false"),
     }
 )
-"""By name: a pattern that the whole value matches, and what it is called."""
+"""Allowed options by name: a pattern for the whole value, and its description for errors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RedisUrl:
     shown: str
-    """Without what is secret."""
+    """The URL without secrets, for messages."""
     has_tls: bool
     hosts: tuple[HostPort, ...]
-    """Empty for a Unix socket."""
+    """Servers, or Sentinels; empty for a Unix socket."""
     path: str = ""
-    """Of a Unix socket."""
+    """Path of a Unix socket."""
     service: str = ""
     """The name that Sentinels know the server by; empty without Sentinels."""
     options: dict[str, Any]
-    """Of redis-py's connections: user, password and database, and what the query sets."""
+    """Arguments for redis-py's connections: user, password, database, and the query's options."""
 
     @classmethod
     def parse(cls, url: str) -> RedisUrl:
-        """Raises ConfigError for an option or a Redis Cluster, and ValueError for the rest.
+        """Parse a Redis URL. Raises ConfigError for a wrong option or a Redis Cluster, else ValueError.
 
-        Only the text of a ConfigError may be shown.
+        Only a ConfigError's message is free of secrets.
         """
         if _CLUSTER.match(url):
             raise ConfigError(
@@ -267,7 +267,7 @@ class RedisUrl:
         scheme, location, path, query = (part or "" for part in parts.groups())
         is_socket, has_tls, has_sentinels = scheme == "unix", scheme.startswith("rediss"), scheme.endswith("sentinel")
         login, at, hosts = location.rpartition("@")
-        # A / or ? in the password that is not quoted would make the rest of it a path or an option.
+        # An unquoted / or ? in the password: its rest would be read as a path or an option.
         if "@" in query or ("@" in path and not (is_socket and (at or not location))):
             raise ValueError("an @ behind the hosts")
         username, _, password = (unquote(part, errors="strict") for part in login.partition(":"))
@@ -295,11 +295,11 @@ class RedisUrl:
 def _checked(
     options: Iterable[tuple[str, str]], *, has_sentinels: bool, has_tls: bool
 ) -> Iterator[tuple[str, str | int | bool]]:
-    """Raises ConfigError. Values are not quoted: they may be secret."""
+    """Validate options. Raises ConfigError, which does not quote values: they may be secret."""
     seen = set()
     for name, value in options:
         if name not in _OPTIONS:
-            # What is no name is not quoted: it may be a part of a secret.
+            # Quote only what looks like an option's name: other text may be part of a secret.
             shown = name if _NAME.fullmatch(name) else "something unreadable"
             raise ConfigError(
                 f"the Redis URL sets {shown}, which is not an option here: remove it; the options are "

@@ -1,4 +1,4 @@
-"""What trainer, operator and engines tell each other through Redis: versions, canary, depths, reports and load."""
+"""Control plane in Redis between trainer, operator and engines: draft versions, canary, depths, reports, load."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from speculator.redis.client import RedisKeys, redis_errors
 ENGINE_TTL_S = 30
 RESTING_TTL_S = 60
 AWAITED_S = 10.0
-"""An engine that asked for the canary's slot in vain is taken to wait for so long; it asks every few seconds."""
+"""An engine that failed to get the canary slot counts as waiting for so long; it asks every few seconds."""
 CRASHES_KEPT_S = 24 * 3600
 _ATTEMPTS = 5
 
 
 class CanaryHolder(msgspec.Struct, frozen=True, kw_only=True):
-    """Who has the canary's slot, and for which draft version."""
+    """Holder of the canary slot, and the draft version that it tries."""
 
     engine_id: str
     process: str
-    """Names the process among those that have, or had, this engine id."""
+    """Distinguishes processes that use, or used, the same engine id."""
     version: int
 
 
 class CanarySlot(NamedTuple):
-    """The canary's slot as it is after an engine asked for it."""
+    """State of the canary slot after an engine asked for it."""
 
     is_held: bool
-    """By the one that asked."""
+    """Whether the asking engine holds the slot."""
     is_awaited: bool
-    """Whether another engine has asked in vain lately."""
+    """Whether another engine has failed to get the slot lately."""
     num_crashed: int
-    """Other processes that began to try the version within a day and neither gave the slot back nor outlasted their
-    probation; told to the holder only."""
+    """Crashes: other processes that began a trial of the version within a day, and neither released the slot nor
+    outlasted their probation. Only set for the holder."""
 
 
 class DraftPointer:
-    """Which draft version the engines should run, which of them tries it first, and what each says about itself."""
+    """The draft version that engines should run, the canary slot, and the engines' reports."""
 
     def __init__(self, client: redis.Redis, model_key: str) -> None:
         self._redis: Any = client
@@ -64,7 +64,7 @@ class DraftPointer:
 
     @redis_errors
     def replace(self, old: int, new: int) -> bool:
-        """Publish `new` in place of `old`; False, and nothing done, where something else is published by now."""
+        """Publish `new` if `old` is still published; returns whether it did."""
         key = self._keys.desired_draft
 
         def swap(transaction: Any) -> None:
@@ -77,7 +77,7 @@ class DraftPointer:
 
     @redis_errors
     def pin(self, version: int) -> None:
-        """Engines run this version, whatever is published, until `unpin`."""
+        """Have engines run this version, whatever is published, until `unpin`."""
         self._redis.set(self._keys.pinned_draft, version)
 
     @redis_errors
@@ -109,7 +109,7 @@ class DraftPointer:
 
     @redis_errors
     def engines(self) -> dict[str, dict[str, str]]:
-        """The status of every engine that reported lately, by engine id."""
+        """The latest status of every engine that reported within ENGINE_TTL_S, by engine id."""
         ids = [engine_id.decode() for engine_id in self._redis.zrange(self._keys.engines, 0, -1)]
         reports = {engine_id: self._redis.hgetall(self._keys.engine(engine_id)) for engine_id in ids}
         return {
@@ -120,7 +120,7 @@ class DraftPointer:
 
     @redis_errors
     def tell_resting(self, is_resting: bool) -> None:
-        """Say that the trainer rests, for RESTING_TTL_S, or that it does not."""
+        """Set for RESTING_TTL_S that the trainer pauses, or clear it."""
         if is_resting:
             self._redis.set(self._keys.trainer_resting, 1, ex=RESTING_TTL_S)
         else:
@@ -134,7 +134,7 @@ class DraftPointer:
     def hold_canary(self, holder: CanaryHolder, *, ttl_s: float, on_probation: bool) -> CanarySlot:
         """Take the canary's slot for `ttl_s` seconds, or renew it.
 
-        Only one engine has it. An engine may take it over from its own process of before. A process that ends
+        Only one engine holds it. A restarted engine may take it over from its former process. A process that ends
         `on_probation` without `release_canary` counts as a crash. Raises StreamError.
         """
 
@@ -155,9 +155,9 @@ class DraftPointer:
 
     @redis_errors
     def release_canary(self, holder: CanaryHolder, *, forget_crashes: bool = False) -> None:
-        """Give the slot back, where it is the holder's, and count its process as one that ended in order.
+        """Release the slot if `holder` has it; its process then does not count as crashed.
 
-        `forget_crashes` forgets the other processes, too, that ended as they tried the version. Raises StreamError.
+        `forget_crashes` also clears the crashes of other processes that tried the version. Raises StreamError.
         """
         trials = self._keys.canary_trials(holder.version)
 
@@ -174,7 +174,7 @@ class DraftPointer:
         self._transact(give_back, self._keys.canary)
 
     def _transact(self, work: Callable[[Any], None], key: str) -> list[Any]:
-        """`Redis.transaction`, which tries for ever: a Redis that refuses writes for long answers every look."""
+        """`Redis.transaction`, which retries for ever, with a bounded number of attempts."""
         tries = iter(range(_ATTEMPTS))
 
         def bounded(transaction: Any) -> None:
@@ -192,7 +192,7 @@ class DraftPointer:
 
     @redis_errors
     def depth_limit(self, engine_id: str) -> int | None:
-        """The depth last asked of an engine; None where none was."""
+        """The depth that `set_depth` last set for an engine; None where it was not."""
         key = self._keys.depth(engine_id)
         return _number(self._redis.get(key), key)
 
@@ -220,7 +220,7 @@ _MAX_ENDED = 4096
 
 
 class EndedGroups:
-    """Prompt groups of which no sample is under way any more: gateways say so, and engines drop their text."""
+    """Prompt groups without running samples: gateways add them, and engines drop their text."""
 
     def __init__(self, client: redis.Redis, model_key: str) -> None:
         self._redis: Any = client
@@ -233,7 +233,7 @@ class EndedGroups:
 
     @redis_errors
     def read(self) -> list[tuple[str, str]]:
-        """Tenant and id of those that were added since the last call; none at the first one."""
+        """(tenant, group id) of groups added since the last call; [] at the first call."""
         if self._last_id is None:
             newest = self._redis.xrevrange(self._key, count=1)
             self._last_id = newest[0][0].decode() if newest else "0"
@@ -245,22 +245,22 @@ class EndedGroups:
 
 
 def _number(value: bytes | None, key: str) -> int | None:
-    """What we keep at `key`; raises StreamError where somebody else has written there."""
+    """The number stored at `key`; raises StreamError where another client has written something else."""
     if value is None:
         return None
     if not (value.isdigit() and len(value) < 10):
-        raise StreamError(f"Redis has {value[:20]!r} at {key}, which is no number of ours: delete that key")
+        raise StreamError(f"Redis has {value[:20]!r} at {key}, which Slipstream did not write: delete that key")
     return int(value)
 
 
 LINGER_S = 0.03
-"""A pause between two steps that is no longer counts as busy: a GPU may still compute what the step launched."""
+"""Pauses between steps of up to so many seconds count as busy: the GPU may still run what the step launched."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @cache
 def machine_id() -> str:
-    """The same in all processes of a machine, in containers too, until it restarts; its host name outside Linux."""
+    """Id of this machine, equal in all its processes and containers until it reboots; outside Linux the host name."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -268,7 +268,7 @@ def machine_id() -> str:
 
 
 def card_id(device: Any) -> str:
-    """The number that a `torch.device`'s GPU was made with, the same in all containers; empty where it is none."""
+    """UUID of a `torch.device`'s GPU, the same in all containers; empty for a CPU."""
     if device.type != "cuda":
         return ""
     import torch
@@ -279,8 +279,7 @@ def card_id(device: Any) -> str:
 class EngineLoad:
     """Measures the share of time that an engine spends in steps.
 
-    The engine's thread calls `stepping`, another thread `report`. Neither waits for the other: the share may be off by
-    one step.
+    The engine's thread calls `stepping`, another thread `report`. Neither locks, so the share may be off by one step.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, card: str = "") -> None:
@@ -324,17 +323,17 @@ def busiest_here(reports: Mapping[str, Mapping[str, str]]) -> float:
 
 
 def are_heads_asleep(reports: Mapping[str, Mapping[str, str]]) -> bool:
-    """Whether there are engines, and each says that it does not ask its draft head."""
+    """Whether there are engines, and all report that they do not use their draft head."""
     return bool(reports) and all(report.get("asleep") == "1" for report in reports.values())
 
 
 def is_card_busy(reports: Mapping[str, Mapping[str, str]], card: str) -> bool:
-    """Whether an engine of this GPU was in a step lately; not where `card` is empty."""
+    """Whether an engine on this GPU was in a step lately; False if `card` is empty."""
     return bool(card) and any(_busy(report) > 0 for report in reports.values() if report.get("card") == card)
 
 
 def _busy(report: Mapping[str, str]) -> float:
-    """0 for what cannot be read: the engine may be of another release."""
+    """The busy share in a report; 0 if it cannot be read, since the engine may run another release."""
     with contextlib.suppress(ValueError):
         if 0 <= (busy := float(report.get("busy", ""))) <= 1:
             return busy

@@ -1,4 +1,4 @@
-"""A real Redis server of our own, as a child process: for `slipstream serve --learn`, for a laptop and for tests."""
+"""Run a Redis server as a child process: for `slipstream serve --learn`, a laptop, and tests."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _SOCKET = "redis.sock"
 
 
 _LEAST = (6, 2)
-"""The oldest release that has all commands which we use."""
+"""The oldest Redis release with all commands that Slipstream uses."""
 _SCRIPTING = ("EVAL", "EVALSHA", "SCRIPT")
-"""Nothing here uses them, and flaws of their interpreter have let clients take over the server."""
+"""Disabled commands: unused here, and flaws in Redis's Lua interpreter have let clients take over the server."""
 
 
 def redis_server() -> str:
-    """The binary: the system's where it is recent enough, else that of the extra `redis`. Raises ConfigError."""
+    """Path of redis-server: the system's if it is recent enough, else the extra `redis`'s. Raises ConfigError."""
     system = shutil.which("redis-server")
     if system is not None and _version(system) >= _LEAST:
         return system
@@ -55,7 +55,7 @@ def redis_server() -> str:
 
 
 def _version(binary: str) -> tuple[int, ...]:
-    """Major and minor; (0,) of what does not say."""
+    """(major, minor) of a redis-server; (0,) if it does not say."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
         if found := re.search(r"v=(\d+)\.(\d+)", said):
@@ -64,7 +64,7 @@ def _version(binary: str) -> tuple[int, ...]:
 
 
 def socket_url(directory: Path) -> str:
-    """Of the server that runs in a directory, or would."""
+    """URL of the server in a directory, running or not."""
     return f"unix://{quote(str(directory.resolve() / _SOCKET))}?db=0"
 
 
@@ -72,9 +72,9 @@ class EmbeddedRedis:
     """Redis on a Unix socket in `directory`, with an append-only file there: restarting keeps acknowledged writes.
 
     Nothing listens on the network. The server never evicts; it refuses writes instead. It runs in its own session, so
-    that Ctrl-C reaches us first and we stop it last; with `ends_with_us` it is told to end when the thread that made
-    it ends, whatever ended that. Raises ConfigError when the directory is in use by another server, holds what a newer
-    release has written, or the server does not start.
+    that Ctrl-C does not end it before its parent stops it; with `ends_with_us` it gets SIGTERM when the thread that
+    started it ends, even by a crash. Raises ConfigError when another server uses the directory, a newer release has
+    written it, or the server does not start.
     """
 
     def __init__(self, directory: Path | str, *, ends_with_us: bool = False) -> None:
@@ -111,9 +111,7 @@ class EmbeddedRedis:
         return self._process.pid
 
     def stop(self, timeout_s: float = 10) -> None:
-        """Flush the append-only file and end the server, by force after `timeout_s`; safe to call twice, and after the
-        server has died.
-        """
+        """Flush the append-only file and end the server, by force after `timeout_s`; may be called again."""
         self._process.terminate()
         try:
             self._process.wait(timeout_s)
@@ -149,7 +147,7 @@ class EmbeddedRedis:
             os.close(lock)
 
     def _check_release(self, binary: str) -> None:
-        """An older one would not see the newer one's file, and begin with nothing. Raises ConfigError."""
+        """Raise ConfigError if a newer release has written the directory: an older one would start empty."""
         major, file, written = _version(binary)[0], self.directory / "redis.release", 0
         try:
             with contextlib.suppress(FileNotFoundError, ValueError):
@@ -179,7 +177,7 @@ class EmbeddedRedis:
             "appendfsync": "everysec",
             "save": "",
             "maxmemory-policy": "noeviction",
-            # Each entry in a node of its own: what is erased is overwritten, not just marked.
+            # One entry a node: deleting an entry then frees its bytes, instead of marking it as deleted.
             "stream-node-max-entries": "1",
             "daemonize": "no",
         }
@@ -190,7 +188,7 @@ class EmbeddedRedis:
         deadline = time.monotonic() + _START_TIMEOUT_S
         with redis.Redis.from_url(self.url, socket_timeout=1.0, retry=Retry(NoBackoff(), 0)) as client:
             while time.monotonic() < deadline:
-                # Refused until it listens, "LOADING" while it replays its file.
+                # The connection is refused until it listens, and "LOADING" is answered while it replays its file.
                 with contextlib.suppress(RedisError, OSError):
                     client.ping()
                     return

@@ -1,18 +1,17 @@
-"""The books of a trace stream: who has acked what, what is lost, how many bytes are left, and making room.
+"""Accounting of a trace stream: acked, pending and lost entries, bytes, and trimming to the cap.
 
 In entries, at every moment and whatever other clients do to the stream and its group:
 
     appended = acked + pending + undelivered + skipped + lost + erased        (dead letters are acked entries)
 
-An entry is *open* from its append until it leaves once: acked, lost or erased. The transactions that append and settle
-keep the set of open entries, so an entry that Redis delivers again is not settled again: its second ack is counted as
-`redelivered`. The open entries before the group's position are pending, as far as the group's pending list is long; the
-rest of them are `skipped`.
+An entry is *open* from its append until it is settled once: acked, lost or erased. The transactions that append and
+settle update the set of open entries, so a redelivered entry is not settled again: its second ack is counted as
+`redelivered`. Of the open entries before the group's position, as many as the group's pending list has are pending;
+the others are `skipped`.
 
-Redis trims a stream without telling anybody, so removal is detected: every append also pushes its size onto a list.
-Where the lengths of stream and list have moved apart, `settle` looks at the oldest entry. Each entry carries its index,
-and the open ones before the oldest are lost. Loss is derived from state: a crash between trimming and counting loses no
-count.
+Redis trims a stream without notice, so removal is detected: every append also pushes its size onto a list. If the
+lengths' difference has changed, `settle` reads the oldest entry. Each entry has its index, and the open entries before
+the oldest are lost. Loss is derived from state: a crash between trimming and counting loses no count.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from redis.exceptions import ResponseError, WatchError
 from speculator.errors import StreamError
 from speculator.redis.client import RedisKeys
 
-# History is removed in steps of this share of the cap, so that not every append at the cap has to trim.
+# History is trimmed by this share of the cap at once, so that not every append at the cap must trim.
 _TRIM_STEP = 0.05
 MAX_DEAD_LETTERS = 100
 _SCAN_COUNT = 1000
-# Entries that are read at once, with their payloads.
+# Entries that are read at once, with payloads.
 _MAX_ROWS = 16
 _ATTEMPTS = 50
 _MAX_MEMBERS = 10_000
@@ -47,7 +46,7 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True, kw_only=True)
 class StreamLag:
-    """How far the trainer is behind, in entries; what is gone counts since the stream began."""
+    """State of the stream in entries: how far the trainer is behind, and totals since the stream began."""
 
     pending: int
     """Delivered, not yet acked."""
@@ -63,33 +62,33 @@ class StreamLag:
     erased: int
     """Removed on request before the trainer had acked them."""
     skipped: int = 0
-    """Unacked, and not to be delivered: another client acked or deleted them, or moved the group past them."""
+    """Unacked, but never to be delivered: another client acked or deleted them, or moved the group past them."""
     redelivered: int = 0
-    """Acks of entries that were settled already: another client had moved the group back."""
+    """Acks of already settled entries: another client had moved the group back."""
     foreign: int = 0
-    """Entries of other clients that the trainer has read and set aside; they are no part of `appended`."""
+    """Entries of other clients, which the trainer has dead-lettered; not part of `appended`."""
     expired: int
-    """Removed by age; where nobody had acked them they are lost, too."""
+    """Removed by age; unacked ones count as lost, too."""
 
 
 def size_member(num_bytes: int, index: int) -> str:
-    """How an entry stands in the list of sizes: unlike every other."""
+    """An entry's unique member in the list of sizes."""
     return f"{num_bytes}:{index}"
 
 
 def open_member(index: int, trace_id: bytes) -> bytes:
-    """How an entry stands among the open ones. Indexes begin at 0 again in an emptied Redis, trace ids do not."""
+    """An entry's member in the set of open ones; with the trace id, since an emptied Redis restarts indexes at 0."""
     return b"%d:%s" % (index, trace_id)
 
 
 def index_of(fields: Mapping[bytes, bytes]) -> int | None:
-    """None for an entry of another client; reading it makes it a dead letter."""
+    """The index of an entry; None for one of another client, which becomes a dead letter when read."""
     index = fields.get(b"index", b"") if fields.keys() >= _FIELDS else b""
     return int(index) if index.isdigit() and len(index) < 16 else None
 
 
 def member_of(fields: Mapping[bytes, bytes]) -> bytes | None:
-    """The same of an entry's fields; None for an entry of another client."""
+    """`open_member` from an entry's fields; None for an entry of another client."""
     index = index_of(fields)
     return None if index is None else open_member(index, fields.get(b"trace_id", b""))
 
@@ -102,7 +101,7 @@ def _number(value: bytes | None, key: str) -> int:
     try:
         return int(value or 0)
     except ValueError:
-        raise StreamError(f"{key} in Redis holds no number: another client wrote there; remove that key") from None
+        raise StreamError(f"{key} in Redis is not a number: another client wrote there; remove that key") from None
 
 
 def _size_and_index(member: bytes, key: str) -> tuple[int, int]:
@@ -111,16 +110,16 @@ def _size_and_index(member: bytes, key: str) -> tuple[int, int]:
 
 
 class Ledger:
-    """One stream with one consumer group. Raises redis-py's errors, and StreamError where clients race too much."""
+    """Accounts of one stream with one consumer group. Raises redis-py's errors; StreamError after too many races."""
 
     def __init__(self, client: redis.Redis, keys: RedisKeys, group: str, max_bytes: int) -> None:
-        # redis-py's types allow every protocol and decoding; ours are bytes over protocol 2.
+        # redis-py's types allow every protocol and decoding; replies here are bytes over protocol 2.
         self._redis: Any = client
         self._keys = keys
         self._group = group
         self._max_bytes = max_bytes
         self._members: dict[str, bytes | None] = {}
-        """Of the newest entries that were delivered here and not settled, by id; None for those of other clients."""
+        """`open_member` of the newest delivered, unsettled entries, by id; None for those of other clients."""
 
     def append(self, fields: Mapping[str, bytes | str | int], num_bytes: int) -> str:
         """Append one entry after making room for it; returns its id."""
@@ -130,7 +129,7 @@ class Ledger:
         return self._retry_when_raced(functools.partial(self._append_once, fields, num_bytes, listed_end))
 
     def expire(self, before_ms: int) -> None:
-        """Remove every entry that was appended before, and count."""
+        """Remove and count every entry appended before this time."""
         num_expired = self._redis.xtrim(self._keys.traces, minid=f"{before_ms}-0", approximate=False)
         if num_expired:
             self._redis.hincrby(self._keys.accounts, "expired", num_expired)
@@ -148,7 +147,7 @@ class Ledger:
             length, accounts, delivered, undelivered, groups = transaction.execute()
         fields = ("acked", "lost", "dead_lettered", "erased", "expired", "redelivered", "foreign", "bytes")
         count = {field: _number(accounts.get(field.encode()), self._keys.accounts) for field in fields}
-        # The group's list also has what is delivered again and what is not ours: it can be longer.
+        # The group's list may be longer: it includes redelivered entries and those of other clients.
         pending = min(self._own_group(groups)[0], delivered)
         return StreamLag(
             pending=pending,
@@ -164,15 +163,15 @@ class Ledger:
         return member in self._redis.zrange(self._keys.open, index, index, byscore=True)
 
     def delivered(self, rows: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> None:
-        """Note what this consumer got, to settle it later."""
+        """Remember entries delivered to this consumer, to settle them later."""
         self._members |= {entry_id.decode(): member_of(fields) for entry_id, fields in rows}
-        # Other consumers settle entries, too. What is in the stream can be read again.
+        # Forgotten members can be read from the stream again.
         while len(self._members) > _MAX_MEMBERS:
             del self._members[next(iter(self._members))]
 
     def moved(self, rows: Sequence[tuple[bytes, Mapping[bytes, bytes]]], count: int) -> None:
-        """Note the group's position after it delivered these of `count`, which spares others the look at the next."""
-        # At the end the look costs nothing, and finds out what was deleted there.
+        """Store the group's position after it delivered `rows` of up to `count`; saves others a read of the stream."""
+        # At the stream's end reading is cheap, and also detects entries that were deleted there.
         index = index_of(rows[-1][1]) if len(rows) == count else None
         self._note_position("" if index is None else rows[-1][0].decode(), 0 if index is None else index + 1)
 
@@ -190,7 +189,7 @@ class Ledger:
         return found
 
     def _rows_from(self, start: str) -> Iterator[list[tuple[bytes, Mapping[bytes, bytes]]]]:
-        """The entries from the id `start` on: one, and then more at once."""
+        """The entries from the id `start` on: first one, then in larger blocks."""
         count = 1
         while start != f"({LAST_ID}" and (rows := self._redis.xrange(self._keys.traces, min=start, count=count)):
             yield rows
@@ -198,8 +197,8 @@ class Ledger:
             count = min(2 * count, _MAX_ROWS)
 
     def _first_of_ours(self, start: str) -> tuple[str, int]:
-        """(id, index) of the first entry of ours from the id `start` on, or ("0", index of the next append)."""
-        # In this order: what is appended in between has an index that is not smaller.
+        """(id, index) of the first entry with an index from the id `start` on, or ("0", index of the next append)."""
+        # Read first: entries appended in between have no smaller index.
         end = self._end_index(self._redis, self._held()[1])
         for rows in self._rows_from(start):
             for entry_id, fields in rows:
@@ -208,7 +207,7 @@ class Ledger:
         return "0", end
 
     def _end_index(self, client: Any, listed_end: int) -> int:
-        """The index of the next append. Where somebody has set the counter back it goes on after the newest entry."""
+        """The index of the next append; after the newest entry, even if another client has reset the counter."""
         counter = client.get(self._keys.num_appended)
         if counter is None and client.xlen(self._keys.traces):
             for _, fields in client.xrevrange(self._keys.traces, count=1):
@@ -219,7 +218,7 @@ class Ledger:
     def _append_once(self, fields: Mapping[str, bytes | str | int], num_bytes: int, listed_end: int) -> str:
         keys = self._keys
         with self._redis.pipeline(transaction=True) as transaction:
-            # The index must be exact: another producer's append in between makes this one start over.
+            # The index must be exact: this retries if another producer appends in between.
             transaction.watch(keys.num_appended)
             index = self._end_index(transaction, listed_end)
             size = size_member(num_bytes, index)
@@ -232,7 +231,7 @@ class Ledger:
             transaction.set(keys.num_appended, index + 1)
             entry_id = transaction.execute(raise_on_error=False)[0]
         if isinstance(entry_id, Exception):
-            # Redis refuses an id, after one that another client set as far as ids go, and does the rest.
+            # XADD alone failed, the rest of the transaction took effect: another client had used the last possible id.
             self._redis.zrem(keys.open, member)
             if self._redis.lrem(keys.sizes, -1, size):
                 self._redis.hincrby(keys.accounts, "bytes", -num_bytes)
@@ -249,7 +248,7 @@ class Ledger:
             if excess <= 0:
                 return
             if held == before:
-                # What went is not in the list of sizes: entries of other clients, or of a list that was deleted.
+                # The removed entries were not in the list of sizes: another client's, or the list was deleted.
                 first_id, _ = self._first_of_ours("-")
                 if self._redis.xtrim(self._keys.traces, minid=first_id, approximate=False):
                     held = -1
@@ -257,28 +256,28 @@ class Ledger:
                 num_more = 2 * num_more + 1
             if not self._trim_history(self._num_oldest(excess + int(self._max_bytes * _TRIM_STEP)) + num_more):
                 self._trim_oldest(self._num_oldest(excess) + num_more)
-        raise StreamError("the trace stream is trimmed by too many producers at once; try again")
+        raise StreamError("too many producers trim the trace stream at once; try again")
 
     def _trim_history(self, num_entries: int) -> int:
-        """Remove up to `num_entries` of those before the oldest unacked one; returns how many."""
-        # In this order: where nothing is pending any more, everything up to the earlier position has been acked.
+        """Remove up to `num_entries` acked entries before the oldest unacked one; returns how many."""
+        # Read first: if nothing is pending afterwards, everything up to this position has been acked.
         _, last_delivered = self.group_state()
         if pending := self.pending_ids("-", "+", 1):
             oldest_unacked = pending[0]
         else:
             milliseconds, sequence = last_delivered.split("-")
             oldest_unacked = f"{milliseconds}-{min(int(sequence) + 1, _MAX_SEQUENCE)}"
-        # LIMIT needs the approximate form, which removes whole nodes: one entry each, from 4 KiB of payload.
+        # LIMIT requires approximate trimming, which removes whole nodes: from 4 KiB of payload, a node is one entry.
         return int(self._redis.xtrim(self._keys.traces, minid=oldest_unacked, approximate=True, limit=num_entries))
 
     def _trim_oldest(self, num_entries: int) -> None:
         """Remove the oldest entries, acked or not."""
-        # Counted from the ledger, so that two producers that trim at once remove the same entries, not twice as many.
+        # An absolute length, so that two producers that trim at once remove the same entries, not twice as many.
         _, num_listed, surplus = self._lengths()
         self._redis.xtrim(self._keys.traces, maxlen=max(num_listed + surplus - num_entries, 0), approximate=False)
 
     def _num_oldest(self, num_bytes: int) -> int:
-        """How many of the oldest entries make up at least `num_bytes`."""
+        """How many of the oldest entries have at least `num_bytes` together."""
         num_entries = 0
         for size, _ in self._sizes():
             num_entries += 1
@@ -295,14 +294,14 @@ class Ledger:
             start += _SCAN_COUNT
 
     def settle(self, *, looks: bool = False) -> None:
-        """Bring ledger and accounts in line with the stream, counting the unacked entries that are gone."""
+        """Update the accounts to the stream: count unacked entries that are gone. `looks`: even if lengths agree."""
         length, num_listed, surplus = self._lengths()
         if looks or length - num_listed != surplus:
             self._drop_removed_pending()
             self._retry_when_raced(self._settle_removed)
 
     def _lengths(self) -> tuple[int, int, int]:
-        """(entries in the stream, in the list of sizes, how many more in the stream when it was last settled)."""
+        """(entries in the stream, entries in the list of sizes, surplus of the stream when last settled)."""
         with self._redis.pipeline(transaction=True) as transaction:
             transaction.xlen(self._keys.traces)
             transaction.llen(self._keys.sizes)
@@ -311,7 +310,7 @@ class Ledger:
         return length, num_listed, _number(surplus, self._keys.accounts)
 
     def _drop_removed_pending(self) -> None:
-        # The group's position is read before the stream: an entry that is appended and delivered in between is
+        # Read the group's position before the stream: an entry that is appended and delivered in between is then
         # neither before the first entry nor before the position.
         num_pending, last_delivered = self.group_state()
         if not num_pending:
@@ -322,15 +321,15 @@ class Ledger:
             self.drop_pending(ids)
 
     def drop_pending(self, ids: Sequence[str]) -> None:
-        """Take entries that are gone off the pending list."""
+        """Remove entries that are gone from the group's pending list."""
         self._redis.xack(self._keys.traces, self._group, *ids)
 
     def _settle_removed(self) -> None:
-        """Open entries before the oldest one in the stream are lost."""
+        """Count open entries before the oldest one in the stream as lost."""
         keys = self._keys
         with self._redis.pipeline(transaction=True) as transaction:
             transaction.watch(keys.num_appended, keys.sizes, keys.open)
-            # The length first: what is removed after it is found the next time.
+            # Length first: entries removed after it are found at the next settling.
             length = transaction.xlen(keys.traces)
             _, first_index = self._first_of_ours("-")
             sizes = [size for size, _ in itertools.takewhile(lambda entry: entry[1] < first_index, self._sizes())]
@@ -357,7 +356,7 @@ class Ledger:
             self._settle([entry_id], ("acked", "dead_lettered"), transaction)
 
     def _settle(self, ids: Sequence[str], accounts: Sequence[str], transaction: Any) -> None:
-        """Take ids off the pending list and book them, each entry once however often it is delivered."""
+        """Ack ids and count them, each entry once however often it was delivered."""
         keys = self._keys
         members = [self._member(entry_id) for entry_id in ids]
         num_ours = sum(bool(member) for member in members)
@@ -367,7 +366,7 @@ class Ledger:
             transaction.xack(keys.traces, self._group, entry_id)
             transaction.zrem(keys.open, member or b"")
         results = transaction.execute()[-2 * len(ids) :]
-        # Booked first and corrected after: a crash in between counts too much, never too little.
+        # Counted first and corrected after: a crash in between counts too much, never too little.
         num_closed = sum(results[1::2])
         changes = dict.fromkeys(accounts, num_closed - num_ours)
         found = list(zip(members, results[::2], results[1::2], strict=True))
@@ -379,18 +378,18 @@ class Ledger:
         for entry_id in ids:
             self._members.pop(entry_id, None)
         if changes["foreign"]:
-            # Who appends may have removed as many, which leaves the lengths as they were.
+            # Appends and removals in equal number leave the lengths unchanged, so compare contents.
             self.settle(looks=True)
 
     def _member(self, entry_id: str) -> bytes | None:
-        """Empty for an entry that is gone and was not delivered here."""
+        """`open_member` of an entry; empty if it is gone and was not delivered here."""
         if entry_id in self._members:
             return self._members[entry_id]
         rows = self._redis.xrange(self._keys.traces, min=entry_id, max=entry_id)
         return member_of(rows[0][1]) if rows else b""
 
     def _held(self) -> tuple[int, int]:
-        """(payload bytes, index after the newest of the list of sizes). Fails where a key is of another type."""
+        """(payload bytes, index after the newest in the list of sizes). Fails if a key has another type."""
         with self._redis.pipeline(transaction=True) as transaction:
             transaction.hget(self._keys.accounts, "bytes")
             transaction.lrange(self._keys.sizes, -1, -1)
@@ -410,7 +409,7 @@ class Ledger:
                 raise
 
     def with_group(self, command: Callable[[], _R]) -> _R:
-        """Run a command again after creating the group that an emptied Redis no longer has."""
+        """Run a command; if the group is missing, as in an emptied Redis, create it and run the command again."""
         try:
             return command()
         except ResponseError as error:
@@ -440,4 +439,4 @@ class Ledger:
         for _ in range(_ATTEMPTS):
             with contextlib.suppress(WatchError):
                 return transaction()
-        raise StreamError("the trace stream is changed by too many clients at once; try again")
+        raise StreamError("too many clients change the trace stream at once; try again")

@@ -1,10 +1,10 @@
-"""Erase a tenant: orders that every trainer carries out, and removal of traces from the stream or from a recording.
+"""Erase a tenant: orders that every trainer executes, and removal of traces from the stream or from a recording.
 
-Redis deletes by id. Where an entry has a node of its own in the stream's tree its bytes are free at once: so is every
-entry of 4 KiB or more, and every entry where `stream-node-max-entries` is 1, as our Redis servers have it. What Redis
-has on disk still holds the entry until its append-only file is rewritten (`compact`).
+Redis deletes by id. A deleted entry's bytes are freed at once if the entry has its own node in the stream's tree: from
+4 KiB, or always with `stream-node-max-entries` 1, as in our Redis servers. The append-only file on disk still has the
+entry until it is rewritten (`compact`).
 
-A recording is rewritten beside the old one, without those traces, and put in its place.
+A recording is rewritten to a new file without those traces, which replaces the old one.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from speculator.redis.stream_accounting import LAST_ID, Ledger, index_of, member
 from speculator.trace import TraceHeader, read_header
 
 TRAINER_TTL_S = 120.0
-"""A trainer that has not reported for so long is taken to have stopped; a step, or a gate, takes less."""
+"""A trainer that has not reported for so long counts as stopped; a step, or a gate, takes less."""
 
 
 class TrainerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one trainer process says about itself."""
+    """Report of one trainer process on erasure orders."""
 
     at_ms: int
     erased_ms: int
-    """Time of the newest order that it has carried out; 0 for none."""
+    """Time of the newest order that it has executed; 0 for none."""
     removed: dict[str, int] = {}
-    """Traces that it has removed for orders since its start, by tenant."""
+    """Traces that it has removed since its start, by tenant."""
 
 
 class Erasures:
-    """One model's orders."""
+    """Erasure orders for one model's trainers, and their reports."""
 
     def __init__(self, client: redis.Redis, model_key: str) -> None:
         self._redis: Any = client
@@ -52,7 +52,7 @@ class Erasures:
 
     @redis_errors
     def order(self, tenant: str) -> int:
-        """From now on everything of this tenant up to now is to be forgotten; returns the order's time, unique."""
+        """Order that everything of this tenant up to now is erased; returns the order's time, which is unique."""
         newest = max(self.orders().values(), default=0)
         at_ms = max(now_ms(), newest + 1)
         self._redis.hset(self._orders, tenant, at_ms)
@@ -60,11 +60,11 @@ class Erasures:
 
     @redis_errors
     def orders(self) -> dict[str, int]:
-        """Time of the order in milliseconds by tenant."""
+        """Time of each order in milliseconds, by tenant."""
         try:
             return {tenant.decode(): int(at_ms) for tenant, at_ms in self._redis.hgetall(self._orders).items()}
         except ValueError as error:
-            raise _none_of_ours(self._orders, error) from error
+            raise _foreign_data(self._orders, error) from error
 
     @redis_errors
     def report(self, trainer: str, report: TrainerReport) -> None:
@@ -72,12 +72,12 @@ class Erasures:
 
     @redis_errors
     def leave(self, trainer: str) -> None:
-        """The trainer has stopped."""
+        """Remove the report of a trainer that stops."""
         self._redis.hdel(self._trainers, trainer)
 
     @redis_errors
     def trainers(self) -> dict[str, TrainerReport]:
-        """Those that run, as far as can be told."""
+        """Reports of the trainers that run: those that reported within TRAINER_TTL_S."""
         since_ms = now_ms() - int(1000 * TRAINER_TTL_S)
         try:
             found = {
@@ -85,16 +85,16 @@ class Erasures:
                 for name, report in self._redis.hgetall(self._trainers).items()
             }
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise _none_of_ours(self._trainers, error) from error
+            raise _foreign_data(self._trainers, error) from error
         return {name: report for name, report in found.items() if report.at_ms >= since_ms}
 
 
-def _none_of_ours(key: str, error: Exception) -> StreamError:
-    return StreamError(f"somebody else has written to {key} in Redis ({error}): remove what is none of ours")
+def _foreign_data(key: str, error: Exception) -> StreamError:
+    return StreamError(f"another client has written to {key} in Redis ({error}): remove its entries")
 
 
 def covers(orders: Mapping[str, int], tenant: str, created_ms: int) -> bool:
-    """Whether a trace is one of those to be forgotten."""
+    """Whether an order covers a trace of this tenant and time."""
     return created_ms <= orders.get(tenant, -1)
 
 
@@ -105,16 +105,18 @@ Chosen = Callable[[TraceHeader], bool]
 
 @dataclass(frozen=True, kw_only=True)
 class Removed:
-    """Entries that went, or would go. What cannot be read may be anybody's, and goes too."""
+    """Counts of removed entries, or in a dry run of those to remove. Unreadable ones are removed too: they may be any
+    tenant's.
+    """
 
     stream: int = 0
     dead_letters: int = 0
     unreadable: int = 0
-    """Of both together."""
+    """Unreadable entries among both."""
 
 
 class Remover:
-    """One model's stream and dead letters."""
+    """Removes traces from one model's stream and dead letters."""
 
     def __init__(self, client: redis.Redis, model_key: str, *, group: str = "trainer") -> None:
         self._redis: Any = client
@@ -124,20 +126,20 @@ class Remover:
 
     @redis_errors
     def remove(self, chosen: Chosen, *, unreadable: bool = True, dry_run: bool = False) -> Removed:
-        """Remove every trace whose header is chosen and, with `unreadable`, what has no readable header.
+        """Remove every trace whose header is chosen and, with `unreadable`, entries without a readable header.
 
         Raises StreamError.
 
-        Safe to kill and to repeat: each few entries go in one transaction with their books.
+        May be killed and repeated: each transaction removes a few entries and updates the accounts.
         """
         counts = {"stream": 0, "dead_letters": 0, "unreadable": 0}
         for rows in self._chunks(self._keys.traces):
-            taken = [row for row in rows if _goes(row[1], chosen, counts, unreadable)]
+            taken = [row for row in rows if _is_chosen(row[1], chosen, counts, unreadable)]
             counts["stream"] += len(taken)
             if taken and not dry_run:
-                self._take_out(taken)
+                self._remove_entries(taken)
         for rows in self._chunks(self._keys.dead_letters):
-            ids = [entry_id for entry_id, fields in rows if _goes(fields, chosen, counts, unreadable)]
+            ids = [entry_id for entry_id, fields in rows if _is_chosen(fields, chosen, counts, unreadable)]
             counts["dead_letters"] += len(ids)
             if ids and not dry_run:
                 self._redis.xdel(self._keys.dead_letters, *ids)
@@ -145,10 +147,10 @@ class Remover:
 
     @redis_errors
     def compact(self) -> bool:
-        """Have Redis rewrite its append-only file, and wait: what was removed is then off its disk, too.
+        """Have Redis rewrite its append-only file, and wait: so removed entries are gone from its disk, too.
 
-        False where this user may not ask for it. Raises StreamError where it does not end. Without an append-only
-        file there is nothing to do.
+        Returns False where this user lacks the permission. Raises StreamError if the rewrite does not end. Without an
+        append-only file it does nothing.
         """
         try:
             if not self._persistence()["aof_enabled"]:
@@ -178,7 +180,7 @@ class Remover:
             except redis.exceptions.NoPermissionError:
                 raise
             except ResponseError:
-                # One that is under way has perhaps copied already what was removed since: another must follow it.
+                # A running rewrite may have copied entries before their removal: another must follow it.
                 pass
             if time.monotonic() > deadline:
                 raise redis.exceptions.TimeoutError("another rewrite of the append-only file does not end")
@@ -190,12 +192,12 @@ class Remover:
             yield rows
             start = f"({rows[-1][0].decode()}"
 
-    def _take_out(self, rows: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> None:
-        """In one transaction, with what is expected in the books; corrected by what the transaction found.
+    def _remove_entries(self, rows: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> None:
+        """Remove entries and update the accounts in one transaction; then correct the accounts by its results.
 
-        A correction comes where the trainer took, or somebody trimmed, one of these entries in the milliseconds between
-        the look and the transaction. Killed between both, `bytes` and `erased` stay off by those few; nothing of
-        the tenant stays. WATCH would close that gap and never succeed on a stream that others append to all the time.
+        A correction is needed if an entry was acked or trimmed in the milliseconds between read and transaction. If the
+        process is killed before it, `bytes` and `erased` stay off by those few, but nothing of the tenant remains.
+        WATCH would avoid that, but never succeed on a stream with constant appends.
         """
         keys = self._keys
         members = [member_of(fields) or b"" for _, fields in rows]
@@ -205,7 +207,7 @@ class Remover:
             for (entry_id, fields), member, size in zip(rows, members, sizes, strict=True):
                 index = index_of(fields)
                 transaction.xack(keys.traces, self._group, entry_id)
-                # An entry of another client is in no book.
+                # An entry of another client has no account: index −1 removes nothing.
                 transaction.lrem(keys.sizes, 1, size_member(size, -1 if index is None else index))
                 transaction.zrem(keys.open, member)
             transaction.xdel(keys.traces, *(entry_id for entry_id, _ in rows))
@@ -213,14 +215,14 @@ class Remover:
             transaction.hincrby(keys.accounts, "erased", expected)
             results = transaction.execute()
         listed, closed = results[1 : 3 * len(rows) : 3], results[2 : 3 * len(rows) : 3]
-        # Others have trimmed, and counted, what the list of sizes does not hold any more.
+        # Sizes that are missing in the list belong to entries that others have trimmed and counted.
         missing = sum(size for size, found in zip(sizes, listed, strict=True) if not found)
         for field, difference in (("bytes", missing), ("erased", sum(closed) - expected)):
             if difference:
                 self._redis.hincrby(keys.accounts, field, difference)
 
 
-def _goes(fields: Mapping[bytes, bytes], chosen: Chosen, counts: dict[str, int], unreadable: bool) -> bool:
+def _is_chosen(fields: Mapping[bytes, bytes], chosen: Chosen, counts: dict[str, int], unreadable: bool) -> bool:
     try:
         return chosen(read_header(fields.get(b"payload", b"")))
     except TraceError:
@@ -230,23 +232,23 @@ def _goes(fields: Mapping[bytes, bytes], chosen: Chosen, counts: dict[str, int],
 
 @dataclass(frozen=True, kw_only=True)
 class Rewritten:
-    """Traces of one file. What cannot be read may be anybody's, and goes too."""
+    """Counts of traces in a rewritten recording. Unreadable ones are removed too: they may be any tenant's."""
 
     removed: int
     kept: int
     unreadable: int
-    """Of those removed."""
+    """Unreadable entries among the removed ones."""
     cut_bytes: int
-    """Bytes at the end that were no whole entry; they go, too."""
+    """Bytes of an incomplete last entry, which is removed, too."""
 
 
 def remove_from_recording(path: Path, chosen: Chosen, *, dry_run: bool = False) -> Rewritten:
-    """Remove every trace whose header is chosen; the file is left as it is where there is none.
+    """Remove every trace whose header is chosen; without any the file stays as it is.
 
-    Safe to kill and to repeat. Nobody may record into the file meanwhile. Raises ConfigError where it is no recording
-    or cannot be written.
+    May be killed and repeated. Nobody may record into the file meanwhile. Raises ConfigError where it is not a
+    recording or cannot be written.
     """
-    found = _look(path, chosen)
+    found = _count_chosen(path, chosen)
     if dry_run or not (found.removed or found.cut_bytes):
         return found
     temporary = path.with_name(f".{path.name}.rewritten")
@@ -260,14 +262,14 @@ def remove_from_recording(path: Path, chosen: Chosen, *, dry_run: bool = False) 
         temporary.replace(path)
         sync(path.parent)
     except OSError as error:
-        raise ConfigError(f"cannot write {path} anew ({error.strerror}): check its folder") from error
+        raise ConfigError(f"cannot rewrite {path} ({error.strerror}): check its folder") from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
     return found
 
 
-def _look(path: Path, chosen: Chosen) -> Rewritten:
+def _count_chosen(path: Path, chosen: Chosen) -> Rewritten:
     num_unreadable = num_chosen = num_kept = 0
     with RecordingReader(path) as reader:
         for payload in reader.payloads():

@@ -1,9 +1,9 @@
-"""The streams to the trainer: traces from any number of engines, and what their answers were worth. Redis ≥ 6.2.
+"""Redis streams to the trainer: traces from any number of engines, and rewards. Redis ≥ 6.2.
 
-Traces are delivered at least once; `trace_id` makes it effectively once.
+Traces are delivered at least once; the trainer uses each `trace_id` once.
 
-Rewards come after the traces that they are about, and each trainer process reads all of them. So nothing is acked: the
-newest MAX_GROUPS entries are kept, and a process that starts reads them from the oldest on.
+Rewards arrive after their traces, and each trainer process reads all of them. So rewards are not acked: the stream
+keeps the newest MAX_GROUPS entries, and a process that starts reads from the oldest on.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from speculator.redis.client import RedisKeys, redis_errors
 from speculator.redis.stream_accounting import Ledger, StreamLag, member_of
 from speculator.target_folder import read_config
 
-# A blocking read must end well before the socket gives up on it.
+# A blocking read must end well before the socket's timeout.
 MAX_BLOCK_MS = 2000
 EXPIRE_EVERY_S = 5.0
 _LEAST_BYTES = 512 << 20
 _ROOM_FOR_TOKENS = 64 * 2500
-"""Of 64 requests that end at once, with prompts and answers of 2,500 tokens together."""
+"""Tokens of 64 requests that end at once, each with 2,500 tokens of prompt and answer."""
 _BYTES_BESIDE = 600
-"""Of a token in a trace, beside its features."""
+"""Bytes of a token in a trace, besides its features."""
 
 
 def cap_for(model_dir: Path) -> int:
-    """The byte cap of the stream of this target, where nobody sets one: by its width, and at least 512 MiB.
+    """Default byte cap of this target's stream: by its hidden size, at least 512 MiB.
 
     A token of a trace has three features in float8. Raises ConfigError where the folder has no usable config.json.
     """
@@ -55,8 +55,8 @@ class StreamEntry:
 class TraceStream:
     """One model's traces, from any number of producers to the consumers of one group.
 
-    `max_bytes` is the hard cap on payload bytes in the stream. A producer makes room before it appends: acked entries,
-    kept as history, go first, from the oldest; if that is not enough, unacked ones go too and are counted as lost.
+    `max_bytes` is the hard cap on payload bytes in the stream. Before it appends, a producer removes the oldest acked
+    entries, which are kept as history; if that is not enough, also unacked ones, which count as lost.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class TraceStream:
         consumer: str = "trainer-0",
         ttl_s: float = 0,
     ) -> None:
-        """Needs no connection yet. Consumers that run at the same time need different names. Whoever appends or reads
-        also removes what is older than `ttl_s`, every few seconds; 0 sets no limit.
+        """Does not connect yet. Consumers that run at the same time need different names. Every few seconds, appends
+        and reads also remove entries older than `ttl_s`; 0: no limit.
         """
         self.max_bytes = max_bytes
         self._ttl_s, self._expired_s = ttl_s, 0.0
@@ -99,7 +99,7 @@ class TraceStream:
 
     @redis_errors
     def expire(self, ttl_s: float) -> None:
-        """Remove entries and dead letters that were appended longer ago, and count."""
+        """Remove and count entries and dead letters older than `ttl_s`."""
         before_ms = now_ms() - int(1000 * ttl_s)
         self._ledger.expire(before_ms)
         self._redis.xtrim(self._keys.dead_letters, minid=f"{before_ms}-0", approximate=False)
@@ -135,7 +135,7 @@ class TraceStream:
         cursor = "0-0"
         while len(entries) < count:
             reply = self._autoclaim(cursor, min_idle_ms, count - len(entries))
-            # Redis ≥ 7 drops entries that are gone from the pending list as it meets them.
+            # Redis ≥ 7 removes deleted entries from the pending list by itself.
             entries += self._take([row for row in reply[1] if row[1]])
             cursor = reply[0].decode()
             if cursor == "0-0":
@@ -144,13 +144,13 @@ class TraceStream:
 
     @redis_errors
     def ack(self, ids: Sequence[str]) -> None:
-        """The trainer is done with these entries for good; ids that are not pending any more are ignored."""
+        """Mark entries as used by the trainer for good; ids that are not pending are ignored."""
         if ids:
             self._ledger.settle_acked(ids)
 
     @redis_errors
     def dead_letter(self, entry: StreamEntry, reason: str) -> None:
-        """Set an unusable entry aside with the reason, and ack it; of these the newest `MAX_DEAD_LETTERS` are kept."""
+        """Ack an unusable entry, and store it as a dead letter with the reason; keeps the newest `MAX_DEAD_LETTERS`."""
         fields: dict[str, bytes | str] = {
             "payload": entry.payload,
             "trace_id": entry.trace_id,
@@ -161,9 +161,9 @@ class TraceStream:
 
     @redis_errors
     def recent(self, max_bytes: int) -> list[StreamEntry]:
-        """The newest acked entries that fit into `max_bytes`, oldest first: what a replay is rebuilt from.
+        """The newest acked entries that fit into `max_bytes`, oldest first: to rebuild the replay buffer.
 
-        Dead-lettered entries that are still in the stream are among them; they fail to decode again.
+        Includes dead-lettered entries that are still in the stream; they fail to decode again.
         """
         _, last_delivered = self._ledger.group_state()
         entries: list[StreamEntry] = []
@@ -182,18 +182,18 @@ class TraceStream:
 
     @redis_errors
     def lag(self) -> StreamLag:
-        """Where the stream stands, after counting what was removed from it."""
+        """State of the stream, after counting entries that were removed from it."""
         return self._ledger.lag()
 
     @redis_errors
     def memory_share(self) -> float | None:
-        """What Redis uses of its `maxmemory`; None where it has no limit, or this user may not ask (INFO)."""
+        """Share of `maxmemory` that Redis uses; None where it has no limit, or this user may not run INFO."""
         if not self._may_ask:
             return None
         try:
             memory = self._redis.info("memory")
         except redis.exceptions.NoPermissionError:
-            # Once: Redis keeps a log of what it has denied.
+            # Do not ask again: Redis logs each denied command.
             self._may_ask = False
             return None
         limit = memory.get("maxmemory")
@@ -217,7 +217,7 @@ class TraceStream:
         return self._take(rows)
 
     def _take(self, rows: list[Any]) -> list[StreamEntry]:
-        """A pending entry without fields was removed from the stream while it was pending."""
+        """Entries of rows; drops pending ones without fields, which were removed from the stream."""
         if missing := [entry_id.decode() for entry_id, fields in rows if not fields]:
             self._ledger.drop_pending(missing)
         present = [row for row in rows if row[1]]
@@ -232,7 +232,7 @@ class TraceStream:
 
 
 def _entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> StreamEntry:
-    # Anybody who may write to this Redis may have added it: whatever it holds, it must get to where it is refused.
+    # Any client may have written the entry: malformed ones must not fail here, so that they become dead letters.
     created_ms = fields.get(b"created_ms", b"")
     return StreamEntry(
         id=entry_id.decode(),
@@ -247,7 +247,7 @@ START = "0"
 
 
 class GroupRewards(msgspec.Struct, frozen=True, kw_only=True):
-    """Rewards of samples of one group by their number. The traces' request ids are `group_id`/number."""
+    """Rewards of one group by sample number. Request ids in traces are `group_id`/number."""
 
     tenant: str
     group_id: str
@@ -255,7 +255,7 @@ class GroupRewards(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RewardStream:
-    """One model's rewards."""
+    """Stream of one model's rewards."""
 
     def __init__(self, client: redis.Redis, model_key: str) -> None:
         self._redis: Any = client
@@ -263,7 +263,7 @@ class RewardStream:
 
     @redis_errors
     def append(self, groups: Sequence[GroupRewards]) -> None:
-        """All or none. Raises StreamError."""
+        """Append all groups, or none. Raises StreamError."""
         with self._redis.pipeline(transaction=True) as transaction:
             for group in groups:
                 transaction.xadd(self._key, {"rewards": msgspec.json.encode(group)}, maxlen=MAX_GROUPS)
@@ -271,7 +271,7 @@ class RewardStream:
 
     @redis_errors
     def read(self, after: str, count: int) -> tuple[list[GroupRewards], str]:
-        """Up to `count` entries after one with that id, and the id of the last; what is no reward is passed over.
+        """Up to `count` entries after the id `after`, and the last one's id; skips malformed entries.
 
         Raises StreamError.
         """
@@ -286,7 +286,7 @@ class RewardStream:
 
     @redis_errors
     def remove(self, tenant: str, *, dry_run: bool = False) -> int:
-        """Remove a tenant's rewards; of how many groups. What cannot be read may be anybody's, and goes too.
+        """Remove a tenant's rewards, and unreadable entries, which may be its; returns of how many groups.
 
         Raises StreamError.
         """

@@ -1,1 +1,1 @@
-"""Draft versions on disk: the store, the life of each version, and what an operator may do with them."""
+"""Draft versions on disk: the store, each version's lifecycle, and the operator's commands."""

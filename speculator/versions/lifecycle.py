@@ -1,26 +1,25 @@
-"""What became of each draft version: one state machine, one small file a version, every change with its reason.
+"""Lifecycle of draft versions: a state machine, one small file a version, every transition with its reason.
 
     written ─▶ validated ─▶ scored ─▶ live ─▶ promoted
                                         │        │
                                         └────────┴──▶ rolled back ─▶ quarantined ─▶ scored (released by an operator)
 
-From every state but the last two a version can also be quarantined at once: its file is damaged, or an engine refuses
-it. The files lie beside the versions in the draft store, since a state must not be lost with Redis:
+From every state but the last two a version can also be quarantined directly: if its file is damaged, or an engine
+refuses it. The files are in the draft store beside the versions, so that states survive a loss of Redis:
 
     states/000042.json     all transitions of version 42, oldest first; the last one is its state
     states/lock            held while a transition is made, and shared while all states are read
     events.jsonl           the same transitions, and what operators and the gate did, in the order they happened; one
                            line of JSON an event, appended by whoever holds events.lock
 
-A transition is a file written under a temporary name, fsynced and renamed: after a crash it was made or it was not.
-Its event is written after it. Where a crash comes between the two, whoever makes the next transition of any version
-writes the missing event first, and until then `recent_events` tells it from the states.
+A transition is a file written under a temporary name, fsynced and renamed, so it is atomic. Its event is written after
+it. If a crash comes between the two, the next transition of any version first writes the missing event, and until then
+`recent_events` derives it from the states.
 
-A version without a file here is unknown, and unknown versions are not served: the store writes a version's files before
-its state and removes them after it.
+A version without a state file is unknown and not served: the store writes a version's files before its state, and
+removes them after it.
 
-`events.jsonl` becomes `events.1.jsonl`, in place of the one before, when it is long. A line that a crash cut short is
-passed over.
+A long `events.jsonl` is renamed to `events.1.jsonl`, which it replaces. A line that a crash cut short is skipped.
 """
 
 from __future__ import annotations
@@ -45,22 +44,22 @@ Number = float | int | str | bool | None
 
 
 class VersionState(enum.Enum):
-    """Where a version stands."""
+    """State of a draft version."""
 
     WRITTEN = "written"
     """Its files are complete on disk."""
     VALIDATED = "validated"
     """Read back and verified: hash, names, shapes, types, finite values, target and draft vocabulary."""
     SCORED = "scored"
-    """The gate found it fit to serve."""
+    """The gate accepted it for serving."""
     LIVE = "live"
-    """An engine has it in service and compares it with the version before."""
+    """On trial: an engine has it in service and compares it with the version before."""
     PROMOTED = "promoted"
-    """Live traffic confirmed it: what engines fall back to and start with."""
+    """Confirmed on live traffic: engines start with it and roll back to it."""
     ROLLED_BACK = "rolled_back"
-    """Live traffic, or an operator, spoke against it."""
+    """Taken out of service, because of live traffic or by an operator."""
     QUARANTINED = "quarantined"
-    """No engine takes it any more."""
+    """Barred: no engine loads it."""
 
 
 SERVABLE = frozenset({VersionState.SCORED, VersionState.LIVE, VersionState.PROMOTED})
@@ -71,7 +70,7 @@ ALLOWED: Mapping[VersionState | None, frozenset[VersionState]] = {
     VersionState.WRITTEN: frozenset({VersionState.VALIDATED, VersionState.QUARANTINED}),
     VersionState.VALIDATED: frozenset({VersionState.SCORED, VersionState.QUARANTINED}),
     VersionState.SCORED: frozenset({VersionState.LIVE, VersionState.QUARANTINED}),
-    # A version may be promoted again: it is then the last one that was.
+    # A version may be promoted again: it is then the last good one.
     VersionState.LIVE: frozenset({VersionState.PROMOTED, VersionState.ROLLED_BACK, VersionState.QUARANTINED}),
     VersionState.PROMOTED: frozenset({VersionState.PROMOTED, VersionState.ROLLED_BACK, VersionState.QUARANTINED}),
     VersionState.ROLLED_BACK: frozenset({VersionState.QUARANTINED}),
@@ -106,7 +105,7 @@ class Lifecycle:
         self.events = EventLog(self.root)
 
     def state(self, version: int) -> VersionState | None:
-        """None for a version that nothing is known of. Raises StoreError."""
+        """The state of a version; None for an unknown one. Raises StoreError."""
         history = self.history(version)
         return history[-1].state if history else None
 
@@ -115,12 +114,12 @@ class Lifecycle:
         return {version: history[-1].state for version, history in self.histories().items()}
 
     def histories(self) -> dict[int, list[Transition]]:
-        """The transitions of every known version as they are at one moment. Raises StoreError."""
+        """A consistent snapshot of the transitions of every known version. Raises StoreError."""
         with store_errors(self.root), shared(self._lock):
             return self._histories()
 
     def history(self, version: int) -> list[Transition]:
-        """Its transitions, oldest first. Raises StoreError."""
+        """The transitions of a version, oldest first. Raises StoreError."""
         path = self._path(version)
         with store_errors(self.root):
             try:
@@ -141,22 +140,22 @@ class Lifecycle:
         reason: str = "",
         numbers: Mapping[str, Number] | None = None,
     ) -> bool:
-        """Make a transition durable; False where the version is in that state already.
+        """Make a transition, durably; returns False if the version is in that state already.
 
-        Raises LifecycleError where no way leads there from its state, StoreError when it cannot be written; it was
-        made all the same where only its event could not.
+        Raises LifecycleError for a transition that is not allowed, StoreError when it cannot be written. If only its
+        event cannot be written, it raises StoreError too, but the transition is made.
         """
         with self._locked():
             made = self._make(version, state, actor, reason, dict(numbers or {}))
             if made:
-                self._tell(made)
+                self._write_missing_events(made)
             return bool(made)
 
     def bar(self, version: int, *, actor: str, reason: str, numbers: Mapping[str, Number] | None = None) -> None:
-        """Take a version into quarantine, by way of `rolled_back` where it is in service; done already is done.
+        """Quarantine a version, through `rolled_back` if it is in service; does nothing if it is quarantined already.
 
-        Events that cannot be written are left to the next transition. Raises LifecycleError for an unknown version,
-        StoreError when its state cannot be written.
+        Events that cannot be written now are written at the next transition. Raises LifecycleError for an unknown
+        version, StoreError when its state cannot be written.
         """
         with self._locked():
             made: dict[int, list[Transition]] = {}
@@ -164,12 +163,12 @@ class Lifecycle:
                 made = self._make(version, VersionState.ROLLED_BACK, actor, reason, dict(numbers or {}))
             made = self._make(version, VersionState.QUARANTINED, actor, reason, dict(numbers or {})) or made
             try:
-                self._tell(made)
+                self._write_missing_events(made)
             except StoreError as error:
                 log.warning("events are not written yet", version=version, error=str(error))
 
     def last_good(self, *, other_than: int | None = None) -> int | None:
-        """The version that was promoted last, of those that still are; None where none is. Raises StoreError."""
+        """The most recently promoted version that is still promoted; None without one. Raises StoreError."""
         return _last_good(self.histories(), other_than)
 
     def newest_servable(self) -> int | None:
@@ -177,9 +176,9 @@ class Lifecycle:
         return max((version for version, state in self.states().items() if state in SERVABLE), default=None)
 
     def rollbacks_in_a_row(self) -> list[Transition]:
-        """The rollbacks by engines and trainers since a version was last promoted, oldest first. Raises StoreError.
+        """Rollbacks by engines and trainers since the last promotion, oldest first. Raises StoreError.
 
-        Not among them: versions that were released again. A version that was rolled back later is no sign of better.
+        Leaves out versions that were released again, and ignores promotions of versions that were rolled back later.
         """
         rollbacks, promoted_at = [], 0
         for history in self.histories().values():
@@ -193,17 +192,17 @@ class Lifecycle:
         return [transition for transition in rollbacks if transition.sequence > promoted_at]
 
     def recent_events(self, count: int) -> list[Event]:
-        """The last `count` events, oldest first, with those of transitions that a crash kept from being written.
+        """The last `count` events, oldest first, including those that a crash kept from being written.
 
         Raises StoreError.
         """
         with store_errors(self.root), shared(self._lock):
-            untold = [_event(version, one) for version, one in self._untold(self._histories())]
+            untold = [_event(version, one) for version, one in self._missing_events(self._histories())]
             return [*self.events.tail(count), *untold][-count:] if count else []
 
     def forget(self, version: int) -> bool:
-        """Drop what is known of a version whose files are to be removed; False for the last good one, and for one that
-        went live after it. A version that went live before got no verdict, and nobody waits for one.
+        """Delete the state of a version whose files are to be removed. Returns False, and keeps it, for the last good
+        version, and for one that went live after it, whose trial may still be running.
 
         Raises StoreError.
         """
@@ -214,22 +213,24 @@ class Lifecycle:
             came = [one.sequence for one in histories.get(version, [])[-1:] if one.state is VersionState.LIVE]
             if version == good or max(came, default=0) > promoted_at:
                 return False
-            # A full disk must not keep what fills it.
+            # Even if the disk is too full for events: pruning is what frees it.
             with contextlib.suppress(StoreError):
-                self._tell(histories)
+                self._write_missing_events(histories)
             self._path(version).unlink(missing_ok=True)
             sync(self._states)
         return True
 
     def _histories(self) -> dict[int, list[Transition]]:
-        """Under the lock."""
+        """Read all histories; the caller holds the lock."""
         versions = sorted(int(path.stem) for path in self._states.glob("*.json") if path.stem.isdigit())
         return {version: history for version in versions if (history := self.history(version))}
 
     def _make(
         self, version: int, state: VersionState, actor: str, reason: str, numbers: dict[str, Number]
     ) -> dict[int, list[Transition]]:
-        """All histories with the new transition; none where the version is in that state already. Under the lock."""
+        """Make a transition; returns all histories, or {} if the version is in that state already. The caller holds the
+        lock.
+        """
         history = self.history(version)
         before = history[-1].state if history else None
         if state not in ALLOWED[before]:
@@ -250,21 +251,21 @@ class Lifecycle:
         return {**histories, version: [*history, transition]}
 
     def _last_sequence(self, histories: Mapping[int, list[Transition]]) -> int:
-        """Of those that were forgotten, too: a number that is given twice would not be told."""
+        """The last transition's number, forgotten versions included: the event of a reused number would be skipped."""
         told = 0
-        # A transition does not wait for the log: an engine must be able to bar a version without it.
+        # The log may be unreadable: an engine must be able to bar a version without it.
         with contextlib.suppress(StoreError):
             told = self.events.last_sequence()
         return max([told, *(history[-1].sequence for history in histories.values())])
 
-    def _tell(self, histories: Mapping[int, list[Transition]]) -> None:
-        """Write the events that are missing. Under the lock."""
-        for version, transition in self._untold(histories):
+    def _write_missing_events(self, histories: Mapping[int, list[Transition]]) -> None:
+        """Write missing events; the caller holds the lock."""
+        for version, transition in self._missing_events(histories):
             self.events.add(_event(version, transition))
 
-    def _untold(self, histories: Mapping[int, list[Transition]]) -> list[tuple[int, Transition]]:
+    def _missing_events(self, histories: Mapping[int, list[Transition]]) -> list[tuple[int, Transition]]:
         told = self.events.last_sequence()
-        # A log without any number is new, or of before there were numbers, or other events have filled it since.
+        # No number in the log: it is new, an old release wrote it, or other events have filled it since.
         last = [] if told else self.events.tail(1)
         since_ms = last[0].at_ms if last else 0
         made = (
@@ -298,14 +299,14 @@ class Lifecycle:
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """`fields` say what, in numbers where there are any; never a key or a user's text."""
+    """One line of events.jsonl. `fields` has details; never a key or a user's text."""
 
     at_ms: int
     kind: str
     actor: str
     fields: dict[str, Any] = {}
     sequence: int = 0
-    """Of a transition: its number; 0 for what is none."""
+    """Number of the transition; 0 for other events."""
 
 
 class EventLog:
@@ -318,11 +319,11 @@ class EventLog:
         self._lock = root / "events.lock"
 
     def append(self, kind: str, /, *, actor: str, **fields: Any) -> None:
-        """Durable when it returns. Raises StoreError."""
+        """Append an event, durably. Raises StoreError."""
         self.add(Event(at_ms=now_ms(), kind=kind, actor=actor, fields=fields))
 
     def add(self, event: Event) -> None:
-        """The same for an event that happened before."""
+        """Append an event with its own time, durably. Raises StoreError."""
         line = json_line(event)
         with store_errors(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -336,7 +337,7 @@ class EventLog:
         return list(islice(self._newest_first(), count))[::-1]
 
     def last_sequence(self) -> int:
-        """The number of the last transition that is on record; 0 where none is. Raises StoreError."""
+        """The number of the last transition in the log; 0 without one. Raises StoreError."""
         return next((event.sequence for event in self._newest_first() if event.sequence), 0)
 
     def _newest_first(self) -> Iterator[Event]:
@@ -348,7 +349,7 @@ class EventLog:
 
 
 def _newest_lines(path: Path) -> Iterator[bytes]:
-    """From the end, block by block: the live page asks for the last few every second, and the file has megabytes."""
+    """Lines from the end, read by blocks: the live page needs the last few every second, and the file has megabytes."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         at, begun = file.seek(0, os.SEEK_END), b""
         while at > 0:
@@ -366,7 +367,7 @@ def _append_line(path: Path, line: bytes) -> None:
         if length > 0:
             file.seek(length - 1)
             if file.read(1) != b"\n":
-                # A crash cut the last line short: end it, so that it takes no other with it.
+                # A crash cut the last line short: end it, so that the new line does not join it.
                 file.write(b"\n")
         file.write(line + b"\n")
         file.flush()

@@ -1,8 +1,8 @@
-"""A lineage: the versions of one draft for one target. Begin it, admit a version, load one, say whose text it learned.
+"""A lineage, all versions of one draft for one target: begin it, admit versions, load them, count tokens by tenant.
 
 A manifest counts tokens by tenant for the whole lineage up to its version, so older versions may be removed. The counts
-are bounded: of more than MAX_TENANTS tenants the later ones share one number, and such a version may have learned from
-any that it does not name.
+are bounded: tenants beyond MAX_TENANTS share one count, and such a version may have learned from any tenant that it
+does not name.
 """
 
 from __future__ import annotations
@@ -50,12 +50,11 @@ def ensure_lineage(
 ) -> int:
     """The newest version that may be served; writes a fresh draft as the first one where the store is empty.
 
-    `texts` like those to be served choose the fresh draft's vocabulary, `switches` what it computes with. None
-    is the default of a fresh draft.
+    The other arguments are those of `fresh_draft`; None means its default.
 
-    Raises ConfigError where the store has drafts that are not what is asked of a fresh one, StoreError when it cannot
-    be read or written or every version is barred, DraftFileError or DraftMismatchError for a version that nothing is
-    known of and that does not fit, and what `fresh_draft` raises.
+    Raises ConfigError where the store's drafts contradict them, StoreError when it cannot be read or written or every
+    version is barred, DraftFileError or DraftMismatchError for a version without a state that does not fit, and what
+    `fresh_draft` raises.
     """
     asked: dict[str, Any] = {
         "draft_vocab_size": draft_vocab_size,
@@ -74,7 +73,7 @@ def ensure_lineage(
     if newest is None:
         newest = FIRST
         draft = fresh_draft(model_dir, **asked)
-        # Engine and trainer may start on an empty store together, with another vocabulary each: one of them is first.
+        # Engine and trainer may start together on an empty store, with different vocabularies: the first one wins.
         with contextlib.suppress(VersionTakenError):
             store.write(
                 draft_state(draft),
@@ -88,13 +87,13 @@ def ensure_lineage(
             log.info("fresh draft written", version=newest)
     if store.lifecycle.state(newest) in BARRED:
         raise StoreError(f"no draft in {store.root} may be served: `slipstream drafts promote` releases one of them")
-    # Also where a crash came between two of these, or another process is at it: nothing else is there to be served.
+    # Also completes this after a crash, or beside another process: there is no other version to serve.
     begin(store, newest, target_fingerprint=target_fingerprint)
     return newest
 
 
 def import_head(store: DraftStore, head: PublicHead, *, target_fingerprint: str, source: str) -> int:
-    """Write a head that others have trained as the first version of a store, and return its number.
+    """Write an imported head as the first version of a store, and return its number.
 
     Raises ConfigError where the store has versions, StoreError or DraftError where it cannot be written or read back.
     """
@@ -124,9 +123,9 @@ def check_lineage(
     texts: Iterable[Text] = (),
     switches: Iterable[str] = (),
 ) -> None:
-    """Whether the drafts of a store fit the target, and are what was asked of a fresh one: another is not written.
+    """Check that a store's drafts fit the target, and the options for a fresh draft, which will not be written.
 
-    Raises ConfigError, DraftMismatchError where they do not fit, and what reading them raises.
+    Raises ConfigError, DraftMismatchError if they do not fit, and the errors of reading them.
     """
     version = version_to_serve(store, latest)
     config, manifest = config_from_json(store.config(version)), store.manifest(version)
@@ -148,7 +147,7 @@ def check_lineage(
                 f"a draft with {name} is asked for, and {there}, without it: leave it out, or choose another --store"
             )
     if (texts := list(texts)) and d2t_sha256(draft_vocab_of(model_dir, config, texts)) != manifest.d2t_sha256:
-        # Such files grow while a service runs, and it has to come back with the same options.
+        # A warning only: such files grow while a service runs, and it must restart with the same options.
         log.warning(
             "the draft vocabulary stays as other texts than those of --vocab-from chose it", store=str(store.root)
         )
@@ -161,7 +160,7 @@ def check_lineage(
 
 
 def begin(store: DraftStore, version: int, *, target_fingerprint: str) -> None:
-    """Promote the only version of a store, which nothing can be compared with. Raises what `admit` does."""
+    """Promote the only version of a store, without a trial. Raises what `admit` raises."""
     admit(store, version, target_fingerprint=target_fingerprint, actor=_ACTOR, reason="the first of its lineage")
     for state in (VersionState.LIVE, VersionState.PROMOTED):
         _step(store, version, state, actor=_ACTOR, reason="the first of its lineage")
@@ -176,9 +175,9 @@ def admit(
     reason: str,
     numbers: Mapping[str, Number] | None = None,
 ) -> None:
-    """Take a written version to `scored`, by way of reading it back and verifying it; goes on where a crash ended it.
+    """Read back and verify a written version, and move it to `scored`; continues after a crash.
 
-    Another process may do the same, or have taken the version further.
+    Safe beside other processes that move the same version.
 
     Raises DraftFileError or DraftMismatchError, with the version in quarantine, or StoreError.
     """
@@ -198,7 +197,7 @@ def admit(
 
 
 def _step(store: DraftStore, version: int, state: VersionState, **why: Any) -> None:
-    """One transition, unless another process has been quicker."""
+    """Make one transition, unless another process has already made it."""
     with contextlib.suppress(LifecycleError):
         store.lifecycle.move(version, state, **why)
 
@@ -206,8 +205,8 @@ def _step(store: DraftStore, version: int, state: VersionState, **why: Any) -> N
 def version_to_serve(store: DraftStore, newest: int) -> int:
     """The version that an engine starts with: the last good one, else `newest`.
 
-    Not what the pointer names: that may still be on trial, and an engine that has just started has nothing to compare
-    it with. It comes by the same way as every other version (serving/hotswap/follower.py).
+    Not the published version: that may still be on trial, and an engine that has just started has no baseline to
+    compare with. The follower installs it later (serving/hotswap/follower.py).
     """
     return store.lifecycle.last_good() or newest
 
@@ -232,13 +231,13 @@ MANIFEST_KEY = "tenants"
 
 
 class TenantCounts(msgspec.Struct, kw_only=True):
-    """Answer tokens in all steps by tenant, repetitions included."""
+    """Answer tokens that a draft was trained on, by tenant, repetitions included."""
 
     tokens: dict[str, int] = {}
     others: int = 0
-    """Of the tenants that found no place."""
+    """Tokens of the tenants beyond MAX_TENANTS."""
     complete: bool = True
-    """False where the weights descend from something that nothing is known of."""
+    """False where the weights descend from a draft of unknown training data."""
 
     def add(self, tenant: str, num_tokens: int) -> None:
         if tenant in self.tokens or len(self.tokens) < MAX_TENANTS:
@@ -247,14 +246,14 @@ class TenantCounts(msgspec.Struct, kw_only=True):
             self.others += num_tokens
 
     def learnt_from(self, tenant: str) -> int | None:
-        """Tokens of a tenant; None where that is not known."""
+        """Trained tokens of a tenant; None where that is unknown."""
         if tenant in self.tokens:
             return self.tokens[tenant]
         return 0 if self.complete and not self.others else None
 
 
 def joined_counts(parts: Iterable[TenantCounts]) -> TenantCounts:
-    """Of several processes that train together."""
+    """Sum the counts of several training ranks."""
     whole = TenantCounts()
     for part in parts:
         for tenant, num_tokens in part.tokens.items():
@@ -265,7 +264,7 @@ def joined_counts(parts: Iterable[TenantCounts]) -> TenantCounts:
 
 
 def counts_of(info: Mapping[str, Any]) -> TenantCounts:
-    """From a manifest's `info`; one that does not say was trained on nothing if it is fresh, else on who knows what."""
+    """Counts in a manifest's `info`; without any, zero for a fresh draft, else unknown."""
     try:
         return msgspec.convert(info[MANIFEST_KEY], type=TenantCounts)
     except (KeyError, msgspec.ValidationError):

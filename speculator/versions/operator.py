@@ -1,8 +1,8 @@
-"""What an operator may do with the draft versions: look at them, compare them, choose which one is served.
+"""Operator commands on draft versions: list, compare, promote, roll back, pin, export.
 
-Command line and gateway both work through the desk. Each change of which draft is served is on record before it is
-begun, as the event `asked`, and again, with where it led, when it is done; a crash in between leaves the former. An
-engine goes on watching what it was told to serve.
+Command line and gateway both use `DraftDesk`. Each change of the served draft is recorded twice: as the event `asked`
+before it begins, and with its result when it is done; a crash in between leaves only the first. Engines keep comparing
+versions that an operator chose.
 """
 
 from __future__ import annotations
@@ -29,40 +29,40 @@ log = structlog.get_logger(__name__)
 
 
 Layout = Callable[[DraftConfig, Mapping[str, Tensor]], tuple[dict[str, Any], dict[str, Tensor]]]
-"""Makes config.json and tensors of those of a draft file."""
+"""Converts config and tensors of a draft file to config.json and tensors of another layout."""
 
 
 class DraftRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One version among the others."""
+    """One version in an overview."""
 
     version: int
     state: VersionState | None
-    """None where nothing is known of it: a crash came before its state was written."""
+    """None for an unknown version: a crash came before its state was written."""
     parent: int | None = None
     created_ms: int | None = None
     gate: Any = None
-    """The gate's numbers, as its manifest has them."""
+    """The gate's figures in the manifest."""
     damage: str = ""
-    """Why its manifest cannot be read."""
+    """Why the manifest cannot be read; empty if it can."""
     is_last_good: bool
     is_published: bool
     is_pinned: bool
     engines: list[str]
-    """The engines that have it in service."""
+    """Engines that have the version in service."""
 
 
 class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine reports; None, or empty, for what it does not say."""
+    """One engine's report; None, or empty, for fields that it lacks."""
 
     engine_id: str
     version: int | None
     role: str
-    """Its part in the trial of a version: canary, waiting, settled."""
+    """The engine's part in the trial of a version: canary, waiting, settled."""
     accept_length: float | None
-    """Tokens a verification of the version in service, lately."""
+    """Recent tokens a verification of the version in service."""
     target_version: int | None
     verdicts: str
-    """How its trials ended."""
+    """Outcomes of the engine's trials."""
     last_verdict: str
 
 
@@ -75,9 +75,9 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     published: int | None
     pinned: int | None
     trainer_rests: bool
-    """Since no engine asks its draft."""
+    """Whether the trainer pauses because no engine uses its draft head."""
     no_redis: str
-    """Why nothing is known of what is published, pinned and in service; empty where Redis answered."""
+    """Why the published, pinned and served versions are unknown; empty if Redis answered."""
 
 
 class Details(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +88,7 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def overview(store: DraftStore, pointer: Callable[[], DraftPointer]) -> Overview:
-    """Every version; what Redis knows is left out where `pointer` or it cannot say. Raises StoreError."""
+    """Every version and engine; without data from Redis if it cannot be reached. Raises StoreError."""
     published, pinned, trainer_rests, no_redis = None, None, False, ""
     reports: dict[str, dict[str, str]] = {}
     try:
@@ -122,7 +122,7 @@ def overview(store: DraftStore, pointer: Callable[[], DraftPointer]) -> Overview
 
 
 def _engine(engine_id: str, report: Mapping[str, str]) -> EngineRow:
-    """An engine may be of another release: what it does not say, or what cannot be read, is left out."""
+    """Parse an engine's report; leaves out missing and unreadable fields, since it may run another release."""
 
     def whole(name: str) -> int | None:
         text = report.get(name, "")
@@ -144,7 +144,7 @@ def _engine(engine_id: str, report: Mapping[str, str]) -> EngineRow:
 
 
 def _manifest_fields(store: DraftStore, version: int) -> dict[str, Any]:
-    """What its manifest says."""
+    """Fields of a `DraftRow` from the version's manifest."""
     try:
         manifest = store.manifest(version)
     except (DraftFileError, UnknownDraftError) as error:
@@ -154,11 +154,11 @@ def _manifest_fields(store: DraftStore, version: int) -> dict[str, Any]:
 
 
 class TensorChange(msgspec.Struct, frozen=True, kw_only=True):
-    """How one tensor changed from `a` to `b`, each flattened to one vector."""
+    """How one tensor changed from version `a` to `b`, each flattened to a vector."""
 
     name: str
     shapes: list[list[int]]
-    """Of `a` and of `b`; where they differ nothing else is known."""
+    """[shape in a, shape in b]; if they differ, the other fields are None."""
     num_changed: int | None = None
     """Elements that are not equal."""
     relative_l2: float | None = None
@@ -172,20 +172,20 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     b: int
     tensors: list[TensorChange]
     config: dict[str, list[Any]]
-    """What is not equal, as [in a, in b]; null stands for absent too."""
+    """Fields that differ, as [in a, in b]; null also for absent ones."""
     manifest: dict[str, list[Any]]
-    """The same of the manifests, with dots for what lies inside: `info.trained_tokens`."""
+    """The same for manifests; nested fields have dotted names: `info.trained_tokens`."""
 
 
 def tensor_change(name: str, a: Tensor | None, b: Tensor | None) -> TensorChange:
-    """From version `a` to version `b`; None where a version has no such tensor."""
+    """Compare a tensor of version `a` with that of `b`; None for a missing tensor."""
     shapes = [[] if tensor is None else list(tensor.shape) for tensor in (a, b)]
     if a is None or b is None or a.shape != b.shape:
         return TensorChange(name=name, shapes=shapes)
     num_changed = int((a != b).sum())
     if not a.is_floating_point():
         return TensorChange(name=name, shapes=shapes, num_changed=num_changed)
-    # Sums of millions of products: in float32 equal tensors differ in the fourth decimal.
+    # In float64: float32 sums of millions of products are wrong in the fourth decimal, even for equal tensors.
     x, y = a.flatten().double(), b.flatten().double()
     length_x, length_y = float(x.norm()), float(y.norm())
     return TensorChange(
@@ -212,21 +212,21 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 class DraftChange(msgspec.Struct, frozen=True, kw_only=True):
-    """Where an operator's change has led."""
+    """Result of an operator's change."""
 
     version: int
     """The version that was promoted, rolled back, pinned or unpinned."""
     state: VersionState | None
     desired: int | None
-    """What engines run from now on."""
+    """The version that engines should run now."""
     num_unrecorded: int = 0
-    """Events of this change that could not be written: a rollback does not wait for its record."""
+    """Events of this change that could not be written: a rollback does not depend on the event log."""
 
 
 class DraftDesk:
-    """One store's versions, with the pointer of the engines that serve them.
+    """Operator commands on one store, and on the engines that serve its versions.
 
-    `pointer` is called for each use and may raise StreamError, or ConfigError where nobody said which one it is.
+    `pointer` is called for each use; it may raise StreamError, or ConfigError where Redis is not configured.
     """
 
     def __init__(
@@ -236,11 +236,11 @@ class DraftDesk:
         self._states = store.lifecycle
 
     def overview(self) -> Overview:
-        """Every version; what Redis knows is left out where it cannot be asked. Raises StoreError."""
+        """Every version and engine; without data from Redis if it cannot be reached. Raises StoreError."""
         return overview(self._store, self._pointer)
 
     def show(self, version: int) -> Details:
-        """Raises StoreError, UnknownDraftError among them, or DraftFileError for a damaged manifest."""
+        """One version in detail. Raises StoreError (UnknownDraftError), or DraftFileError for a damaged manifest."""
         manifest = self._store.manifest(version)
         for row in self.overview().drafts:
             if row.version == version:
@@ -248,7 +248,7 @@ class DraftDesk:
         raise UnknownDraftError(f"draft version {version} has just been removed")
 
     def diff(self, a: int, b: int) -> Difference:
-        """What changed from version `a` to version `b`. Raises StoreError or DraftError."""
+        """Compare version `a` with version `b`. Raises StoreError or DraftError."""
         weights_a, weights_b = self._store.load(a), self._store.load(b)
         manifests = [msgspec.to_builtins(self._store.manifest(version)) for version in (a, b)]
         return Difference(
@@ -267,7 +267,7 @@ class DraftDesk:
         return self._states.recent_events(count)
 
     def promote(self, version: int, *, actor: str) -> DraftChange:
-        """Have engines serve a version, one in quarantine too: it is read back and verified first.
+        """Have engines serve a version, even a quarantined one, after reading it back and verifying it.
 
         Raises StoreError, DraftError for a version that no engine can load, LifecycleError while another one is pinned,
         StreamError.
@@ -275,20 +275,20 @@ class DraftDesk:
         pointer = self._pointer()
         self._refuse_other_pin(pointer, version)
         self._verified(version)
-        self._asked("promote", version, actor)
+        self._record_request("promote", version, actor)
         self._release(version, actor)
         if self._states.state(version) is VersionState.PROMOTED:
             self._states.move(version, VersionState.PROMOTED, actor=actor, reason="promoted by operator")
         pointer.publish(version)
-        return self._done("promote", version, pointer, actor)
+        return self._record_result("promote", version, pointer, actor)
 
     def rollback(self, *, actor: str, reason: str, version: int | None = None) -> DraftChange:
-        """Bar a version, by default the one that engines should run, and have the last good one served instead.
+        """Quarantine a version, by default the one that engines should run, and have the last good one served instead.
 
-        What a crash cut short is brought to its end by asking again, and asking twice changes nothing more: without
-        `version` it is refused where the one in service came there by a rollback. Raises StoreError, LifecycleError
-        then or where no other version is good, DraftError where that one cannot be loaded, StreamError. An event log
-        that cannot be written keeps nobody from getting rid of a draft: what is lost of it is logged and counted.
+        Repeating the call completes a rollback that a crash cut short, and otherwise changes nothing: without `version`
+        it is refused if the version in service is itself the result of a rollback. Raises StoreError, LifecycleError
+        then or without another good version, DraftError if that one cannot be loaded, StreamError. A rollback succeeds
+        even if the event log cannot be written: lost events are logged and counted.
         """
         pointer = self._pointer()
         bad = version or self._in_service(pointer)
@@ -298,7 +298,7 @@ class DraftDesk:
         self._verified(good)
         if self._states.state(bad) is None:
             self._store.manifest(bad)
-        is_asked = self._noted("asked", actor, action="rollback", version=bad, reason=reason)
+        is_asked = self._record("asked", actor, action="rollback", version=bad, reason=reason)
         if self._states.state(bad) is None:
             self._states.move(bad, VersionState.WRITTEN, actor=actor)
         self._states.bar(bad, actor=actor, reason=reason)
@@ -310,7 +310,7 @@ class DraftDesk:
         elif self._states.state(published) not in SERVABLE:
             pointer.replace(published, good)
         desired = pointer.desired()
-        is_done = self._noted("rollback", actor, version=bad, desired=desired, reason=reason)
+        is_done = self._record("rollback", actor, version=bad, desired=desired, reason=reason)
         return DraftChange(
             version=bad,
             state=self._states.state(bad),
@@ -329,12 +329,12 @@ class DraftDesk:
         if state not in SERVABLE:
             known = "unknown" if state is None else state.value
             raise LifecycleError(f"draft version {version} is {known}: promote it first")
-        self._asked("pin", version, actor)
+        self._record_request("pin", version, actor)
         pointer.pin(version)
-        return self._done("pin", version, pointer, actor)
+        return self._record_result("pin", version, pointer, actor)
 
     def unpin(self, *, actor: str) -> DraftChange:
-        """Have engines serve what is published.
+        """Have engines serve the published version again.
 
         Raises LifecycleError where nothing is pinned, StreamError, StoreError.
         """
@@ -342,9 +342,9 @@ class DraftDesk:
         pinned = pointer.pinned()
         if pinned is None:
             raise LifecycleError("no draft version is pinned")
-        self._asked("unpin", pinned, actor)
+        self._record_request("unpin", pinned, actor)
         pointer.unpin()
-        return self._done("unpin", pinned, pointer, actor)
+        return self._record_result("unpin", pinned, pointer, actor)
 
     def export(self, version: int, folder: Path, *, actor: str, layout: Layout | None = None) -> Path:
         """Write a version as a Hugging Face folder and return it: as SGLang loads it, or in another layout.
@@ -367,7 +367,7 @@ class DraftDesk:
         return self._store.load(version, expected_fingerprint=self._fingerprint, expected_shapes=shapes)
 
     def _release(self, version: int, actor: str) -> None:
-        """From wherever it stands to a state in which it may be served."""
+        """Move a version from its state to one in which it may be served."""
         if self._states.state(version) in BARRED:
             self._states.move(version, VersionState.QUARANTINED, actor=actor)
             self._states.move(version, VersionState.SCORED, actor=actor, reason="released by operator")
@@ -387,14 +387,16 @@ class DraftDesk:
             raise LifecycleError(f"draft version {pinned} is pinned: unpin it first")
 
     def _in_service(self, pointer: DraftPointer) -> int:
-        """What engines should run, unless a rollback put it there: then the one that was meant may be gone already."""
+        """The version that engines should run. Refused if a rollback put it there: the operator may have meant the
+        version that is already gone.
+        """
         version = pointer.desired() or self._states.last_good()
         if version is None:
             raise LifecycleError("there is no draft version in service to roll back")
         histories = self._states.histories()
         own = histories.get(version, [])
         if own and own[-1].state in BARRED:
-            return version  # a rollback that was cut short
+            return version  # complete an interrupted rollback
         since = max((one.sequence for one in own), default=0)
         for other, history in histories.items():
             was_servable = any(one.state in SERVABLE for one in history)
@@ -405,19 +407,19 @@ class DraftDesk:
                 )
         return version
 
-    def _asked(self, action: str, version: int, actor: str) -> None:
+    def _record_request(self, action: str, version: int, actor: str) -> None:
         self._states.events.append("asked", actor=actor, action=action, version=version)
 
-    def _noted(self, kind: str, actor: str, **fields: str | int | None) -> bool:
-        """False where it could not be written."""
+    def _record(self, kind: str, actor: str, **fields: str | int | None) -> bool:
+        """Write an event; returns False if it could not be written."""
         try:
             self._states.events.append(kind, actor=actor, **fields)
         except StoreError as error:
-            log.error("not on record", kind=kind, actor=actor, error=str(error), **fields)
+            log.error("event not written", kind=kind, actor=actor, error=str(error), **fields)
             return False
         return True
 
-    def _done(self, kind: str, version: int, pointer: DraftPointer, actor: str) -> DraftChange:
+    def _record_result(self, kind: str, version: int, pointer: DraftPointer, actor: str) -> DraftChange:
         desired = pointer.desired()
         self._states.events.append(kind, actor=actor, version=version, desired=desired)
         return DraftChange(version=version, state=self._states.state(version), desired=desired)

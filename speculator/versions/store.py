@@ -1,10 +1,10 @@
-"""The draft store: a folder of immutable versions, each with its tensors, its config and where it came from.
+"""The draft store: a folder of immutable versions, each with tensors, config and a manifest.
 
     versions/000042/{model.safetensors, config.json, manifest.json}
 
-A version is written under a temporary name, fsynced and renamed: it is there completely or not at all. Nothing is
-ever changed afterwards; the store can be shared over NFS by one trainer and many engines. What becomes of a version is
-kept beside it (speculator/versions/lifecycle.py).
+A version is written atomically: under a temporary name, fsynced, renamed. Its files never change afterwards; the store
+can be shared over NFS by one trainer and many engines. The state of a version is kept apart
+(speculator/versions/lifecycle.py).
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _WEIGHTS, _CONFIG, _MANIFEST = "model.safetensors", "config.json", "manifest.jso
 _VERSION_NAME = re.compile(r"\d{6,}")
 _TEMPORARY = ".tmp-"
 _CODE = Path(__file__).resolve().parents[2]
-# A temporary folder of another host is a leftover for certain after this time.
+# A temporary folder of another host is removed after this time; that host's process may still use a newer one.
 _ABANDONED_AFTER_S = 24 * 3600.0
 _DTYPES = {"d2t": torch.int64, "t2d": torch.bool}
 _MAX_DOCUMENT_BYTES = 16 * 1024 * 1024
-"""Of a manifest or a config, and of what a file of tensors has beside them."""
+"""Most bytes of a manifest or config, and of the header of a tensors file."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one version comes from and what its files must look like."""
+    """A version's origin, and the hashes of its files."""
 
     version: int
     parent: int | None
@@ -66,7 +66,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DraftStore:
-    """Versions in one folder; reading needs no write access. Raises errors of the file system as StoreError."""
+    """Draft versions in one folder; reading needs no write access. File-system errors are raised as StoreError."""
 
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root)
@@ -85,7 +85,7 @@ class DraftStore:
         actor: str = "trainer",
         number: int | None = None,
     ) -> Manifest:
-        """Store a new version in the state `written`, under the next free number or just this one; safe beside others.
+        """Store a new version in the state `written`, as `number` or the next free one; safe beside other writers.
 
         Raises DraftFileError for tensors that no engine may load, VersionTakenError where `number` is not free,
         StoreError when the folder cannot be written.
@@ -115,7 +115,7 @@ class DraftStore:
         return manifest
 
     def manifest(self, version: int) -> Manifest:
-        """Raises StoreError when the version is not there, DraftFileError when its manifest is damaged."""
+        """The manifest of a version. Raises StoreError when it is missing, DraftFileError when it is damaged."""
         try:
             manifest = msgspec.json.decode(self._read(version, _MANIFEST), type=Manifest)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -166,7 +166,7 @@ class DraftStore:
                 f"draft version {version} was trained for target {manifest.target_fingerprint[:12]}, "
                 f"this one is {expected_fingerprint[:12]}"
             )
-        self.config(version)  # it describes the tensors: SGLang reads it
+        self.config(version)  # checks its hash, since SGLang reads it
         data = self._read(version, _WEIGHTS, max_bytes=_most_bytes(expected_shapes))
         if hashlib.sha256(data).hexdigest() != manifest.weights_sha256:
             raise DraftFileError(f"draft version {version}: the weights are truncated or altered (sha256 differs)")
@@ -189,18 +189,18 @@ class DraftStore:
         """
         removed = []
         for version in self.versions()[: -max(keep, 1)]:
-            # Its state goes first: at no moment may a version be served whose files are gone.
+            # Remove the state first, so that no version without files may be served.
             if version == pinned or not self.lifecycle.forget(version):
                 continue
             with store_errors(self.root), self._temporary() as folder:
-                # Renamed before it is removed: a reader finds the version complete or not at all.
+                # Rename before removing: a reader finds the version complete or not at all.
                 self.folder(version).rename(folder / "pruned")
             removed.append(version)
         return removed
 
     def _commit(self, folder: Path, manifest: Manifest, number: int | None) -> Manifest:
-        """Give the finished folder its number, or the next free one; another writer may take it first."""
-        # Above the known ones too, whose files somebody may have removed: a number never names two drafts.
+        """Rename the finished folder to `number`, or to the next free one, even if other writers take numbers."""
+        # Above all known states, too, whose files may be gone: a number never names two drafts.
         version = max([*self.versions(), *self.lifecycle.states()], default=0)
         while True:
             version += 1
@@ -210,7 +210,7 @@ class DraftStore:
             write_synced(folder / _MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
             sync(folder)
             try:
-                # Fails on an existing version, since a version's folder is never empty.
+                # Fails if the version exists, since its folder is not empty.
                 folder.rename(self.folder(version))
             except OSError:
                 if not self.folder(version).exists():
@@ -235,19 +235,19 @@ class DraftStore:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def folder(self, version: int) -> Path:
-        """Where a version's files are: SGLang loads it from there."""
+        """Folder of a version's files, from which SGLang loads it."""
         return self._versions / f"{version:06d}"
 
     def _read(self, version: int, name: str, *, max_bytes: int = _MAX_DOCUMENT_BYTES) -> bytes:
         with store_errors(self.root):
             try:
-                # A pipe in the file's place must not hold up whoever opens it, nor an endless device take all memory.
+                # A pipe in the file's place must not block the reader, nor an endless device fill the memory.
                 with open(self.folder(version) / name, "rb", opener=_open_at_once) as file:
                     status = os.fstat(file.fileno())
                     if not stat.S_ISREG(status.st_mode):
                         raise DraftFileError(f"draft version {version}: {name} is not a file")
                     if status.st_size > max_bytes:
-                        raise DraftFileError(f"draft version {version}: {name} is larger than such a draft's")
+                        raise DraftFileError(f"draft version {version}: {name} is larger than this draft's can be")
                     return file.read()
             except FileNotFoundError as error:
                 raise UnknownDraftError(f"draft version {version} is not in {self.root} ({name} is missing)") from error
@@ -258,10 +258,10 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def tensors_of(data: bytes) -> dict[str, Tensor]:
-    """The tensors of a safetensors file. Raises what the library does.
+    """Parse the bytes of a safetensors file, as a memory-mapped file. Raises the library's errors.
 
-    Its own `load` copies them all while no other thread may run: 0.6 s for an 8B's draft, in which the server that this
-    one is staged beside decodes nothing. From a file it maps them.
+    Not the library's `load`, which copies all tensors while it holds the interpreter's lock: for an 8B target's draft,
+    decoding would stop for 0.6 s.
     """
     memory = os.memfd_create("draft")
     try:
@@ -274,7 +274,7 @@ def tensors_of(data: bytes) -> dict[str, Tensor]:
 
 
 def _most_bytes(shapes: Mapping[str, tuple[int, ...]] | None) -> int:
-    """No file with tensors of these shapes is larger; every element counts as the widest type's."""
+    """Upper bound of the size of a file with tensors of these shapes: every element in the widest type."""
     return _MAX_DOCUMENT_BYTES + 8 * sum(math.prod(shape) for shape in shapes.values()) if shapes else sys.maxsize
 
 

@@ -52,17 +52,17 @@ def test_a_stream_is_cut_by_its_line_feeds(lines: list[bytes], size: int) -> Non
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b'{}\n\n{"a":', "line 3 is no JSON"),
+        (b'{}\n\n{"a":', "line 3 is not JSON"),
         (b"[1]", r"line 1 does not fit \(Expected `object`"),
-        (b'{}\n{"a": ' + b"[" * 200_000, "line 2 is no JSON"),
-        (b'{"a": NaN}', "line 1 is no JSON"),
+        (b'{}\n{"a": ' + b"[" * 200_000, "line 2 is not JSON"),
+        (b'{"a": NaN}', "line 1 is not JSON"),
         (b'{"a": 1e999}', "line 1 does not fit"),
-        (b'{"a": "\\ud800"}', r"line 1 is no JSON \(an escape that is half a character\)"),
+        (b'{"a": "\\ud800"}', r"line 1 is not JSON \(an escape that is half a character\)"),
         (b'{"a": "\\ud83d\\ude00 \\udE00"}', "half a character"),
         (b'{}\n{"a": "\xe9"}', "line 2 is not UTF-8"),
         ('{"a": 1}'.encode("utf-16"), "line 1 is not UTF-8"),
         ('{"a": 1}'.encode("utf-16-le"), "line 1 holds null bytes, as UTF-16 does"),
-        ('{"a": "\u2028"}\u2028{}'.encode(), "line 1 is no JSON"),
+        ('{"a": "\u2028"}\u2028{}'.encode(), "line 1 is not JSON"),
     ],
 )
 def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, content: bytes, words: str) -> None:

@@ -424,7 +424,7 @@ BAD: dict[str, Trace] = {
     "no valid draft_logprobs": with_rounds(GOOD, draft_logprobs=np.full((3, 4), np.nan, np.float16)),
     "does not precede it": with_rounds(GOOD, draft_parents=np.zeros((3, 4), np.int8)),
     "branch_round is int64": bad_rows(round=ROWS.round.astype(np.int64)),
-    "branch_round is no row": bad_rows(round=changed(ROWS.round, -1, 3)),
+    "branch_round is not a row": bad_rows(round=changed(ROWS.round, -1, 3)),
     "branch_node is no proposal": bad_rows(node=changed(ROWS.node, -1, 4)),
     "rejections are not in order": bad_rows(node=ROWS.node[::-1], round=ROWS.round[::-1]),
     "has no known parent": without_first(),

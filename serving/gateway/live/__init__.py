@@ -1,1 +1,1 @@
-"""What the gateway shows: the page, its figures, status, metrics, and the log of requests."""
+"""The live page and its figures; models, health and metrics."""

@@ -1,10 +1,10 @@
-"""The figures, draft versions and events that the page at `/` shows, as JSON.
+"""Figures, draft versions and events of the live page at `/`, as JSON.
 
-The page asks once a second. An open stream of events would be an answer in flight, and each open page would hold up
-the gateway's shutdown for the whole grace period. A page that asks also finds a restarted gateway by itself.
+The page polls once a second. Server-sent events would count as running answers, and each open page would delay the
+gateway's shutdown for the whole grace period. A polling page also finds a restarted gateway by itself.
 
-The figures come out of the registry that /metrics shows; the gateway reads it once a second, however many pages ask. A
-figure that no collector has is None, which is not zero: some do not exist behind SGLang.
+The figures come from the registry behind /metrics; the gateway reads it once a second, however many pages poll. A
+figure that no collector has is None, not zero: SGLang lacks some.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from speculator.host import now_ms
 
 SAMPLE_S = 1.0
 RANGES = {"minutes": (1, 300), "hour": (10, 360), "day": (240, 360)}
-"""Of the history: seconds a point, and points. A point takes 400 bytes: 0.5 MB for all, with 250 in the making."""
+"""Ranges of the history: (seconds a point, number of points). A point takes 400 bytes, all together 0.5 MB."""
 ACCEPT_WINDOW_S = 30
-"""The accept length is that of the verifications in so many seconds."""
+"""The accept length is averaged over the verifications of so many seconds."""
 RATE_WINDOW_S = 10
 FIRST_TOKEN_WINDOW_S = 60
 POSITIONS_WINDOW_S = 120
@@ -53,7 +53,7 @@ log = structlog.get_logger(__name__)
 By = Mapping[tuple[str, ...], float]
 """A counter's values by labels."""
 ReadTrainerStatus = Callable[[], Mapping[str, bool | int | None]]
-"""`running`, `num_ended`, and of its last end `exit_code`, `ended_ms` and `again_ms`, of a trainer that is kept."""
+"""Status of a supervised trainer: `running`, `num_ended`, and of its last end `exit_code`, `ended_ms`, `again_ms`."""
 
 
 def live_routes(live: Live, drafts: Drafts | None) -> APIRouter:
@@ -75,7 +75,7 @@ def live_routes(live: Live, drafts: Drafts | None) -> APIRouter:
 
     @router.get("/drafts")
     async def show_drafts() -> Response:
-        """Draft versions with state and gate figures, newest first, and the last events; acting on them is /admin's.
+        """Draft versions with state and gate figures, newest first, and the last events. /admin changes them.
 
         `available` is false where this gateway was started without a draft store.
         """
@@ -102,13 +102,13 @@ class Point(NamedTuple):
 
 
 class History:
-    """The last points of `step_s` seconds each: the means of what was found in them, with the newest draft version."""
+    """A ring of points, each the mean over `step_s` seconds, with the newest draft version."""
 
     def __init__(self, step_s: int, num_points: int) -> None:
         self._step_ms = 1000 * step_s
         self.points: deque[Point] = deque(maxlen=num_points)
         self._open: list[Point] = []
-        """Those of the step that has not ended."""
+        """Points of the current step."""
 
     def add(self, point: Point) -> None:
         if self._step_ms == 1000 * SAMPLE_S:
@@ -128,7 +128,7 @@ def _mean(points: Sequence[Point]) -> Point:
 
 
 class Live:
-    """Reads the figures of one gateway; `lifespan` keeps it reading while the app is served. For the event loop."""
+    """Reads the figures of one gateway once a second while `lifespan` is open. For the event loop."""
 
     def __init__(
         self,
@@ -140,8 +140,8 @@ class Live:
         clock: Callable[[], float] = time.monotonic,
         clock_ms: Callable[[], int] = now_ms,
     ) -> None:
-        """`shows_tokens`: answers can say which of their tokens were proposed by whom, and requests may decline drafts.
-        `trainer_status` is None where this process keeps no trainer. `clock_ms` gives the time of the points.
+        """`shows_tokens`: answers can say which source proposed each token, and requests may turn drafts off.
+        `trainer_status` is None where this process supervises no trainer. `clock_ms` gives the time of the points.
         """
         self._host, self._registry, self._shows_tokens, self._clock = host, registry, shows_tokens, clock
         self._trainer_status, self._clock_ms = trainer_status, clock_ms
@@ -165,7 +165,7 @@ class Live:
             await asyncio.gather(reading, return_exceptions=True)
 
     def document(self, since_ms: int = 0, spans: str = "minutes") -> dict[str, Any]:
-        """Everything of this moment, and the history after `since_ms`; `spans` is one of RANGES."""
+        """The current figures, and the history after `since_ms`; `spans` is one of RANGES."""
         if self._newest is None:
             self.look()
         state, info = self._host.health(), self._host.info
@@ -215,12 +215,12 @@ class Live:
             try:
                 self.look()
             except Exception:
-                # The points' times tell the page that they are old; the next look may succeed.
+                # The page sees by the points' times that they are old; the next reading may succeed.
                 log.exception("live_figures_not_read")
             await asyncio.sleep(SAMPLE_S)
 
     def _positions(self) -> list[dict[str, Any]] | None:
-        """How many proposals of each source were 1, 2, … deep in the last two minutes, and how many were accepted.
+        """Proposals, and accepted ones, of the last two minutes by source and position (1, 2, …).
 
         None where the engine does not count them by position.
         """
@@ -241,9 +241,9 @@ class Live:
         return sorted(rows, key=lambda row: (row["position"], row["source"]))
 
     def _sources(self) -> dict[str, int] | None:
-        """Accepted proposals of the last two minutes by who proposed: the head, or earlier text by whose it was.
+        """Accepted proposals of the last two minutes by source: the head, or suffix text by its owner.
 
-        `suffix` where the engine does not say whose; None where it does not count them.
+        Key `suffix` where the engine does not report the owner; None where it does not count proposals.
         """
         first, last = self._counts[0], self._counts[-1]
         if last.accepted is None:
@@ -269,14 +269,14 @@ class Live:
         return tokens / seconds if tokens is not None and seconds > 0 else None
 
     def _first_token_s(self, shares: Sequence[float]) -> list[float | None]:
-        """The quantiles of the last minute, interpolated within the buckets of the histogram."""
+        """Quantiles of the time to first token in the last minute, interpolated within the histogram's buckets."""
         first, last = self._window(FIRST_TOKEN_WINDOW_S, lambda _: 0.0)
         below = _since(first.first_tokens, last.first_tokens)
         buckets = sorted((float(bound), count) for (bound,), count in below.items())
         return [_quantile(buckets, share) for share in shares]
 
     def _window(self, seconds: float, count: Callable[[_Counts], float | None]) -> tuple[_Counts, _Counts]:
-        """The first and the last in which something was counted at all: an engine may not have reported at first."""
+        """The first and last counts within the last `seconds` for which `count` is known: an engine may report late."""
         last = self._counts[-1]
         since = [each for each in self._counts if each.at_s >= last.at_s - seconds]
         return next((each for each in since if count(each) is not None), last), last
@@ -299,7 +299,7 @@ class _Reading:
         return sum(values) if values else None
 
     def counts(self, family: str, *labels: str) -> By | None:
-        """A counter's values by those labels, none of which may have been counted yet; None where nobody counts."""
+        """A counter's values by those labels, possibly none yet; None where there is no such counter."""
         if family not in self._families:
             return None
         samples = self._samples[f"{family}_total"]
@@ -313,14 +313,14 @@ class _Reading:
         return below
 
     def speedup(self, name: str) -> dict[str, Any]:
-        """With its 95% interval and the name of its baseline."""
+        """A speedup with its 95% interval and the name of its baseline."""
         baseline = next((sample.labels.get("baseline") for sample in self._samples[name]), None)
         bounds = {"ratio": self.total(name), **{end: self.total(f"{name}_{end}") for end in ("lower", "upper")}}
         return {**bounds, "baseline": baseline}
 
 
 class _Counts(NamedTuple):
-    """What the engine had counted at one moment."""
+    """The engine's counters at one moment."""
 
     at_s: float
     tokens: float | None
@@ -330,7 +330,7 @@ class _Counts(NamedTuple):
     accepted: By | None
     texts: By | None
     first_tokens: By
-    """Answers whose first token came within so many seconds, by that bound."""
+    """Answers by time to first token: cumulative counts by bound in seconds."""
 
     @classmethod
     def of(cls, found: _Reading, at_s: float) -> _Counts:
@@ -348,7 +348,7 @@ class _Counts(NamedTuple):
 
 
 def _difference(first: float | None, last: float | None) -> float | None:
-    """None also where a counter began anew in between."""
+    """`last` − `first`; None also where the counter was reset in between."""
     return None if first is None or last is None or last < first else last - first
 
 
@@ -358,7 +358,7 @@ def _since(first: By | None, last: By) -> By:
 
 
 def _quantile(buckets: Sequence[tuple[float, float]], share: float) -> float | None:
-    """Of cumulative `buckets` by their bounds; None where they are empty. Beyond the last finite bound it is that."""
+    """A quantile of cumulative `buckets` (bound, count); None if they are empty. At most the last finite bound."""
     below_s = below = 0.0
     for bound_s, count in buckets:
         if count and count >= share * buckets[-1][1]:
@@ -371,25 +371,25 @@ def _quantile(buckets: Sequence[tuple[float, float]], share: float) -> float | N
 # -- draft versions --------------------------------------------------------------------------------------------------
 
 FRESH_S = 1.0
-"""The store is read at most this often, however many ask."""
+"""The store is read at most once in so many seconds, however many pages poll."""
 NUM_VERSIONS = 50
 NUM_EVENTS = 50
 _EVENTS_READ = 4 * NUM_EVENTS
-_STEPS = {"written", "validated", "scored", "asked"}
-"""Of a version on its way to the gate, and of an operator's change: the decision, and the change, are events too."""
+_HIDDEN_EVENTS = {"written", "validated", "scored", "asked"}
+"""Hidden events: steps before the gate, and requests by operators; their outcomes are events of their own."""
 _ADDRESS = re.compile(r"[^\s,;()'\"]*(?:/|:\d)[^\s,;()'\"]*[^\s,;:.()'\"]|[^\s,;()'\"]*:\d+")
 """Whatever has a slash, or a colon and a number: paths, URLs, host and port."""
 _CHANGE = ("change", "lower", "upper")
 _WATCHED_CHANGE = ("accept_change", "lower", "upper")
-"""The breaker gives no bounds."""
+"""Names of the figures in events of the engine's breaker, which gives no bounds."""
 _GATE = ("num_traces", "candidate_length", "incumbent_length", *_CHANGE)
 
 
 class Board:
-    """Draft versions and events as anyone may see them: numbers, states, and the reasons of gate, breaker and trainer.
+    """Draft versions and events for every viewer: numbers, states, and reasons of gate, breaker and trainer.
 
-    Left out: who an operator is and what reason was typed, names of engines and their machines, paths of this server,
-    addresses of Redis.
+    Left out: operators' names and typed reasons, names of engines and machines, paths of this server, addresses of
+    Redis.
     """
 
     def __init__(self, drafts: Drafts, clock: Callable[[], float] = time.monotonic) -> None:
@@ -398,14 +398,14 @@ class Board:
         self._read_s = 0.0
 
     async def document(self) -> dict[str, Any]:
-        """At most a second old, or as old as the reading that is under way.
+        """The versions and events, at most FRESH_S old, or from the reading that is under way.
 
         Raises ApiError (503) where the store cannot be read.
         """
         now_s = self._clock()
         if self._reading is None or (self._reading.done() and now_s - self._read_s >= FRESH_S):
             self._reading, self._read_s = asyncio.ensure_future(run_in_threadpool(self._read)), now_s
-        # Whoever asked first may leave: the others still wait for it.
+        # Shielded: the request that began the reading may be cancelled while others wait for it.
         return await asyncio.shield(self._reading)
 
     def _read(self) -> dict[str, Any]:
@@ -415,7 +415,7 @@ class Board:
         except SlipstreamError:
             raise unavailable("The draft store cannot be read now.", code="drafts_unavailable") from None
         rows = overview["drafts"][-NUM_VERSIONS:]
-        told = [event for event in events if event["kind"] not in _STEPS][-NUM_EVENTS:]
+        told = [event for event in events if event["kind"] not in _HIDDEN_EVENTS][-NUM_EVENTS:]
         return {
             "available": True,
             "knows_engines": not overview["no_redis"],
@@ -434,14 +434,14 @@ def _version(row: Mapping[str, Any], overview: Mapping[str, Any]) -> dict[str, A
         "is_desired": row["version"] == (overview["pinned"] or overview["published"]),
         "is_damaged": bool(row["damage"]),
         "num_engines": len(row["engines"]),
-        # One of several engines tries it while the others wait.
+        # One of several engines tries the version while the others wait.
         "has_canary": len(engines) > 1 and (row["version"], "canary") in engines,
         "gate": _gate(row["gate"]),
     }
 
 
 def _gate(gate: object) -> dict[str, Any] | None:
-    """What the gate found on held-out traces; None for a version that it never judged."""
+    """The gate's figures on held-out traces; None for a version that it never judged."""
     if not isinstance(gate, dict) or not isinstance(gate.get("fresh"), dict):
         return None
     fresh = gate["fresh"]
@@ -451,7 +451,7 @@ def _gate(gate: object) -> dict[str, Any] | None:
 def _event(event: Mapping[str, Any]) -> dict[str, Any]:
     fields: Mapping[str, Any] = event["fields"]
     numbers = {**fields, **(fields.get("numbers") or {})}
-    # The engine's breaker and the trainer's gate name the same figure each in its way.
+    # The engine's breaker and the trainer's gate have different names for the same figure.
     names = _WATCHED_CHANGE if "accept_change" in numbers else _CHANGE
     reason, is_operators = fields.get("reason"), event["actor"].startswith("operator")
     return {

@@ -1,4 +1,4 @@
-"""What can be read without generating: models, health, metrics, the page's files, the OpenAPI document."""
+"""Read-only routes: models, health, metrics, the page's files, the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def status_routes(engine: DraftHost, registry: CollectorRegistry) -> APIRouter:
     async def list_models() -> Response:
         return reply({"object": "list", "data": [described_model()]})
 
-    # A path, because names of models have slashes in them.
+    # A path, because model names contain slashes.
     @router.get("/v1/models/{model:path}")
     async def retrieve_model(model: str) -> Response:
         check_model(engine.info, model)
@@ -75,24 +75,24 @@ _HEADERS = {
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
-    # After an upgrade of the gateway, its own page and no mixture of two.
+    # So that after an upgrade no browser mixes old and new files.
     "cache-control": "no-cache",
 }
 
 
 def page_routes(root_path: str = "") -> APIRouter:
-    """The page at `/`: static files under a policy that lets in nothing else.
+    """The live page at `/`: static files under a strict content security policy.
 
-    The addresses in it are relative to where it is, which a proxy may put below `root_path`.
+    Its links are relative, since a proxy may serve it below `root_path`.
 
-    The browser may load scripts and styles from here alone, talk to here alone, and nobody may frame the page. The
-    admin key that a person types into it has nowhere else to go.
+    The browser loads scripts and styles only from this server, connects only to it, and no site may frame the page. So
+    an admin key that is typed into the page cannot leak elsewhere.
     """
     router = APIRouter(include_in_schema=False)
     folder = files("serving.gateway.live") / "page"
     found = {file.name: file for file in folder.iterdir()}
     found |= {f"vendor/{file.name}": file for file in (folder / "vendor").iterdir()}
-    # Whatever else lies there, such as a licence or what an editor left, is not of the page.
+    # Other files in the folder, such as licences or an editor's backups, are not served.
     contents = {
         name: (file.read_bytes(), _TYPES[ending])
         for name, file in found.items()
@@ -104,7 +104,7 @@ def page_routes(root_path: str = "") -> APIRouter:
     @router.get("/")
     async def page(request: Request) -> Response:
         if root_path and request.scope["raw_path"] == root_path.encode():
-            # Or its addresses would be relative to what is above it.
+            # Without the final slash, relative links would resolve one level too high.
             return RedirectResponse(f"{root_path}/")
         return Response(index, media_type="text/html", headers=_HEADERS)
 
@@ -125,7 +125,7 @@ _SCHEMES = {
 
 
 def declare_keys(app: FastAPI, *, has_keys: bool) -> None:
-    """Have the document name the key of each operation that asks for one; API keys only where this gateway has any."""
+    """Add to the OpenAPI document which key each operation needs; API keys only if this gateway has any."""
     made_of_routes = app.openapi
 
     def needed(access: Access | None) -> list[dict[str, list[str]]]:

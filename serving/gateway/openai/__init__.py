@@ -1,1 +1,1 @@
-"""The OpenAI protocol in front of an engine of this process: bodies, generations, streams."""
+"""The OpenAI protocol for an engine in this process: bodies, generations, streams."""

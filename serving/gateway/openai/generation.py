@@ -1,4 +1,4 @@
-"""The samples of one request to the engine: checked against the limits, run together, counted.
+"""Run the samples of one request on the engine: check limits, generate concurrently, count tokens.
 
 Samples of a request run concurrently and succeed or fail together. Each waits for its own engine stream and then for
 `on_chunk`, so a slow client slows only its own request; cancelling `run` closes every engine stream.
@@ -34,7 +34,7 @@ log = structlog.get_logger(__name__)
 _MOST_IGNORED_NAMES = 200
 
 INLINE_CHARS = 4096
-"""About a millisecond of tokenising: below it a thread costs more than it saves."""
+"""Up to so many characters (1 ms) text is tokenised on the event loop: a thread would cost more than it saves."""
 
 OnChunk = Callable[[int, Chunk], Awaitable[None]]
 """Called with the sample's index and its next chunk."""
@@ -42,20 +42,20 @@ OnChunk = Callable[[int, Chunk], Awaitable[None]]
 
 @dataclass(kw_only=True)
 class Gateway:
-    """What the endpoints in front of an engine of this process share. For the event loop."""
+    """State that the endpoints of an engine in this process share. For the event loop."""
 
     engine: Engine
     settings: GatewaySettings
     metrics: GatewayMetrics
     num_samples: int = 0
-    """Samples of requests under way that are no rollouts: rollouts take what these leave."""
+    """Running samples of requests other than rollouts; rollouts get the slots that these leave free."""
     on_change: Callable[[], object] = lambda: None
     """Called when that number changes."""
     ignored: set[str] = field(default_factory=set)
-    """Names of fields that requests had and that this server does not act on, as far as the log has them."""
+    """Names of unsupported fields in requests so far; each is logged once."""
 
     async def read(self, request: Request, model: type[B]) -> B:
-        """The body of a request; what is ignored in it is listed once in the log. Raises as `read_body`."""
+        """The body of a request; logs each ignored field's name once. Raises as `read_body`."""
         ignored: Ignored | None = None if self.settings.strict_fields else set()
         body = await read_body(request, model, max_bytes=self.settings.max_body_bytes, ignored=ignored)
         new = (ignored or set()) - self.ignored
@@ -66,7 +66,7 @@ class Gateway:
 
     @contextmanager
     def sample(self) -> Iterator[None]:
-        """One sample, from before its engine hears of it to its end."""
+        """Count one sample as running, from before it is submitted to its end."""
         self.num_samples += 1
         self.on_change()
         try:
@@ -77,12 +77,12 @@ class Gateway:
 
 
 async def _ignore(index: int, chunk: Chunk) -> None:
-    """The whole answer is wanted: the sample keeps the text."""
+    """For an answer that is not streamed: the sample collects the text."""
 
 
 @dataclass
 class StreamedChoice:
-    """What one engine stream has produced so far."""
+    """The text and counts of one engine stream so far."""
 
     parts: list[str] = field(default_factory=list)
     num_tokens: int = 0
@@ -90,7 +90,7 @@ class StreamedChoice:
     """Tokens of the first chunk that has any."""
     first_s: float = 0.0
     last_s: float = 0.0
-    """When that chunk came, and the last one with tokens; the monotonic clock."""
+    """Times (monotonic clock) of that chunk and of the last chunk with tokens."""
     acceptance: Acceptance = field(default_factory=Acceptance)
     finish_reason: FinishReason | None = None
 
@@ -144,7 +144,7 @@ class AnswerStreams:
 
     async def _run_sample(self, index: int, request: GenerateRequest, on_chunk: OnChunk) -> None:
         sample = self.samples[index]
-        # The protocol promises an iterator that can be closed: that is how a request is aborted.
+        # Closing the iterator aborts the request, as the engine protocol says.
         chunks = cast(AsyncGenerator[Chunk, None], self._gateway.engine.generate(request))
         with self._gateway.sample():
             async with aclosing(chunks):
@@ -167,7 +167,7 @@ class AnswerStreams:
 
     @property
     def acceptance(self) -> Acceptance:
-        """Of all samples so far."""
+        """Acceptance over all samples so far."""
         return Acceptance.over(sample.acceptance for sample in self.samples)
 
     def usage(self) -> dict[str, object]:
@@ -204,7 +204,7 @@ def plan(
                 max_tokens=room,
                 sampling=body.sampling,
                 stop=body.stop,
-                # Samples of one prompt differ; a prompt's samples do not depend on its place in the batch.
+                # By sample number alone: a prompt's samples do not depend on its place in the batch.
                 seed=None if body.seed is None else sample_seed(body.seed, sample),
                 ignore_eos=body.ignore_eos,
                 grammar=grammar,
@@ -220,7 +220,7 @@ def plan(
 def completion_tokens(
     num_prompt_tokens: int, asked: int | None, info: EngineInfo, settings: GatewaySettings, prompt_param: str
 ) -> int:
-    """How many tokens the engine may add to a prompt."""
+    """The limit on completion tokens for a prompt. Raises RequestError where prompt or limit do not fit."""
     if num_prompt_tokens == 0:
         raise RequestError("The prompt has no tokens: send some text.", param=prompt_param)
     room = info.context_length - num_prompt_tokens
@@ -259,7 +259,7 @@ def check_limits(info: EngineInfo, settings: GatewaySettings, *, model: str, num
     check_model(info, model)
     limit = settings.max_samples
     if num_samples > limit:
-        message = f"{num_samples} samples asked of one request (prompts times 'n'), at most {limit}: split the request."
+        message = f"The request has {num_samples} samples (prompts times 'n'), at most {limit} here: split it."
         raise RequestError(message, param="n")
 
 

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions` and `/v1/completions`: from a body to a generation, and from its chunks to a response."""
+"""Routes `/v1/chat/completions` and `/v1/completions`: parse the body, generate, write the response."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def completion_routes(gateway: Gateway) -> APIRouter:
 async def _respond(
     request: Request, body: GenerationBody, generation: AnswerStreams, writer: ResponseWriter
 ) -> Response:
-    """Run the generation and return its response; for a stream, return the response that will run it."""
+    """Run the generation and return its response; for a stream, return a response that runs it when sent."""
     if not body.stream:
         await until_disconnect(request.receive, generation.run())
         return reply(writer.whole())
@@ -122,7 +122,7 @@ class ResponseWriter(ABC):
         deltas = self.deltas(index, chunk, is_first=is_first, extension=extension)
         usage: dict[str, Any] = {}
         if self._body.stream_options.include_usage:
-            # With usage asked for, every event but the last says so with a null, as OpenAI's do.
+            # If the client asked for usage, every event but the last has a null there, as OpenAI's.
             usage["usage"] = self._generation.usage() if self._body.stream_options.continuous_usage_stats else None
         return [{"object": self.chunk_object, **self._identity, "choices": [delta], **usage} for delta in deltas]
 
@@ -132,7 +132,7 @@ class ResponseWriter(ABC):
         return [{"object": self.chunk_object, **self._identity, "choices": [], **self._ending()}]
 
     def _ending(self) -> dict[str, Any]:
-        """What can be said of the answer once it is whole."""
+        """Fields that are known only at the end of the answer: usage and metrics."""
         return {"usage": self._generation.usage(), "metrics": self._generation.acceptance.metrics()}
 
 
@@ -174,7 +174,7 @@ class ChatWriter(ResponseWriter):
         return deltas
 
     def _parts(self, index: int, text: str, *, is_last: bool) -> list[str | ToolCall]:
-        """The text and the calls in what an answer goes on with."""
+        """The text and tool calls that new text of an answer completes."""
         if not self._has_tools:
             return [text] if text else []
         reader = self._readers[index]
@@ -197,7 +197,7 @@ class TextWriter(ResponseWriter):
         return {"index": index, "text": sample.text, "logprobs": None, "finish_reason": sample.finish_reason}
 
     def deltas(self, index: int, chunk: Chunk, *, is_first: bool, extension: dict[str, Any]) -> list[dict[str, Any]]:
-        # The first event goes out even without text: it tells the client that its request is being served.
+        # The first event is sent even without text: it shows the client that its request runs.
         if not is_first and not chunk.text and chunk.finish_reason is None:
             return []
         return [{**self.choice(index, chunk), **(extension if chunk.text else {})}]

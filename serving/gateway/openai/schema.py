@@ -1,8 +1,8 @@
-"""The bodies that clients send, strictly typed: a number is never a string, a boolean never a number.
+"""Bodies of the OpenAI endpoints, strictly typed: a string is no number, and a number no boolean.
 
-A null asks for nothing, wherever it stands: the field is as if absent. A field that this server does not act on is
-accepted where its value changes nothing about the answer. Where it would, `IGNORABLE` says which are left out unless
-the gateway is strict; the others ask for another answer than this server can give, and are refused by name.
+A null counts as absent. A field that this server does not support is accepted if its value changes nothing about the
+answer. Of the others, those in `IGNORABLE` are ignored unless the gateway is strict; the rest would need an answer that
+this server cannot give, and are refused by name.
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ def _all(values: tuple[object, ...] | EllipsisType, names: str) -> Neutral:
 
 IGNORABLE = frozenset(
     {
-        # How likely tokens are.
+        # Change probabilities of tokens.
         **_all(..., "frequency_penalty presence_penalty repetition_penalty repeat_penalty length_penalty"),
         **_all(..., "min_length min_new_tokens min_p min_tokens mirostat typical_p"),
-        # What is said of an answer beside its text.
+        # Add details to an answer beside its text.
         **_all(..., "deferred logprobs prompt_logprobs top_logprobs usage return_cached_tokens_details"),
         **_all(..., "return_hidden_states return_prompt_token_ids return_routed_experts"),
         **_all(..., "return_spec_tokens_details return_token_ids"),
-        # How much a model thinks or says, where it can be told.
+        # How much a model reasons or writes.
         **_all(..., "reasoning reasoning_effort verbosity"),
-        # What a library adds for another server.
+        # Added by libraries for other servers.
         **_all(..., "custom_params extra_body extra_headers mm_processor_kwargs session_params vllm_xargs"),
     }
 )
-"""Fields that are left out, with whatever value, where the gateway is not strict."""
+"""Fields that are ignored with any value, unless the gateway is strict."""
 
 NEUTRAL: Neutral = {
-    # For the server's books and caches, and for when and where a request runs.
+    # Accounting, caches, scheduling.
     **_all(
         ..., "metadata prediction prompt_cache_key prompt_cache_retention safety_identifier service_tier store user"
     ),
     **_all(..., "cache_prompt cache_salt data_parallel_rank id_slot keep_alive priority request_id rid routed_dp_rank"),
     **_all(..., "chat_id num_retries prompt_cache_options session_id timeout"),
-    # Only of use with something that is refused: grammars, reasoning, shown special tokens, logprobs, penalties.
+    # Have an effect only with refused features: grammars, reasoning, visible special tokens, logprobs, penalties.
     **_all(..., "separate_reasoning stream_reasoning spaces_between_special_tokens"),
     **_all(..., "guided_decoding_backend include_reasoning return_text_in_logprobs return_tokens_as_token_ids"),
     **_all(..., "mirostat_eta mirostat_tau repeat_last_n"),
@@ -75,7 +75,7 @@ NEUTRAL: Neutral = {
     **_all(({},), "custom_params extra_body extra_headers mm_processor_kwargs reasoning"),
     **_all(({},), "session_params vllm_xargs"),
     **_all((0,), "frequency_penalty min_length min_new_tokens min_p min_tokens mirostat presence_penalty top_logprobs"),
-    # llama.cpp's way to say that there is none.
+    # llama.cpp's value for none.
     **_all((-1,), "max_completion_tokens max_tokens seed"),
     **_all((1,), "length_penalty repeat_penalty repetition_penalty typical_p"),
     **_all((False,), "continue_final_message early_stopping include_stop_str_in_output no_stop_trim use_beam_search"),
@@ -109,7 +109,7 @@ NEUTRAL_IN_COMPLETIONS: Neutral = {
 }
 
 NEUTRAL_IN_MESSAGE: Neutral = {
-    # What servers and libraries say of an answer, sent back with it.
+    # Added to answers by servers and libraries, and sent back in the conversation.
     **_all(..., "additional_kwargs annotations finish_reason id index provider_specific_fields reasoning"),
     **_all(..., "reasoning_content reasoning_details response_metadata thinking_blocks timestamp usage_metadata"),
     # For caches and fine-tuning.
@@ -144,7 +144,7 @@ def _stop_strings(value: object) -> tuple[str, ...]:
 
 
 def _content(value: object, info: ValidationInfo) -> str:
-    """The text of a message; the parts of a list are joined as they are."""
+    """The text of a message; text parts of a list are joined without a separator."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
@@ -230,7 +230,7 @@ class StreamOptions(Strict):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """As vLLM has it: with `include_usage`, each event says what was used so far, and not only the last one."""
+    """vLLM's option: with `include_usage`, every event has the usage so far, not only the last one."""
     include_obfuscation: bool = False
     """OpenAI's random padding of events; accepted so that clients may turn it off, and it is never added."""
 
@@ -242,7 +242,7 @@ class CaptureChoice(Strict):
     domain: str = Field(default="", max_length=64)
 
     def policy(self, exchange: Exchange, group_id: str) -> CapturePolicy:
-        """The key says whose request it is, and its no to capture stands."""
+        """The capture policy. The tenant is the key's, and a key without capture cannot be overridden."""
         capture = self.capture and exchange.may_capture
         return CapturePolicy(capture=capture, tenant=exchange.tenant, group_id=group_id, domain=self.domain)
 
@@ -254,10 +254,10 @@ class GroupCapture(CaptureChoice):
 
 
 class Extension(GroupCapture):
-    """The same where the gateway makes the stream's events itself."""
+    """The `slipstream` object for the local engine, whose stream events the gateway writes."""
 
     tokens: bool = False
-    """Have each event of a stream say where its tokens come from."""
+    """Add to each event of a stream the source of its tokens."""
     draft: bool = True
     """False: decode this answer plainly, to compare its speed."""
 
@@ -271,7 +271,7 @@ class CalledFunction(Strict):
 
 
 class MessageToolCall(Strict):
-    """A call that the model has made, sent back with the answer that it was in."""
+    """A tool call of the model, sent back in the conversation."""
 
     neutral = _all(..., "index")
     ignores_unknown, place = True, "messages[].tool_calls[]."
@@ -282,7 +282,7 @@ class MessageToolCall(Strict):
 
     def for_template(self) -> dict[str, Any]:
         arguments: object = self.function.arguments
-        # Templates write an object as JSON, and a string as a string.
+        # Parsed, because chat templates write an object as JSON, but a string with quotes.
         with suppress(ValueError):
             arguments = json.loads(self.function.arguments)
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
@@ -297,12 +297,12 @@ class Message(Strict):
     name: str | None = None
     tool_calls: list[MessageToolCall] = Field(default_factory=list)
     tool_call_id: str | None = None
-    """Of the call that a message of the role `tool` answers."""
+    """Id of the call that a message of the role `tool` answers."""
 
     @model_validator(mode="before")
     @classmethod
-    def _let_an_answer_be_empty(cls, fields: object) -> object:
-        """A library keeps an answer without text as one without content."""
+    def _allow_empty_answer(cls, fields: object) -> object:
+        """Accept an assistant message without content: libraries send an answer without text that way."""
         if isinstance(fields, dict) and fields.get("role") == "assistant" and fields.get("content") is None:
             return {**fields, "content": ""}
         return fields
@@ -316,7 +316,7 @@ class Message(Strict):
 
 
 class SamplingBody(Strict):
-    """How tokens are drawn, and where an answer ends."""
+    """Sampling parameters and stop conditions."""
 
     max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
@@ -324,7 +324,7 @@ class SamplingBody(Strict):
     top_k: TopK = 0
     stop: Stop = ()
     ignore_eos: bool = False
-    """As vLLM and SGLang have it: go on after the end of the text, up to the limit. Load generators ask for it."""
+    """As in vLLM and SGLang: ignore end tokens and generate up to the limit; for load generators."""
 
     @property
     def sampling(self) -> SamplingParams:
@@ -332,7 +332,7 @@ class SamplingBody(Strict):
 
 
 class GenerationBody(SamplingBody):
-    """What both generating endpoints accept."""
+    """Fields of both generating endpoints."""
 
     ignores_unknown, ignorable = True, IGNORABLE
 
@@ -346,7 +346,7 @@ class GenerationBody(SamplingBody):
     seed: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    """Of no effect on an answer that is not streamed."""
+    """No effect on an answer that is not streamed."""
     response_format: ResponseFormat | None = None
     slipstream: Extension = Extension()
 
@@ -366,14 +366,12 @@ class GenerationBody(SamplingBody):
         return self.response_format is not None and self.response_format.type != "text"
 
     def grammar(self, tokenizer: Tokenizer) -> str:
-        """What an answer has to follow; empty where it may be anything. Raises RequestError for a schema of which no
-        grammar can be made.
-        """
+        """The grammar that an answer must follow; empty for free text. Raises RequestError for an unusable schema."""
         return "" if self.response_format is None else self.response_format.grammar()
 
     @property
     def limit(self) -> int | None:
-        """Tokens of an answer at most; None where the client names no limit."""
+        """Most tokens of an answer; None where the client names no limit."""
         return self.max_tokens or self.max_completion_tokens
 
 

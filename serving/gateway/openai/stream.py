@@ -1,11 +1,11 @@
 """Stream an answer as server-sent events or as lines of JSON, and stop when the client leaves.
 
-Nothing is sent before the engine's first event, so a failure up to there is an ordinary error response. A failure
-after it becomes a last event `{"error": ...}` without `[DONE]`: OpenAI's client raises for that, and for nothing else
-that a broken stream can look like.
+Nothing is sent before the engine's first event, so an earlier failure is an ordinary error response. A later failure
+becomes a last event `{"error": ...}` without `[DONE]`: the only sign of a broken stream for which OpenAI's client
+raises.
 
-Proxies close a connection on which nothing comes for about a minute. A stream that waits for longer than
-`Exchange.comment_s` begins, and goes on, with comments; clients skip them.
+Proxies close a connection that is silent for about a minute. After each silence of `Exchange.comment_s` a stream sends
+a comment, even as its first event; clients skip comments.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 log = structlog.get_logger(__name__)
 DONE = b"data: [DONE]\n\n"
 Emit = Callable[[bytes], Awaitable[None]]
-"""Sends whole events; waits for a slow client."""
+"""Sends a block of whole events; waits for a slow client."""
 Produce = Callable[[Emit], Awaitable[bytes]]
 """Emits a stream's events and returns its last ones; at least one event must be emitted."""
 
@@ -42,12 +42,12 @@ def event(data: object) -> bytes:
 
 @dataclass(frozen=True)
 class Framing:
-    """How a stream is cut into objects."""
+    """How objects are framed in a stream: as server-sent events, or as lines of JSON."""
 
     media_type: str
     frame: Callable[[object], bytes]
     silence: bytes
-    """Says nothing, and shows that the connection lives."""
+    """A keep-alive that clients skip."""
 
 
 EVENTS = Framing("text/event-stream", event, b": keep-alive\n\n")
@@ -58,7 +58,7 @@ class EventStream(Response):
     """Sends what `produce` emits while it runs; stops it when the client leaves."""
 
     def __init__(self, exchange: Exchange, produce: Produce, framing: Framing = EVENTS) -> None:
-        # Proxies that buffer would turn the stream into one late block.
+        # Disables buffering in proxies, which would deliver the stream as one late block.
         super().__init__(headers={"x-accel-buffering": "no"}, media_type=framing.media_type)
         del self.headers["content-length"]
         self._exchange, self._produce, self._framing = exchange, produce, framing
@@ -73,7 +73,7 @@ class EventStream(Response):
         try:
             await until_disconnect(receive, self._run(send))
         except asyncio.CancelledError:
-            # A stream that just stops would pass for a complete answer.
+            # Without an error event, a stream that stops looks like a complete answer.
             if self._started:
                 limit = self._exchange.limit
                 is_late = limit is not None and limit.expired()
@@ -98,7 +98,7 @@ class EventStream(Response):
         await self._send(send, closing, is_last=True)
 
     async def _comment(self, send: Send) -> None:
-        """Until cancelled, send what says nothing whenever nothing else was sent for so long."""
+        """Until cancelled, send a keep-alive after each silence of `comment_s`."""
         while True:
             left_s = self._sent_s + self._exchange.comment_s - asyncio.get_running_loop().time()
             if left_s > 0:
@@ -109,7 +109,7 @@ class EventStream(Response):
     async def _send(self, send: Send, block: bytes, *, is_last: bool = False) -> None:
         if not (block or is_last):
             return
-        # Samples send concurrently, and the start must be through before anyone's first event.
+        # Samples send concurrently; the response's start must be sent before any event.
         async with self._sending:
             if self._ended:
                 return
@@ -122,7 +122,7 @@ class EventStream(Response):
 
     async def _end_failed(self, send: Send, failure: Exception) -> None:
         error = self._exchange.fail(failure)
-        # Who does not read is not waited for.
+        # Do not wait for a client that does not read.
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_EVENT_S):
                 await self._send(send, self._framing.frame(self._exchange.envelope(error)), is_last=True)

@@ -1,4 +1,4 @@
-"""What an answer has to be: the fields `response_format`, `tools` and `tool_choice`."""
+"""Structured output: the fields `response_format`, `tools` and `tool_choice`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ResponseFormat(Strict):
         return self
 
     def grammar(self) -> str:
-        """Empty for plain text. Raises RequestError for a schema that no grammar can be made of."""
+        """The grammar of the format; empty for plain text. Raises RequestError for an unusable schema."""
         if self.type == "text":
             return ""
         schema = {"type": "object"} if self.json_schema is None else self.json_schema.definition
@@ -49,7 +49,7 @@ class ResponseFormat(Strict):
 
 
 class Function(Strict):
-    """One that the model may call. OpenAI's `strict` changes nothing: arguments always follow `parameters`."""
+    """A function that the model may call. OpenAI's `strict` changes nothing: arguments always follow `parameters`."""
 
     ignores_unknown, place = True, "tools[].function."
 
@@ -83,10 +83,10 @@ Tools = Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)]
 
 
 def may_be_called(tools: Sequence[FunctionTool], choice: ToolChoice) -> Sequence[FunctionTool]:
-    """Raises a validation error where two have one name, or none is what the choice asks for."""
+    """The functions that `tool_choice` allows. Raises a validation error for equal names or an unknown choice."""
     names = [tool.function.name for tool in tools]
     if twice := [index for index, name in enumerate(names) if name in names[:index]]:
-        raise invalid("duplicate", "another function before it has this name", "tools", twice[0], "function", "name")
+        raise invalid("duplicate", "an earlier function has this name", "tools", twice[0], "function", "name")
     if isinstance(choice, ChosenFunction):
         found = [tool for tool in tools if tool.function.name == choice.function.name]
     else:

@@ -1,1 +1,1 @@
-"""`/v1/rollouts`: groups of samples, streamed back as they end, and the rewards of those."""
+"""`/v1/rollouts`: groups of samples, streamed back as they end, and their rewards."""

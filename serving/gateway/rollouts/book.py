@@ -1,11 +1,11 @@
-"""The rollouts that this gateway knows: those under way, and for a while those that have ended.
+"""The registry of rollouts: running ones, and for a while ended ones.
 
     submit ──▶ running ──(every sample has ended)──▶ ended ──(kept for a while, or no room)──▶ forgotten
                   └──(DELETE, or no client for a while)──▶ cancelled, and so ended
 
-A rollout belongs to a tenant, and to everybody else it does not exist. What its samples said is kept as the lines that
-clients get, in the order in which they ended: a client that lost its connection asks for those after the last it has.
-Nothing is written to a disk: a gateway that is started again knows none of them.
+A rollout is visible to its tenant alone. Its finished samples are kept as the lines that clients get, in the order in
+which they ended: a client that lost its connection asks for the lines after the last one it has. Nothing is written
+to disk, so a restart of the gateway loses all rollouts.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from speculator.errors import EngineError, RequestError
 log = structlog.get_logger(__name__)
 _TICK_S = 0.1
 _MAX_FORGOTTEN = 10_000
-"""Rollouts of which it is still said that they were forgotten."""
+"""Ids of forgotten rollouts that are kept, to answer 410 and not 404."""
 _RETRY_S = 5
 _ERASURE_S = 10.0
-"""For the event loop to get to it."""
+"""How long `erase` waits for the event loop."""
 ENGINE_GRACE_S = 30.0
-"""For an engine to come back, before those who wait for samples are told that none runs."""
+"""How long no engine may run before waiting clients get an error: time for a restart."""
 
 
 class RolloutBook:
-    """Owned by the event loop; `running` does what time asks for. Other threads may call `erase`."""
+    """All rollouts of a gateway. For the event loop, except `erase`; `running` cancels and forgets in time."""
 
     def __init__(
         self,
@@ -53,14 +53,14 @@ class RolloutBook:
     ) -> None:
         self._settings, self.clock = settings, clock
         policy = Policy(order=ContextAware(), chunk_tokens=settings.rollout_chunk_tokens)
-        self.driver = Driver(engines, policy, on_ended=self._ended, on_turn=self._turned, clock=clock)
+        self.driver = Driver(engines, policy, on_ended=self._on_sample_end, on_turn=self._on_turn, clock=clock)
         self._rollouts: dict[tuple[str, str], Rollout] = {}
         self._by_key: dict[str, Rollout] = {}
         self._forgotten: deque[tuple[str, str]] = deque(maxlen=_MAX_FORGOTTEN)
         self.ended: Counter[EndReason] = Counter()
-        """Samples since the start."""
+        """Samples that ended since the start, by reason."""
         self._last_engine_s = clock()
-        """When one was last seen alive."""
+        """When an engine was last seen alive."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @asynccontextmanager
@@ -77,13 +77,13 @@ class RolloutBook:
 
     @property
     def has_no_engine(self) -> bool:
-        """For longer than one that is started again takes."""
+        """Whether no engine has run for longer than a restart takes."""
         return not self.driver.has_engine and self.clock() - self._last_engine_s > ENGINE_GRACE_S
 
     # -- what clients ask for -----------------------------------------------------------------------------------------
 
     def check_size(self, num_samples: int, num_tokens: int = 0) -> None:
-        """Raises RequestError for what has never room; the tokens that it may come to hold are known later."""
+        """Raise RequestError for a rollout above the limits, even alone; `num_tokens`: the most that it may hold."""
         samples, tokens = self._settings.rollout_max_samples, self._settings.rollout_max_tokens
         if num_samples > samples or num_tokens > tokens:
             counted = f"{num_samples} samples" + (
@@ -113,29 +113,29 @@ class RolloutBook:
         return rollout
 
     def find(self, tenant: str, rollout_id: str) -> Rollout:
-        """A sign of life from its client. Raises ApiError (404, 410)."""
+        """A tenant's rollout; counts as a sign of life of its client. Raises ApiError (404, 410)."""
         rollout = self._rollouts.get((tenant, rollout_id))
         if rollout is None:
             if (tenant, rollout_id) in self._forgotten:
-                message = "This rollout has ended and is kept no more."
+                message = "This rollout has ended and was deleted."
                 raise ApiError(410, message, code="rollout_forgotten", param="rollout_id")
             raise ApiError(404, "There is no such rollout.", code="rollout_not_found", param="rollout_id")
         rollout.seen_s = self.clock()
         return rollout
 
     def cancel(self, rollout: Rollout, names: Collection[str] = ()) -> None:
-        """End what has not ended, of these groups or of all; nothing where all has."""
+        """Cancel the samples that have not ended, of the groups `names` or of all."""
         rollout.is_cancelled = rollout.is_cancelled or (not names and rollout.ended_s is None)
         self.driver.cancel(work.request.group_id for name, work in rollout.groups.items() if not names or name in names)
 
     def erase(self, tenants: Collection[str]) -> None:
-        """For another thread: end and forget all rollouts of these tenants, and return when it is done.
+        """End and forget all rollouts of these tenants, and wait for it; for threads other than the event loop's.
 
-        Raises EngineError where the event loop does not get to it.
+        Raises EngineError if the event loop does not do it in time.
         """
         loop = self._loop
         if loop is None:
-            return  # None has been taken in yet, or all are gone.
+            return  # the app is not served yet, or no more: there are no rollouts
         try:
             asyncio.run_coroutine_threadsafe(self._erase(tenants), loop).result(_ERASURE_S)
         except TimeoutError:
@@ -143,7 +143,7 @@ class RolloutBook:
 
     @contextmanager
     def reading(self, rollout: Rollout) -> Iterator[None]:
-        """While a client is connected to its stream."""
+        """Enclose the time in which a client is connected to the rollout's stream."""
         rollout.num_readers += 1
         try:
             yield
@@ -161,7 +161,7 @@ class RolloutBook:
     # -- time ---------------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Cancel what nobody asks about any more, forget what has ended long ago, and have the driver look around."""
+        """Cancel rollouts that no client has asked about lately, forget old ended ones, and run the driver's tick."""
         now_s = self.clock()
         for rollout in list(self._rollouts.values()):
             if rollout.ended_s is not None:
@@ -180,12 +180,12 @@ class RolloutBook:
             try:
                 self.tick()
             except Exception:
-                # A mistake of ours; what it left undone, the next tick does.
+                # A bug here; the next tick does the rest.
                 log.exception("rollout_tick_failed")
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _ended(self, result: SampleResult) -> None:
+    def _on_sample_end(self, result: SampleResult) -> None:
         self.ended[result.reason] += 1
         key, _, name = result.sample_id.group_id.partition("/")
         rollout = self._by_key[key]
@@ -193,12 +193,14 @@ class RolloutBook:
             rollout.ended_s = self.clock()
         rollout.add(name, result)
 
-    def _turned(self, turn: Turn) -> None:
+    def _on_turn(self, turn: Turn) -> None:
         key, _, name = turn.sample_id.group_id.partition("/")
         self._by_key[key].add_turn(name, turn)
 
     def _make_room(self, rollout: Rollout) -> None:
-        """Those that ended first go first. Raises ApiError (429), or RequestError for what has never room."""
+        """Forget the rollouts that ended first until a new one fits. Raises ApiError (429), or RequestError if it never
+        fits.
+        """
         self.check_size(rollout.num_samples, rollout.num_tokens)
         samples, tokens = self._settings.rollout_max_samples, self._settings.rollout_max_tokens
         known = [*self._rollouts.values()]
@@ -213,7 +215,7 @@ class RolloutBook:
                 over_samples -= one.num_samples
                 over_tokens -= one.num_tokens
         if over_samples > 0 or over_tokens > 0:
-            message = "As many samples are under way here as may be: retry later."
+            message = "The limit on running samples is reached: retry later."
             raise ApiError(429, message, code="rollouts_full", retry_after_s=_RETRY_S)
         for one in given_up:
             self._forget(one)
@@ -221,7 +223,7 @@ class RolloutBook:
     async def _erase(self, tenants: Collection[str]) -> None:
         for rollout in [one for one in self._rollouts.values() if one.tenant in tenants]:
             self.cancel(rollout)
-            # Whoever is about to read them gets none.
+            # A stream that is being read gets no further line.
             rollout.lines.clear()
             rollout.ends.clear()
             self._forget(rollout)
@@ -236,22 +238,21 @@ _LOGPROB_DIGITS = 6
 
 @dataclass(kw_only=True)
 class Rollout:
-    """One rollout: its groups, and what its samples have said so far, ready to be sent."""
+    """One rollout: its groups, and the encoded lines of its finished samples."""
 
     tenant: str
     rollout_id: str
     key: str
-    """In the names of its groups and requests: no client has chosen it, and no other rollout has it."""
+    """Unique prefix of its group and request ids; not chosen by a client."""
     groups: dict[str, GroupWork]
     created_s: int
     """Unix time."""
     seen_s: float
     """When a client last asked about it, on the book's clock."""
     lines: list[bytes] = field(default_factory=list)
-    """Of the samples that have ended, and of turns that wait for their environments, encoded; the cursor of a client
-    counts them."""
+    """Encoded lines of ended samples, and of turns that wait for their environments; a client's cursor counts them."""
     ends: dict[tuple[str, int], SampleState] = field(default_factory=dict)
-    """How each of them ended, by group and number."""
+    """How each sample ended, by group and number."""
     num_readers: int = 0
     is_cancelled: bool = False
     ended_s: float | None = None
@@ -264,7 +265,7 @@ class Rollout:
 
     @functools.cached_property
     def num_tokens(self) -> int:
-        """That it may come to hold."""
+        """The most tokens that it may hold."""
         return sum(
             len(work.request.prompt_token_ids) + len(work.request.seeds) * work.request.max_tokens
             for work in self.groups.values()
@@ -298,10 +299,10 @@ class Rollout:
             "detail": result.detail or None,
         }
         self.ends[name, number] = result.state
-        self._say(document)
+        self._append_line(document)
 
     def add_turn(self, name: str, turn: Turn) -> None:
-        """A sample of the group `name` has said something that its environment is to answer."""
+        """A sample of the group `name` has ended a turn and waits for its environment."""
         document = {
             "object": "rollout.turn",
             "number": len(self.lines),
@@ -312,9 +313,9 @@ class Rollout:
             "tokens": turn.tokens,
             "text": turn.text,
         }
-        self._say(document)
+        self._append_line(document)
 
-    def _say(self, document: dict[str, Any]) -> None:
+    def _append_line(self, document: dict[str, Any]) -> None:
         self.lines.append(msgspec.json.encode(document))
         self.changed.set()
         self.changed = asyncio.Event()

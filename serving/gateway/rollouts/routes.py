@@ -1,8 +1,8 @@
-"""`/v1/rollouts`: begin, follow, cancel, reward. All of it is the tenant's own.
+"""`/v1/rollouts`: begin, follow, cancel, reward. A tenant reaches only its own rollouts.
 
-A stream's first object says what the rollout is, each further one is a sample that has ended. The last one says how the
-rollout stands, and from which number a further stream would go on. A stream without a last object has broken off; one
-that ends with an error may go on later, for instance once an engine runs again.
+A stream's first object describes the rollout, and each further one is a sample that has ended. The last one has the
+rollout's state, and the cursor from which another stream would continue. A stream without a last object has broken
+off; one that ends with an error can be continued later, for instance once an engine runs again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _GROUPS = {
     ]
 }
 SendRewards = Callable[[Sequence[GroupRewards]], object]
-"""Hands rewards on to the trainer; blocks, and raises StreamError."""
+"""Sends rewards to the trainer; blocks, and raises StreamError."""
 
 
 def rollout_routes(
@@ -68,7 +68,7 @@ def rollout_routes(
     settings: GatewaySettings,
     send_rewards: SendRewards | None,
 ) -> APIRouter:
-    """`info` is about the engines' model. Without `send_rewards` nothing is learnt here, and rewards are refused."""
+    """`info` describes the engines' model. Without `send_rewards` no trainer listens, and rewards are refused."""
     router = APIRouter(prefix=ROUTE)
 
     def find(request: Request, rollout_id: str) -> Rollout:
@@ -79,10 +79,10 @@ def rollout_routes(
 
     @router.post("", openapi_extra=request_body(RolloutBody, served=info.model))
     async def create_rollout(request: Request) -> Response:
-        """Samples come back as they end: lines of JSON, or events where `Accept` asks for `text/event-stream`."""
+        """Samples are streamed as they end: lines of JSON, or events if `Accept` is `text/event-stream`."""
         body = await read_body(request, RolloutBody, max_bytes=settings.max_body_bytes)
         check_model(info, body.model)
-        # Before anything is made for each of them.
+        # Before work is done for each sample.
         book.check_size(sum(group.num_samples for group in body.groups))
         prompts = await asyncio.to_thread(_token_ids, tokenizer, body.groups)
         exchange, key = exchange_of(request), uuid4().hex
@@ -127,13 +127,13 @@ def rollout_routes(
 
     @router.get("/{rollout_id}/samples", openapi_extra=_CURSOR)
     async def follow_rollout(request: Request, rollout_id: str) -> Response:
-        """The samples from number `after` on, those to come included."""
+        """Stream the samples from number `after` on, future ones included."""
         rollout = find(request, rollout_id)
         return stream(request, rollout, _cursor(request.query_params.get("after", "0"), len(rollout.lines)))
 
     @router.delete("/{rollout_id}", openapi_extra=_GROUPS)
     async def cancel_rollout(request: Request, rollout_id: str) -> Response:
-        """What has ended can be read for a while yet."""
+        """Cancel the rollout, or some groups; ended samples can still be read for a while."""
         rollout, names = find(request, rollout_id), set(request.query_params.getlist("group_id"))
         if unknown := names - rollout.groups.keys():
             message = f"This rollout has no group {min(unknown)}."
@@ -143,7 +143,7 @@ def rollout_routes(
 
     @router.post("/{rollout_id}/observations", openapi_extra=request_body(ObservationsBody))
     async def observe(request: Request, rollout_id: str) -> Response:
-        """What environments say. An observation that came before, or of a sample that has ended, changes nothing."""
+        """Take observations of environments. A repeated one, or one for an ended sample, changes nothing."""
         rollout = find(request, rollout_id)
         body = await read_body(request, ObservationsBody, max_bytes=settings.max_body_bytes)
         awaited = [(_awaiting(rollout, at, one), one) for at, one in enumerate(body.observations)]
@@ -152,7 +152,7 @@ def rollout_routes(
         texts = await asyncio.to_thread(_observed, tokenizer, observed)
         taken = 0
         for (sample_id, one), tokens in zip(awaited, texts, strict=True):
-            # By now another one may have come.
+            # Meanwhile the same observation may have come from another request.
             if book.driver.awaited_turn(sample_id) == one.turn:
                 taken += 1
                 if tokens is not None:
@@ -163,7 +163,7 @@ def rollout_routes(
 
     @router.post("/{rollout_id}/rewards", openapi_extra=request_body(RewardsBody))
     async def reward_rollout(request: Request, rollout_id: str) -> Response:
-        """All of them are taken, or none where one is wrong; a later one takes an earlier one's place."""
+        """Take rewards: all, or none if one is invalid. A later reward replaces an earlier one."""
         rollout = find(request, rollout_id)
         body = await read_body(request, RewardsBody, max_bytes=settings.max_body_bytes)
         rewards = rewards_of(rollout, body)
@@ -179,7 +179,7 @@ def rollout_routes(
 
 
 def _cursor(text: str, num_ended: int) -> int:
-    """Raises RequestError for what is no number, or more than there is."""
+    """The `after` of a request. Raises RequestError if it is no number, or beyond the ended samples."""
     if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise RequestError("after must be a whole number", param="after")
     if int(text) > num_ended:
@@ -188,7 +188,7 @@ def _cursor(text: str, num_ended: int) -> int:
 
 
 def _token_ids(tokenizer: Tokenizer, groups: Sequence[GroupBody]) -> list[Sequence[int]]:
-    """Of each group's prompt. For a thread: a rollout may have as much text as a body holds."""
+    """Token ids of each group's prompt. For a thread: a rollout may have a whole body of text."""
 
     def of(group: GroupBody) -> Sequence[int]:
         if group.messages is not None:
@@ -200,7 +200,7 @@ def _token_ids(tokenizer: Tokenizer, groups: Sequence[GroupBody]) -> list[Sequen
 
 
 def _awaiting(rollout: Rollout, at: int, one: ObservationBody) -> SampleId:
-    """Raises ApiError (404, 409) for a sample that there is not, or that has no environment."""
+    """The sample of an observation. Raises ApiError (404, 409) for an unknown one, or one without environment."""
     work, param = rollout.groups.get(one.group_id), f"observations[{at}]"
     if work is None or one.sample >= len(work.request.seeds):
         message = f"This rollout has no sample {one.sample} of a group {one.group_id}."
@@ -211,7 +211,7 @@ def _awaiting(rollout: Rollout, at: int, one: ObservationBody) -> SampleId:
 
 
 def _observed(tokenizer: Tokenizer, observations: Sequence[tuple[ObservationBody, int]]) -> list[Sequence[int] | None]:
-    """Tokens of each, behind a turn with this last token; None where it ends the sample. For a thread."""
+    """Token ids of each observation, after a turn with this last token; None if it ends the sample. For a thread."""
 
     def of(one: ObservationBody, last: int) -> Sequence[int] | None:
         if one.messages is not None:
@@ -222,13 +222,13 @@ def _observed(tokenizer: Tokenizer, observations: Sequence[tuple[ObservationBody
 
 
 _BLOCK = 64
-"""Samples sent at once."""
+"""Most samples in one write."""
 SILENCE_S = 10.0
-"""Without a sample, an empty line or event shows both sides whether the other one is still there."""
+"""After so long without a sample an empty line or event is sent, which shows whether the other side still lives."""
 
 
 def streamed(request: Request, book: RolloutBook, rollout: Rollout, *, after: int, limit_s: float) -> EventStream:
-    """The samples from number `after` on, those to come included, for `limit_s` at most."""
+    """A stream of the samples from number `after` on, future ones included, for `limit_s` at most."""
     wants_events = EVENTS.media_type in request.headers.get("accept", "")
     framing = EVENTS if wants_events else LINES
 
@@ -254,7 +254,7 @@ def streamed(request: Request, book: RolloutBook, rollout: Rollout, *, after: in
 
 
 def described(book: RolloutBook, rollout: Rollout) -> dict[str, Any]:
-    """How it stands."""
+    """The state of a rollout, as JSON."""
     return {
         "object": "rollout",
         "id": rollout.rollout_id,
@@ -268,7 +268,7 @@ def described(book: RolloutBook, rollout: Rollout) -> dict[str, Any]:
 
 
 def rewards_of(rollout: Rollout, body: RewardsBody) -> list[GroupRewards]:
-    """By group. Raises ApiError (404, 409) or RequestError where one of them cannot be."""
+    """The rewards by group. Raises ApiError (404, 409) or RequestError for an invalid one."""
     rewards: defaultdict[str, dict[int, float]] = defaultdict(dict)
     for at, one in enumerate(body.rewards):
         param = f"rewards[{at}]"

@@ -1,4 +1,4 @@
-"""The bodies of `/v1/rollouts`, as strictly typed as the others."""
+"""The bodies of `/v1/rollouts`, strictly typed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from serving.gateway.openai.schema import (
 from serving.rollout.samples import MAX_SAMPLES
 
 MAX_GROUPS = 1024
-"""Of one rollout."""
+"""Most groups of one rollout."""
 _MAX_REWARD = 1e9
 _MAX_DEADLINE_S = 7 * 24 * 3600.0
 
@@ -27,7 +27,7 @@ Seed = Annotated[int, Field(ge=0, le=INT64_MAX)]
 
 
 class GroupBody(SamplingBody):
-    """One prompt and how often it is answered. A line of the file of `slipstream rollout` is one."""
+    """One prompt and its samples. Each line of the file for `slipstream rollout` is one."""
 
     id: Name | None = None
     """Default: its number in the list, from 0."""
@@ -46,7 +46,7 @@ class GroupBody(SamplingBody):
     """Target versions that may come out while a sample is under way; default: any number."""
     when_stale: Literal["return", "abort"] = "return"
     environment: Name | None = None
-    """What answers each turn of a sample, by the client's name for it: the sample then waits for observations."""
+    """The client's name for the environment that answers each turn; the sample then waits for observations."""
     turn_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     """Most tokens of a turn; default: `max_tokens`, which counts all turns and observations."""
     redundant: Annotated[int, Field(ge=0, lt=MAX_SAMPLES)] = 0
@@ -67,22 +67,22 @@ class GroupBody(SamplingBody):
 
     @property
     def num_samples(self) -> int:
-        """That are begun."""
+        """Samples that are begun, redundant ones included."""
         return len(self.seeds) if self.seeds is not None else (self.n or 1) + self.redundant
 
 
 class RolloutBody(Strict):
     model: str
     id: Name | None = None
-    """By which it is asked about; default: one is made. One that is known already is refused: nothing runs twice."""
+    """Id of the rollout; default: generated. A known id is refused, so that nothing runs twice."""
     groups: Annotated[list[GroupBody], Field(min_length=1, max_length=MAX_GROUPS, fail_fast=True)]
     logprobs: bool = True
     job: Name | None = None
-    """Whose rollout it is, where a tenant has several jobs: they share the engines by the tokens that they have had."""
+    """Name of the tenant's job; jobs share the engines by the tokens that they have had."""
     weight: Annotated[float, Field(ge=0.01, le=100)] = 1.0
-    """Of the job: twice the weight, twice the tokens, while both have work."""
+    """Weight of the job: twice the weight, twice the tokens, while both jobs have work."""
     slipstream: CaptureChoice = CaptureChoice()
-    """The groups say themselves what belongs together."""
+    """Capture policy; a prompt group here is one of `groups`."""
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
@@ -96,7 +96,7 @@ class RolloutBody(Strict):
 
 
 class ObservationBody(Strict):
-    """What an environment says to a turn: a text as it is, messages in the model's template, or that it is over."""
+    """An environment's answer to a turn: raw text, messages for the chat template, or the end of the sample."""
 
     group_id: Name
     sample: Annotated[int, Field(ge=0, lt=MAX_SAMPLES)]

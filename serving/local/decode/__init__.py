@@ -1,1 +1,1 @@
-"""One decode round: propose, verify, commit, and tell those who watch."""
+"""One decode round: propose, verify, commit, report."""

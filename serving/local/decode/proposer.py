@@ -1,8 +1,8 @@
-"""Where a round's proposals come from: a request's suffix tree, or the draft head's chain, as the planner decides.
+"""Proposals of a round: for each request its suffix tree or the draft head's chain, as the planner decides.
 
-Suffix trees are built from `RecentTexts`: what this engine has written, and what others have of the same prompt groups.
-Of tree and chain the one that is expected to earn more is verified. All are cut where one more token of each costs more
-than these earn together.
+Suffix trees are built from `RecentTexts`: answers of this engine, and of others in the same prompt groups. A request
+verifies the tree or the chain, whichever is expected to have more tokens accepted. All are cut at one length: where one
+more token of each would cost more time than it saves.
 
 Shape letters: B batch, d hidden size.
 """
@@ -29,21 +29,21 @@ from speculator.proposals.planner import ONE_STEP, HeadVerdict, Plan, RoundPlann
 from speculator.proposals.suffix_drafter import SuffixDrafter, SuffixProposal, SuffixRequest, TextSource
 
 SuffixCacheTask = Callable[[SuffixDrafter], None]
-"""A change of the text that is kept."""
+"""A change to the kept text, to be run on the engine's thread."""
 
 
 class RecentTexts:
-    """Used by the engine's thread. Without `drafter` no text is kept."""
+    """Text that suffix drafts propose from. For the engine's thread. Without `drafter` no text is kept."""
 
     def __init__(self, drafter: SuffixDrafter | None, sharing: GroupSharing | None, metrics: EngineMetrics) -> None:
         self.drafter, self._sharing, self._metrics = drafter, sharing, metrics
 
     def begin(self, request: GenerateRequest) -> SuffixRequest | None:
-        """What proposes from text for this request."""
+        """The suffix drafts of a new request; None if no text is kept."""
         if self.drafter is None:
             return None
         policy = request.policy
-        # Who opts out of capture leaves nothing for other requests, either.
+        # Text of requests that opt out of capture is not proposed to others either.
         found = self.drafter.start(
             request.prompt_token_ids, tenant=policy.tenant, group_id=policy.group_id, shared=policy.capture
         )
@@ -52,7 +52,7 @@ class RecentTexts:
         return found
 
     def take_shared(self) -> None:
-        """A little of what has come from other engines."""
+        """Index some of the text that has arrived from other engines."""
         if self._sharing is not None:
             self._sharing.take()
 
@@ -74,35 +74,35 @@ class RecentTexts:
 
 
 _MAX_PAIRS_A_PASS = 64
-"""After a long time at depth 0 the draft catches up in passes of this many pairs."""
+"""Most pairs that the draft reads in one pass, when it catches up after a long time at depth 0."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What one request proposes, as far as it is verified, and whether it is a suffix's or the head's."""
+    """The proposals of one request that are verified, and whether they are suffix drafts or the head's."""
 
     tree: DraftTree = NO_PROPOSALS
     is_suffix: bool = False
     sources: tuple[TextSource, ...] = ()
-    """Whose text a suffix tree's nodes are from."""
+    """For each node of a suffix tree, whose text it is from."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """What a head that is not used would propose next for one request."""
+    """A probe of the unused head: the one token that it would propose for one request; not verified."""
 
     row: int
     token: int
     probability: float
     is_worth_it: bool
-    """Whether a round that asked the head would verify it."""
+    """Whether a round with the head would verify this token."""
     rounds_saved: float
-    """If it is right."""
+    """Rounds that the token would save if the target emits it."""
 
 
 @dataclass(frozen=True)
 class Proposals:
-    """Those of a round, by request, and what the head took: seconds, steps and pairs read; 0 where it was not asked."""
+    """Proposals of a round by request, and the head's cost: seconds, steps, pairs read; 0 if it did not run."""
 
     plan: Plan
     by_request: tuple[Proposal, ...]
@@ -113,22 +113,22 @@ class Proposals:
 
     @property
     def width(self) -> int:
-        """Of the request with the most."""
+        """Number of proposals of the request with the most."""
         return max(len(proposal.tree.tokens) for proposal in self.by_request)
 
 
 @dataclass(frozen=True)
 class VerifiedProposal:
-    """What verification said of one request's proposal."""
+    """Result of verifying one request's proposals."""
 
     generation: ActiveRequest
     proposal: Proposal
     from_head: bool
-    """Whether the head was asked for it, which may have had nothing worth verifying."""
+    """Whether the head drafted for it, possibly nothing worth verifying."""
     accepted_nodes: tuple[int, ...]
     num_committed: int
     rounds_saved: float
-    """By what was accepted of the head's tokens."""
+    """Rounds that the accepted tokens of the head saved."""
 
     @property
     def num_accepted(self) -> int:
@@ -136,18 +136,18 @@ class VerifiedProposal:
 
     @property
     def accepted_sources(self) -> list[TextSource]:
-        """Whose text the accepted nodes of a suffix tree are from."""
+        """For each accepted node of a suffix tree, whose text it is from."""
         return [self.proposal.sources[node] for node in self.accepted_nodes] if self.proposal.sources else []
 
 
 class Proposer:
-    """Used by the engine's thread."""
+    """Plans and makes the proposals of each round. For the engine's thread."""
 
     def __init__(self, draft: ServingDraft, reader: DraftReader, planner: RoundPlanner, *, suffix_depth: int) -> None:
         self._draft, self._reader, self._planner, self._suffix_depth = draft, reader, planner, suffix_depth
 
     def propose(self, generations: Sequence[ActiveRequest], *, head_depth: int) -> Proposals:
-        """For the requests in slots 0…B−1; `head_depth` is the most tokens of the head's chains."""
+        """Make proposals for the requests in slots 0…B−1; `head_depth`: longest chain of the head."""
         suffixes = [self._suffix(generation) for generation in generations]
         reaches = [suffix.tree.reaches for suffix in suffixes]
         num_keys = sum(len(generation.tokens) for generation in generations)
@@ -171,8 +171,8 @@ class Proposer:
         *,
         look_was_right: bool,
     ) -> None:
-        """What the round took apart from drafting, if it says anything of other rounds, what verification said of each
-        proposal, and whether the target emitted the look's token.
+        """Feed a round's results to the planner: its time without drafting (None if a prompt chunk was read in it), the
+        verification of each proposal, and whether the target emitted the probe's token.
         """
         self._planner.observe(
             proposals.plan,
@@ -200,7 +200,7 @@ class Proposer:
         self._planner.observe_head(verdicts)
 
     def rounds_saved(self, generation: ActiveRequest, tokens: Sequence[int]) -> float:
-        """What it saves a request that the head proposed its next `tokens`; to be asked before they are committed."""
+        """Rounds that a request saves by getting its next `tokens` from the head; call before they are committed."""
         if generation.suffix is None:
             return float(len(tokens))
         return generation.suffix.rounds_saved(tokens, self._suffix_depth)
@@ -208,7 +208,7 @@ class Proposer:
     def _suffix(self, generation: ActiveRequest) -> SuffixProposal:
         if generation.suffix is None or not generation.request.drafts:
             return SuffixProposal()
-        # The last token of an answer is the target's own in any case.
+        # A round always adds one token of the target's own, so the answer's last token needs no proposal.
         return generation.suffix.propose(min(self._suffix_depth, generation.tokens_left - 1))
 
     def _with_look(
@@ -220,7 +220,7 @@ class Proposer:
         # One step does not touch the keys of any slot.
         (((token,), (score,)),) = self._draft.propose(pairs, [1.0], [generation.source], ONE_STEP)
         probability = math.exp(score)
-        # Alone it says what a chain of one says of all: that decides in a round that asks the head.
+        # Scaled to the whole batch: a round with the head would decide for all requests together.
         reach = len(generations) * self._planner.head_probability(0, probability)
         is_worth_it = self._planner.is_worth_verifying(plan, 0, reach)
         look = Look(row, token, probability, is_worth_it, self.rounds_saved(generation, (token,)))
@@ -238,7 +238,7 @@ class Proposer:
         kept, num_steps, num_pairs = self._head_steps(plan, generations, reaches, head_depth)
         seconds = time.perf_counter() - started_s
         width = len(kept)
-        # Where only suffix trees go on, they go on as long as they pay.
+        # Beyond the head's chains, suffix trees alone go on as long as they pay.
         while (total := _total(reaches, plan.from_suffix, width)) > 0 and self._planner.is_worth_verifying(
             plan, width, 0.0, total
         ):
@@ -254,7 +254,7 @@ class Proposer:
     def _head_steps(
         self, plan: Plan, generations: Sequence[ActiveRequest], reaches: Sequence[Sequence[float]], head_depth: int
     ) -> tuple[list[Step], int, int]:
-        """The steps that are worth verifying; how many were computed, and of how many pairs."""
+        """(steps that are worth verifying, steps computed, pairs read)."""
         pairs, num_pairs = self._reader.unread(generations)
         reach_B = [0.0 if is_suffix else 1.0 for is_suffix in plan.from_suffix]
         of_suffixes = [_total(reaches, plan.from_suffix, step) for step in range(head_depth)]
@@ -271,7 +271,7 @@ class Proposer:
 
 
 def _total(reaches: Sequence[Sequence[float]], chosen: Sequence[bool], step: int) -> float:
-    """How often the next proposals of the chosen suffix trees, after so many, are expected to be accepted."""
+    """Expected accepted proposals at position `step` (from 0), summed over the chosen suffix trees."""
     return sum(reach[step] for reach, is_chosen in zip(reaches, chosen, strict=True) if is_chosen and step < len(reach))
 
 
@@ -282,7 +282,7 @@ def _cut(suffix: SuffixProposal, num_nodes: int) -> Proposal:
 
 
 class DraftReader:
-    """Owns the features that draft and capture read."""
+    """Keeps the target's features, which draft and capture read, and lets the draft read pairs."""
 
     def __init__(self, target: Target, draft: ServingDraft) -> None:
         self._draft = draft
@@ -291,7 +291,7 @@ class DraftReader:
         self._features = torch.zeros(slots, length, width, dtype=target.embed.dtype, device=target.device)
 
     def keep(self, slot: int, start: int, aux_Tw: Tensor) -> None:
-        """Features [T, 3d] of positions from `start` on."""
+        """Store features [T, 3d] of positions from `start` on."""
         self._features[slot, start : start + len(aux_Tw)] = aux_Tw
 
     def features(self, slot: int, start: int, end: int) -> Tensor:
@@ -303,13 +303,13 @@ class DraftReader:
         self._features[destination, :length] = self._features[source, :length]
 
     def read(self, slot: int, generation: ActiveRequest, num_pairs: int) -> None:
-        """Read up to `num_pairs` pairs of one request, where it has any that are unread."""
+        """Let the draft read up to `num_pairs` unread pairs of one request."""
         if generation.num_pairs_unread:
             self._draft.read(self._taken([generation], slot, num_pairs))
 
     def unread(self, generations: Sequence[ActiveRequest], *, first_slot: int = 0) -> tuple[Pairs, int]:
-        """The pairs that the draft has to read before it proposes, and how many they were. Of many all but the last
-        are read at once.
+        """(pairs for the draft's next call, how many were unread). If they are too many for one pass, reads the earlier
+        ones here.
         """
         num_pairs = sum(generation.num_pairs_unread for generation in generations)
         for slot, generation in enumerate(generations, first_slot):
@@ -318,7 +318,7 @@ class DraftReader:
         return self._taken(generations, first_slot, _MAX_PAIRS_A_PASS), num_pairs
 
     def _taken(self, generations: Sequence[ActiveRequest], first_slot: int, num_pairs: int) -> Pairs:
-        """Up to `num_pairs` of each, at least one, which count as read."""
+        """Take up to `num_pairs` pairs of each request, at least one, and mark them as read."""
         tokens: list[int] = []
         spans: list[PairSpan] = []
         for slot, generation in enumerate(generations, first_slot):

@@ -1,6 +1,6 @@
-"""One decode round of a batch: draft, verify, commit; and one piece of a prompt, alone or in a round's pass.
+"""One decode round of a batch: draft, verify, commit; and one chunk of a prompt, alone or in a round's pass.
 
-Shape letters: B batch, T tokens of a request or of a piece, M of all, P positions, d hidden size, V vocabulary, K kept
+Shape letters: B batch, T tokens of a request or of a chunk, M of all, P positions, d hidden size, V vocabulary, K kept
 tokens.
 """
 
@@ -29,23 +29,22 @@ from speculator.trace import NO_DRAFT, BranchRows
 
 @dataclass(frozen=True)
 class RoundReport:
-    """What one round cost and earned, with one of `rows` for each request.
+    """Cost and result of one round, with one of `rows` for each request.
 
-    Where a round `read_prompt`, its pass computed a piece of a prompt, too, and what it took says nothing of other
-    rounds.
+    With `read_prompt` its pass also computed a chunk of a prompt, so its time says nothing about other rounds.
     """
 
     rows: tuple[VerifiedProposal, ...]
     depth: int
-    """Most proposals of the head; 0 for a round that was told to decode plainly."""
+    """Most proposals of the head; 0 for a control round."""
     draft_version: int
     proposals: Proposals
     read_prompt: bool
     num_tokens: int
-    """That its pass computed, but for the piece's."""
+    """Tokens in its pass, without those of the prompt chunk."""
     seconds: float
     look_was_right: bool
-    """Whether the target emitted the token of the look."""
+    """Whether the target emitted the probe's token."""
 
     @property
     def batch(self) -> int:
@@ -58,7 +57,7 @@ class RoundReport:
 
 @dataclass(frozen=True)
 class PromptPiece:
-    """Tokens of a prompt that one pass reads, from position `start` on."""
+    """A prefill chunk: tokens of a prompt that one pass reads, from position `start` on."""
 
     generation: ActiveRequest
     slot: int
@@ -75,7 +74,7 @@ class PromptPiece:
 
 
 class RoundRunner:
-    """Runs rounds over slots 0…B−1, and pieces of the prompt in slot B."""
+    """Runs rounds over slots 0…B−1, and chunks of the prompt in slot B."""
 
     def __init__(
         self,
@@ -88,8 +87,8 @@ class RoundRunner:
         send: Callable[[], None],
         branches: BranchSampler,
     ) -> None:
-        """`label` is to fill in what is unknown of a prompt's positions, from their final hidden states, later; `send`
-        sends what was committed to those that wait for it; `branches` draws the rounds that keep rejected rows.
+        """`label` computes a prompt's missing distributions later, from final hidden states; `send` sends committed
+        tokens to their readers; `branches` samples the rounds that keep rejected rows.
         """
         self._target, self._draft, self._planner, self._label, self._send = target, draft, planner, label, send
         self._capture_topk = min(config.capture_topk, target.embed.shape[0])
@@ -106,7 +105,7 @@ class RoundRunner:
 
     @torch.inference_mode()
     def prefill(self, piece: PromptPiece, *, drafting: bool) -> None:
-        """Read it in a pass of its own; after the prompt's last token, commit the answer's first."""
+        """Read a chunk in a pass of its own; after the prompt's last token, commit the answer's first."""
         hidden_Td, aux_Tw = self._target.forward([piece.tokens], first_slot=piece.slot, starts=[piece.start])
         logits_1V = self._target.logits(hidden_Td[-1:]) if piece.ends_prompt else None
         self._take_piece(piece, hidden_Td, aux_Tw, logits_1V, drafting=drafting)
@@ -122,8 +121,8 @@ class RoundRunner:
     ) -> RoundReport:
         """Propose, verify all proposals in one pass, commit what the target emits.
 
-        The draft head proposes at most `depth` tokens a request, none where the planner may not ask it; at depth 0
-        nobody proposes anything. A piece of a prompt, in the slot behind these requests', is read in the same pass.
+        The draft head proposes at most `depth` tokens a request, none without `may_ask_head`; at depth 0 suffix drafts
+        propose nothing either. A prompt chunk, in the slot after these requests', is read in the same pass.
         """
         started_s = time.perf_counter()
         if depth == 0:
@@ -154,7 +153,7 @@ class RoundRunner:
     def _verify(
         self, generations: Sequence[ActiveRequest], proposals: Proposals, piece: PromptPiece | None, *, drafting: bool
     ) -> tuple[tuple[VerifiedProposal, ...], int]:
-        """Feed the pending tokens, the proposals and the piece, and commit; and how many tokens but the piece's."""
+        """Run the pass over pending tokens, proposals and chunk, and commit; returns results and `num_tokens`."""
         trees = [proposal.tree for proposal in proposals.by_request]
         rows = [[one.tokens[-1], *tree.tokens] for one, tree in zip(generations, trees, strict=True)]
         starts = [len(generation.tokens) - 1 for generation in generations]
@@ -210,11 +209,11 @@ class RoundRunner:
         aux_Tw: Tensor,
         logits_TV: Tensor,
     ) -> None:
-        """Keep what the rows of the newest token and of an accepted path hold, and deliver what the target emitted."""
+        """Keep features and distributions of the newest token and the accepted path; deliver the emitted tokens."""
         start, rows = len(generation.tokens) - 1, [0, *(node + 1 for node in path)]
         kept: slice | list[int] = rows
         if rows[-1] == len(path):
-            kept = slice(len(rows))  # they are the first ones: no copy
+            kept = slice(len(rows))  # a chain's accepted rows are the first ones: no copy
         else:
             self._target.cache.keep_path(slot, start, rows)
         self._reader.keep(slot, start, aux_Tw[kept])
@@ -240,9 +239,9 @@ class RoundRunner:
     def _keep_rejected(
         self, generation: ActiveRequest, tree: DraftTree, path: list[int], aux_Tw: Tensor, logits_TV: Tensor
     ) -> None:
-        """Keep what the rows of rejected proposals hold, where this verification is drawn for it."""
+        """Keep features and distributions of rejected proposals, if this verification is sampled for that."""
         nodes = [node for node in range(len(tree.tokens)) if node not in path]
-        if generation.grammar is not None:  # a rejection says what the grammar forbids, and not what the target thinks
+        if generation.grammar is not None:  # a rejection may come from the grammar, not from the target
             return
         if not self._branches.keeps(num_committed=1 + len(path), num_rejected=len(nodes)):
             return
@@ -261,17 +260,17 @@ class RoundRunner:
     def _take_piece(
         self, piece: PromptPiece, hidden_Td: Tensor, aux_Tw: Tensor, logits_1V: Tensor | None, *, drafting: bool
     ) -> None:
-        """Keep what the target computed of a piece; where that ends the prompt, commit the answer's first token, from
-        the logits of the prompt's last one.
+        """Keep features of a chunk; if it ends the prompt, commit the answer's first token, from the logits of the
+        prompt's last one.
 
-        With `drafting` the draft reads the piece, too, so that the first round is not the one that pays for it.
+        With `drafting` the draft reads the chunk as well, so that the first round need not.
         """
         generation, start = piece.generation, piece.start
         self._reader.keep(piece.slot, start, aux_Tw)
         generation.num_prefilled = piece.end
         if drafting and self._planner.is_awake:
             self._reader.read(piece.slot, generation, piece.end - generation.num_pairs_read)
-        # A prompt position costs a tenth of a decoded one and teaches the draft as well: its distribution is kept too.
+        # A prompt position costs a tenth of a decoded one and also trains the draft: keep its distribution, too.
         first_kept = max(start, generation.num_prompt_tokens - self._prompt_labels)
         if generation.capture and first_kept < piece.end:
             generation.topk.append(TopK.unknown(first_kept, piece.end - first_kept, self._capture_topk))
@@ -283,7 +282,7 @@ class RoundRunner:
 
 
 def _pad(rows: Sequence[list[int]], parents: Sequence[list[int] | None]) -> None:
-    """Make all rows as long as the longest, for passes over a rectangle."""
+    """Pad all rows to the longest, for a rectangular pass."""
     longest = max(map(len, rows))
     for row, of_row in zip(rows, parents, strict=True):
         if of_row is not None:
@@ -294,10 +293,10 @@ def _pad(rows: Sequence[list[int]], parents: Sequence[list[int] | None]) -> None
 def emitted_after(
     generation: ActiveRequest, logits_TV: Tensor, likeliest_T: list[int], tree: DraftTree
 ) -> tuple[list[int], list[int]]:
-    """What the target emits after the newest token and the proposals that it accepts, from the logits of their rows:
-    as `DraftTree.walk` has it, the tokens and the nodes that proposed all but the last.
+    """(tokens that the target emits, nodes that proposed all but the last), from the logits of the newest token and the
+    proposals (`DraftTree.walk`).
 
-    A sampled row costs a vector of noise: none is sampled that is not committed.
+    A sampled row costs a vector of noise, so only rows on the committed path are sampled.
     """
     sampling, seed = generation.source.sampling, generation.source.seed
     if sampling.temperature == 0 and generation.grammar is None:
@@ -318,7 +317,7 @@ def emitted_after(
 
 
 def logprobs_of(generation: ActiveRequest, logits_PV: Tensor, tokens: list[int]) -> list[float]:
-    """Of P tokens that the target emitted, for a request that wants to know."""
+    """Logprobs of P emitted tokens; empty unless the request wants them."""
     if not generation.request.logprobs:
         return []
     return served_logprobs(logits_PV, generation.source.sampling, torch.tensor(tokens, device=logits_PV.device))

@@ -1,4 +1,5 @@
-// Attention over slots: two products with weights that grow. Suffixes: M tokens, h head size, L positions of a slot.
+// Attention over a KV cache of slots, as two products with keys and values in panels. Suffixes: M tokens, h head size,
+// L positions of a slot.
 #pragma once
 
 #include <algorithm>
@@ -11,30 +12,30 @@
 #include "linear.h"
 
 constexpr int kMostHead = 256;  // h
-constexpr int kMostAhead = 8;   // lines to fetch at a step
+constexpr int kMostAhead = 8;   // most cache lines to prefetch in a step
 
 struct Heads {
   int64_t sharing, groups, size;  // query heads of a key head, key heads, and h, a multiple of kPanel
   float scale;
-  Norm query, key;  // before they are rotated; or none
+  Norm query, key;  // applied before the rotation; or none
 };
 
-// Some new tokens of one slot, at `start` and behind. Each follows the one before it; or, of a tree, its parent, which
-// lies before it: parents [num_tokens] by their place in the window, −1 of the first.
+// New tokens of one slot, from position `start` on. Each follows the one before it, or in a tree its parent:
+// parents [num_tokens] are earlier indices in the window, −1 for the first.
 struct Window {
   int64_t slot, start, num_tokens;
   const int64_t* parents;
 };
 
-// A key head of a slot: keys [L / kPanel, h / 2, kPanel, 2], whose outputs are positions, and values
-// [h / kPanel, L / 2, kPanel, 2], whose inputs are. L is a multiple of kPanel.
+// A key head of a slot: keys [L / kPanel, h / 2, kPanel, 2], where outputs are positions, and values
+// [h / kPanel, L / 2, kPanel, 2], where inputs are positions. L is a multiple of kPanel.
 struct Kept {
   uint16_t* keys;
   uint16_t* values;
   int64_t length;
 };
 
-// A head [h], normed if it is to be, with the first half rotated against the second.
+// A head [h] with its norm, if any, and rotary embedding (rotate-half).
 inline void rotate(const uint16_t* head, const Norm& norm, const float* cos, const float* sin, int64_t h, float* out) {
   uint16_t normed[kMostHead];
   if (norm.weight != nullptr) {
@@ -58,13 +59,13 @@ inline void keep(const Kept& kept, int64_t position, const float* key, const uin
     uint16_t* const pairs = kept.values + first * kept.length + position / 2 * 2 * kPanel;
     for (int64_t i = 0; i < kPanel; ++i) {
       pairs[2 * i + position % 2] = value[first + i];
-      // With the first of a pair the second's place is cleared: a product takes both.
+      // Writing the first of a pair clears the second: a product reads both.
       if (position % 2 == 0) pairs[2 * i + 1] = 0;
     }
   }
 }
 
-// Scores [padded] → weights that are not divided by their sum yet, which is returned; 0 from `visible` on.
+// Scores [padded] → unnormalised softmax weights, 0 from `visible` on; returns their sum.
 inline float soften(float* scores, int64_t visible, int64_t padded) {
   const Floats unseen = spread(-std::numeric_limits<float>::infinity());
   Floats most = unseen;
@@ -83,16 +84,16 @@ inline float soften(float* scores, int64_t visible, int64_t padded) {
   return sum_of(total);
 }
 
-// What a token sees: all positions before its window's `start`, and the tokens of its path in the window, up to itself.
+// What a token attends to: all positions before its window's `start`, and its ancestors in the window and itself.
 struct Sight {
-  const int64_t* path;  // their places in the window, or none: the first ones
+  const int64_t* path;  // their indices in the window; null: the first ones
   int64_t start, length;
 
   int64_t count() const { return start + length; }
 };
 
-// The weights of what one token sees, where their scores are, divided by their sum later, which is returned; those of
-// all else are 0. What a token of a tree sees is brought together first, so that the same tokens are summed up in the
+// Softmax weights of one token, in place of the scores; returns their sum, by which the result is divided later. Hidden
+// positions get 0. For a tree the visible scores are first moved together, so that the same tokens are summed in the
 // same order wherever they lie.
 inline float soften_seen(float* scores, const Sight& sight, int64_t padded) {
   if (sight.path == nullptr) return soften(scores, sight.count(), padded);
@@ -107,7 +108,7 @@ inline float soften_seen(float* scores, const Sight& sight, int64_t padded) {
   return total;
 }
 
-// Lines from an address on.
+// Cache lines from an address on.
 struct Lines {
   const void* from;
   int64_t count;
@@ -119,15 +120,15 @@ inline Lines keys_of(const Kept& kept, int64_t num_positions, int64_t h) {
   return Lines{kept.keys, padded * h * int64_t{sizeof *kept.keys} / kLine};
 }
 
-// kRows queries [kRows, h] over the first `longest` positions → out, rows by their addresses. What one does not see and
-// another does has weight 0, and has to be a number. While keys are multiplied the values are fetched, if they are not
-// here, and while values are, what is next.
+// kRows queries [kRows, h] over the first `longest` positions → rows of out. A position that only some queries see has
+// weight 0 for the others, so its value must be finite. While keys are multiplied the values are prefetched, and during
+// the values what comes next.
 template <int kRows>
 void attend_rows(const Kept& kept, int64_t h, const float* queries, const Sight* sights, int64_t longest,
                  bool has_values, Lines next, float* scores, uint16_t* const* out) {
   const int64_t padded = (longest + kPanel - 1) / kPanel * kPanel;
   for (int64_t l = 0; l < padded; l += kPanel) {
-    // As many as keys; with larger heads one column of panels after the other, but for what a step begins past its end.
+    // As many values as keys; for larger heads column by column of panels.
     const int64_t at = l * (h / kPanel), column = at / padded;
     const uint16_t* const values = kept.values + column * kPanel * kept.length + (at - column * padded) * kPanel;
     const Ahead ahead{reinterpret_cast<const uint8_t*>(values), has_values ? 0 : kBlocks};
@@ -154,7 +155,7 @@ constexpr auto attend_some(std::index_sequence<kLess...>) {
   return std::array{attend_rows<kLess + 1>...};
 }
 
-// What the tokens of a window see.
+// What each token of a window attends to.
 class Sights {
  public:
   explicit Sights(const Window& window) : window_(window) {
@@ -176,14 +177,14 @@ class Sights {
 
  private:
   const Window& window_;
-  std::vector<int64_t> depths_, paths_;  // [T] and [T, T], of which each row is filled as far as its token is deep
+  std::vector<int64_t> depths_, paths_;  // [T] and [T, T]; a row is filled up to its token's depth
 };
 
-// Which tokens of a window attend: all, the newest alone, or none. Of the others keys and values are stored, no more.
+// Which tokens of a window attend: all, the last alone, or none. The others only store keys and values.
 enum class Asked { kAll, kNewest, kNone };
 
 // One key head of a window. cos and sin [positions, h], qkv [M, P · G + 2G, h] from the window's first token on, query
-// heads by their place in the group first, and out [M, P · G, h] from the first that attends.
+// heads by index in the group first, and out [M, P · G, h] from the first attending token on.
 inline void attend_group(const Heads& heads, int64_t group, const Window& window, const Kept& kept, const float* cos,
                          const float* sin, const uint16_t* qkv, Asked asked, Lines next, uint16_t* out) {
   static constexpr auto kAttend = attend_some(std::make_index_sequence<Bfloat16::kMostRows>());
@@ -223,8 +224,8 @@ inline void attend_group(const Heads& heads, int64_t group, const Window& window
   }
 }
 
-// Stores keys and values of all windows' tokens, whose rows follow one another in qkv, and attends, to out [tokens that
-// attend, P · G, h]. The cache of a layer is [slots, G, keys and values, L · h].
+// Stores keys and values of all windows' tokens, which are consecutive rows of qkv, and attends → out [attending
+// tokens, P · G, h]. The cache of a layer is [slots, G, keys and values, L · h].
 inline void attend(const Heads& heads, int64_t num_windows, const Window* windows, const float* cos, const float* sin,
                    const uint16_t* qkv, uint16_t* cache, int64_t L, Asked asked, uint16_t* out,
                    const Threads& threads) {

@@ -1,4 +1,4 @@
-"""Finds or compiles the library: compiled when an image is built, elsewhere at an engine's first start, in two seconds.
+"""Find or compile the kernel library: compiled into images, elsewhere at an engine's first start, in two seconds.
 
 `python -m serving.local.kernels.build` compiles it for every instruction set, to be shipped with the package.
 """
@@ -31,36 +31,36 @@ log = structlog.get_logger(__name__)
 _FOLDER = Path(__file__).parent
 _SOURCE = _FOLDER / "kernels.cpp"
 SHIPPED = _FOLDER / "shipped"
-"""Libraries that came with the package, if any."""
-# Contracted products and sums would round differently from PyTorch's, and from those of another compiler.
-# Of two libraries in one process each calls its own functions: GCC makes one of tables and buffers that others can see.
+"""Libraries shipped with the package, if any."""
+# -ffp-contract=off: fused products and sums would round differently from PyTorch's, and between compilers.
+# -fvisibility=hidden: otherwise two libraries in one process would share tables and buffers.
 _OPTIONS = ("-std=c++17", "-O3", "-ffp-contract=off", "-pthread", "-shared", "-fPIC", "-fvisibility=hidden", "-mfma")
 _WIDTH, _TOKENS, _TURNS = 256, 384, 9
 _FASTER = 1.2
 
 
 class Instructions(NamedTuple):
-    """What a library is compiled for."""
+    """A CPU instruction set that a library is compiled for."""
 
     needed: tuple[str, ...]
-    """As PyTorch names them."""
+    """CPU features, by PyTorch's names."""
     options: tuple[str, ...]
-    """Of the compiler; not -march=native: the folder may be another machine's, too."""
+    """Compiler options; not -march=native, since several machines may share the folder."""
 
 
 AVX512 = Instructions(
     ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq"),
     (*_OPTIONS, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"),
 )
-"""With bfloat16 in pairs for CPUs that have it; asked before it is used."""
+"""Has code for pairs in bfloat16, used only on CPUs with that instruction (AVX512-BF16)."""
 
 
 AVX2 = Instructions(("avx2", "fma3"), (*_OPTIONS, "-mavx2"))
 
 
 def available() -> list[Instructions]:
-    """What this CPU has, the best first. One that multiplies tiles (AMX) is left to oneDNN: for many tokens that is
-    likely faster there, and nobody has compared.
+    """The instruction sets of this CPU, best first. Empty for one with AMX: oneDNN is likely faster there for many
+    tokens (not measured).
     """
     capabilities = torch.cpu.get_capabilities()
     if capabilities.get("amx_tile", False):
@@ -70,8 +70,8 @@ def available() -> list[Instructions]:
 
 @cache
 def found_kernels() -> Kernels | None:
-    """Those that were shipped, or compiled ones. None where the CPU is another one, or there is no C++ compiler, or it
-    fails: PyTorch's operations take their place.
+    """The shipped kernels, or compiled ones. None for an unsupported CPU, or without a working C++ compiler: PyTorch's
+    operations are used then.
     """
     try:
         if not (instructions := available()):
@@ -89,12 +89,12 @@ def found_kernels() -> Kernels | None:
 
 
 def compile_library(compiler: str, folder: Path, instructions: Instructions) -> Path:
-    """The library in the folder; compiled where it is not there. Raises OSError, and RuntimeError with what the
-    compiler says.
+    """The library in the folder, compiled if it is missing. Raises OSError, and RuntimeError with the compiler's
+    message.
     """
     path = folder / _file_name(instructions)
     if not path.exists():
-        # Others may start at the same time, in containers that count processes alike.
+        # Not named by pid: another process may compile at the same time, in a container, under the same pid.
         with tempfile.TemporaryDirectory(prefix=path.stem, dir=folder) as own:
             made = Path(own) / path.name
             command = [compiler, *instructions.options, "-o", str(made), str(_SOURCE)]
@@ -106,7 +106,7 @@ def compile_library(compiler: str, folder: Path, instructions: Instructions) -> 
 
 
 def find_compiler() -> str:
-    """Its name. Raises ConfigError where there is none."""
+    """The name of a C++ compiler. Raises ConfigError where there is none."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise ConfigError(f"there is no C++ compiler {compiler!r}: install g++")
@@ -114,14 +114,14 @@ def find_compiler() -> str:
 
 
 def kernel_folder() -> Path:
-    """Where compiled libraries are kept: in the cache; where nobody can write there, or others can too, in a folder
-    that this process makes and removes, because what lies there is run.
+    """Folder of compiled libraries, in the cache. If that is not writable, or writable for other users, whose code
+    would then run here: a temporary folder of this process.
     """
     try:
         folder = cache_root() / "compiled"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
-    except (OSError, RuntimeError):  # no home, or none that can be written to, as in a container
+    except (OSError, RuntimeError):  # no writable home, as in a container
         status = None
     if status is None or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         folder = Path(tempfile.mkdtemp(prefix="slipstream-"))
@@ -130,22 +130,22 @@ def kernel_folder() -> Path:
 
 
 def _file_name(instructions: Instructions) -> str:
-    """Of a library of just these sources and options."""
+    """Name of a library file, by hash of sources and options."""
     sources = b"".join(path.read_bytes() for path in sorted([_SOURCE, *_FOLDER.glob("*.h")]))
     return f"kernels-{hashlib.sha256(sources + repr(instructions.options).encode()).hexdigest()[:16]}.so"
 
 
 def faster_in_pairs(kernels: Kernels, *, clock: Callable[[], float] = time.perf_counter) -> bool:
-    """Whether products take two inputs at a time on this CPU: measured, in a millisecond, as the best of some turns of
-    either. The weight is one panel, and so for one thread, and in the nearest cache.
+    """Whether products should use the bfloat16 pair instruction on this CPU: measured in a millisecond, best of some
+    turns each. The weight is one panel, so it takes one thread and stays in the nearest cache.
 
-    AMD's CPUs do two with the instruction for pairs in the time of one in float; Intel's take longer for that
-    instruction than for two in float. Neither is near the ratio that is asked for here, so that what is chosen, and
-    with it a text's last bits, is the same at every start.
+    AMD's CPUs run the pair instruction in the time of one float product; Intel's take longer for it than for two float
+    products. The threshold lies far from both ratios, so the choice, and with it a text's last bits, is the same at
+    every start.
     """
     if not (kernels.has_pairs and torch.cpu.get_capabilities().get("avx512_bf16", False)):
         return False
-    # Nobody else's random numbers are drawn.
+    # A generator of its own: the global one stays as it is.
     linear = nn.Linear(_WIDTH, PANEL, bias=False, dtype=torch.bfloat16, device="meta").to_empty(device="cpu")
     linear.requires_grad_(False).weight.fill_(1)
     ways = [KernelLinear(linear, kernels, in_pairs=in_pairs) for in_pairs in (False, True)]
@@ -161,6 +161,6 @@ def faster_in_pairs(kernels: Kernels, *, clock: Callable[[], float] = time.perf_
 
 if __name__ == "__main__":
     SHIPPED.mkdir(exist_ok=True)
-    # For other processors there is no code.
+    # Only x86-64 has kernels.
     for each in (AVX512, AVX2) if platform.machine() == "x86_64" else ():
         compile_library(find_compiler(), SHIPPED, each)

@@ -1,6 +1,6 @@
-// A target's pass over Llama-like layers, and a draft's, in bfloat16, for CPUs with AVX2 or with AVX-512. What a
-// token gets is computed in one order, whatever tokens are beside it: a verification of several tokens gives bit for bit
-// what decoding one by one does.
+// Forward passes of a Llama-like target and of a draft in bfloat16, for CPUs with AVX2 or AVX-512. Each token's sums
+// are computed in one order, whatever tokens are beside it: verifying several tokens gives bit for bit the same as
+// decoding them one by one.
 //
 // Suffixes: M tokens, d hidden size, I inner size, h head size.
 
@@ -21,39 +21,39 @@ struct Block {
 struct Model {
   int64_t num_blocks, num_aux;
   const Block* blocks;
-  const int64_t* aux_blocks;  // whose inputs are wanted, in ascending order
+  const int64_t* aux_blocks;  // blocks whose inputs are returned, in ascending order
   Norm norm;
-  const void* after;  // the weight that is read after the pass, or none
+  const void* after;  // the weight that is read next after the pass, to prefetch; or null
 };
 
-// A draft has one. Its input is a pair: a token's embedding and the feature of the position before it, which is made of
-// three of the target's.
+// A draft head has one block. Its input is a pair: a token's embedding and the feature of the position before it, which
+// `fc` makes of three features of the target.
 struct Draft {
   const uint16_t* embeddings;  // of the target's tokens
-  Norm three_norm;             // of the three features as one, or none
-  Norm feature_norms[3];       // of each of them, or none
+  Norm three_norm;             // of the three features side by side, or none
+  Norm feature_norms[3];       // of each feature, or none
   Layer fc;
   Norm embedding_norm;
-  Block block;  // whose input norm is the feature's
+  Block block;  // its input norm is that of the feature
   Norm norm;    // before the head
   Layer head;
   const int64_t* target_ids;  // of the draft's tokens
-  int64_t feeds_normed;       // 1 where the layer's output is fed back behind `norm`, 0 where before it
-  int64_t adds_to_normed;     // 1 where the residual is the feature behind its norm, 0 where it is the feature itself
+  int64_t feeds_normed;       // whether the layer's output is fed back after `norm` (1) or before it (0)
+  int64_t adds_to_normed;     // whether the residual is the feature after its norm (1) or before it (0)
 };
 
-// What a draft is asked for: at most `num_steps` tokens for each of B requests. Behind a step the reaches are the
-// probabilities that verification accepts what was proposed so far. Another step is computed while their sum is more
-// than that step's `least`.
+// Arguments and results of drafting at most `num_steps` tokens for each of B requests. After a step, a request's reach
+// is the probability that verification accepts all its proposals so far. Another step is computed while the sum of
+// reaches exceeds that step's `least`.
 struct Chain {
   int64_t num_steps;
-  double most;                // that a probability counts as
+  double most;                // upper bound of a probability
   double* rule;               // factors of the draft's probabilities and `least` [num_steps] each, and reaches [B]
-  const float* temperatures;  // [B]; or none, where all are greedy
-  const float* const* noise;  // [B], [D] each or none: of the first step's position, and no other is computed with it
-  int64_t* ids;               // [num_steps, B], the target's
+  const float* temperatures;  // [B]; null if all are greedy
+  const float* const* noise;  // [B], each [D] or null; with noise only one step is computed
+  int64_t* ids;               // [num_steps, B], target ids
   float* logprobs;            // [num_steps, B]
-  uint16_t* output;           // [B, d], the layer's for the last step
+  uint16_t* output;           // [B, d], output of the layer at the last step
   int64_t num_done;           // steps that were computed
 };
 
@@ -63,10 +63,10 @@ int64_t products(const Block& block) {
   return products(block.qkv) + products(block.out) + products(block.gate_up) + products(block.down);
 }
 
-// Of those that are asked for: so few products are done before another thread has woken up.
+// Number of threads to use: one for so few products that they end before another thread wakes up.
 int64_t worthwhile(int64_t num_threads, int64_t num_products) { return num_products < 1 << 20 ? 1 : num_threads; }
 
-// x + more, rounded, in x's place.
+// x ← x + more, rounded.
 void add(int64_t size, uint16_t* x, const uint16_t* more) {
   for (int64_t i = 0; i < size; i += kLanes) store(x + i, from_bfloat16(x + i) + from_bfloat16(more + i));
 }
@@ -75,7 +75,7 @@ void apply_all(const Norm& norm, int64_t M, const uint16_t* x_Md, uint16_t* y_Md
   for (int64_t m = 0; m < M; ++m) apply(norm, x_Md + m * norm.K, y_Md + m * norm.K);
 }
 
-// Gates and behind them what they multiply [M, 2I] → silu(gate) · up [M, I], rounded after either.
+// [M, 2I] (gate, up) → silu(gate) · up [M, I], rounded after each.
 void gate(int64_t M, int64_t I, const uint16_t* gate_up, uint16_t* out, const Threads& threads) {
   threads.each(M, [=](int64_t m) {
     const Floats one = spread(1.0f);
@@ -88,7 +88,7 @@ void gate(int64_t M, int64_t I, const uint16_t* gate_up, uint16_t* out, const Th
   });
 }
 
-// Behind the attention: x [M, d], which is overwritten, and what was attended, → the layer's output in x's place.
+// After the attention: residual x [M, d] and attention's result → the layer's output, written to x.
 void finish(const Block& block, int64_t M, const void* next, uint16_t* attended, uint16_t* more, uint16_t* wide,
             uint16_t* x, const Threads& threads) {
   const int64_t size = M * block.mlp_norm.K;
@@ -101,14 +101,14 @@ void finish(const Block& block, int64_t M, const void* next, uint16_t* attended,
   add(size, x, more);
 }
 
-// Where the keys and values of a pass are, and the tables that rotate them.
+// KV cache of a pass, and the rotary tables.
 struct Place {
   const float *cos, *sin;
   uint16_t* cache;
   int64_t L;
 };
 
-// The target's three features, `apart` numbers from one slot to the next, → one [N, d] of each of the windows' pairs.
+// Three target features, `apart` numbers from slot to slot, → one feature [N, d] for each pair of the windows.
 void reduce(const Draft& draft, int64_t N, int64_t num_windows, const Window* windows, const uint16_t* three,
             int64_t apart, uint16_t* features, const Threads& threads) {
   static thread_local std::vector<uint16_t> rows;
@@ -127,8 +127,8 @@ void reduce(const Draft& draft, int64_t N, int64_t num_windows, const Window* wi
   multiply(draft.fc, N, rows.data(), features, draft.block.qkv.weight, threads);
 }
 
-// Stores keys and values of pairs, which follow one another in each window, → the layer's output [windows, d] for the
-// newest of each, if it is wanted. Features and output may be the same.
+// Stores keys and values of the windows' pairs → the layer's output [windows, d] for the last pair of each, if wanted.
+// Features and output may be the same memory.
 void run_layer(const Draft& draft, int64_t N, int64_t num_windows, const Window* windows, const Place& place,
                const int64_t* tokens, const uint16_t* features, uint16_t* output, const Threads& threads) {
   static thread_local std::vector<uint16_t> pairs, wide, narrow;
@@ -154,7 +154,7 @@ void run_layer(const Draft& draft, int64_t N, int64_t num_windows, const Window*
   if (draft.feeds_normed) apply_all(draft.norm, B, output, output);
 }
 
-// The layer's output [B, d] → a token for each request, the target's, and the draft's log-probability of it.
+// The layer's output [B, d] → a target token id for each request, and the draft's log-probability of it.
 void choose(const Draft& draft, int64_t B, const Chain& chain, int64_t* ids, float* logprobs, const Threads& threads) {
   static thread_local std::vector<uint16_t> normed, logits;
   const int64_t D = draft.head.N;
@@ -179,11 +179,11 @@ void choose(const Draft& draft, int64_t B, const Chain& chain, int64_t* ids, flo
 
 #define EXPORTED extern "C" [[gnu::visibility("default")]]  // all else is hidden (build.py)
 
-// What the other side takes them for, in bytes.
+// Sizes in bytes, which library.py compares with its own.
 EXPORTED const int64_t slipstream_sizes[] = {sizeof(Model), sizeof(Block), sizeof(Draft), sizeof(Chain),
                                               sizeof(Window)};
 
-// Whether there are products in pairs.
+// Whether products in pairs were compiled in.
 #ifdef __AVX512F__
 EXPORTED const int64_t slipstream_has_pairs = 1;
 #else
@@ -227,8 +227,8 @@ EXPORTED void slipstream_pass(const Model* model, int64_t M, int64_t num_windows
   apply_all(model->norm, M, x, hidden);
 }
 
-// Reads the pairs of some windows, whose tokens follow one another, and proposes what the chain asks for. The features
-// are the target's, `apart` numbers from one slot to the next; or, with none, the chain's output.
+// Reads the pairs of some windows and proposes the chain. The features are the target's, `apart` numbers from slot to
+// slot; if null, the chain's output.
 EXPORTED void slipstream_draft(const Draft* draft, Chain* chain, int64_t N, int64_t num_windows,
                                const Window* windows, const float* cos, const float* sin, uint16_t* cache, int64_t L,
                                const int64_t* tokens, const uint16_t* three, int64_t apart, int64_t num_threads) {
@@ -262,13 +262,13 @@ EXPORTED void slipstream_draft(const Draft* draft, Chain* chain, int64_t N, int6
   }
 }
 
-// Logits [M, V] → the likeliest tokens [M].
+// Logits [M, V] → argmax [M].
 EXPORTED void slipstream_likeliest(int64_t M, int64_t V, const uint16_t* logits, int64_t* ids, int64_t num_threads) {
   const Threads threads(worthwhile(num_threads, M * V));
   threads.each(M, [=](int64_t m) { ids[m] = likeliest(V, logits + m * V); });
 }
 
-// Logits [M, V] → the K likeliest tokens in their order and their log-probabilities [M, K].
+// Logits [M, V] → the K likeliest tokens, likeliest first, and their log-probabilities [M, K].
 EXPORTED void slipstream_rank(int64_t M, int64_t V, const uint16_t* logits, int64_t K, int32_t* ids, float* logprobs,
                               int64_t num_threads) {
   const Threads threads(worthwhile(num_threads, M * V));

@@ -1,7 +1,7 @@
-"""What the library reads: linear layers in panels, weights in large pages, keys and values in panels that grow.
+"""Memory layouts of the kernels: linear layers in panels, weights in huge pages, KV cache in panels.
 
-What a token gets from a layer does not depend on the tokens beside it. A pass reads all weights; with pages of 4 KiB
-it would look up an address for every 64 lines.
+A layer's result for a token does not depend on the other tokens of the pass. A pass reads all weights; with pages of
+4 KiB it would need an address translation every 64 cache lines.
 
 Suffixes: K inputs, N outputs.
 """
@@ -27,7 +27,7 @@ class KernelLinear(nn.Module):
     """A frozen nn.Linear, bfloat16 [..., K] → [..., N], K a multiple of `LANES`; its weight may change in place."""
 
     def __init__(self, linear: nn.Linear, kernels: Kernels, *, in_pairs: bool | None = None) -> None:
-        """`in_pairs`: whether products take two inputs at a time; None as the kernels do by default."""
+        """`in_pairs`: whether products take two inputs at a time; None: the kernels' default."""
         in_pairs = kernels.in_pairs if in_pairs is None else in_pairs
         assert linear.in_features % LANES == 0
         assert kernels.has_pairs or not in_pairs
@@ -37,11 +37,11 @@ class KernelLinear(nn.Module):
         if linear.bias is not None:
             bias_N = F.pad(linear.bias.detach().float(), (0, -linear.out_features % PANEL))
         self.parts: tuple[Tensor, ...] = (weight,) if bias_N is None else (weight, bias_N)
-        """What is read in the weight's place; another layer's of the same shape can be copied into it."""
+        """The packed tensors that the pass reads; those of another layer of the same shape can be copied over them."""
         self.layer = Layer(linear.in_features, linear.out_features, pointer(weight), pointer(bias_N), in_pairs)
 
     def move(self, pages: LargePages) -> None:
-        """The weight into these pages."""
+        """Move the weight into these pages."""
         weight = pages.hold(self.parts[0])
         self.parts = weight, *self.parts[1:]
         self.layer.weight = pointer(weight)
@@ -51,11 +51,11 @@ class KernelLinear(nn.Module):
 
 
 def gather(layers: Sequence[KernelLinear]) -> None:
-    """Move their weights into large pages, one after the other; they stay where they are if there is no room."""
+    """Move the layers' weights into huge pages, one after the other; they stay where they are if there is no memory."""
     try:
         pages = LargePages([layer.parts[0].nbytes for layer in layers])
     except OSError as error:
-        log.info("weights stay in small pages", reason=str(error))
+        log.info("weights are not in huge pages", reason=str(error))
         return
     for layer in layers:
         layer.move(pages)
@@ -69,19 +69,19 @@ def panels(weight_NK: Tensor) -> Tensor:
 
 
 class LargePages:
-    """Room for tensors, which lives as long as one of them. What is not written costs no memory."""
+    """A huge-page buffer for tensors, freed with the last of them. Unwritten pages cost no memory."""
 
     def __init__(self, sizes: list[int]) -> None:
-        """For tensors of so many bytes. Raises OSError where there is no room."""
+        """For tensors of so many bytes each. Raises OSError where there is no memory."""
         room = sum(map(_padded, sizes)) + _PAGE
         memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel that has none
+        with contextlib.suppress(OSError):  # a Linux kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._used = -self._bytes.data_ptr() % _PAGE
 
     def hold(self, tensor: Tensor) -> Tensor:
-        """A copy in here."""
+        """Copy a tensor into the buffer."""
         end = self._used + tensor.nbytes
         copy = self._bytes[self._used : end].view(tensor.dtype).view(tensor.shape)
         self._used += _padded(tensor.nbytes)
@@ -93,11 +93,11 @@ def _padded(num_bytes: int) -> int:
 
 
 class PanelSlots:
-    """`storage` [layers, S slots, G key heads, keys and values, L · h] in bfloat16, room for `length` positions a slot.
+    """KV cache: `storage` [layers, S slots, G key heads, keys and values, L · h] in bfloat16; L = `length` or more.
 
-    Of a head: keys [L / 64, h / 2, 64, 2], positions third, and values [h / 64, L / 2, 64, 2], positions second and
-    last. Positions past a request's committed length hold leftovers of rejected proposals, which nothing shows and the
-    next write covers. Pages that were never written cost no memory.
+    A head's keys are [L / 64, h / 2, 64, 2], positions third, its values [h / 64, L / 2, 64, 2], positions second and
+    last. Positions past a request's committed length hold rejected proposals, which no query reads and the next write
+    replaces. Unwritten pages cost no memory.
     """
 
     def __init__(self, num_layers: int, num_slots: int, num_heads: int, length: int, head_dim: int) -> None:
@@ -116,7 +116,7 @@ class PanelSlots:
         values[:, destination, ..., :num_numbers] = values[:, source, ..., :num_numbers]
 
     def keep_path(self, slot: int, start: int, path: Sequence[int]) -> None:
-        """What `KVSlots.keep_path` does."""
+        """As `KVSlots.keep_path`."""
         heads = self.storage[:, slot]
         keys = heads[:, :, 0].view(*heads.shape[:2], -1, self._head_dim // 2, PANEL, 2)
         values = heads[:, :, 1].view(*heads.shape[:2], self._head_dim // PANEL, -1, PANEL, 2)

@@ -1,4 +1,4 @@
-"""The compiled library: what its functions take, and what they are told of a model.
+"""ctypes interface of the compiled library: structures that describe a model, and functions over tensors.
 
 Suffixes: M tokens, K inputs, N outputs, P query heads of one key head, G key heads, h head size, L positions.
 """
@@ -18,9 +18,9 @@ from speculator.proposals.estimates import MOST_CERTAIN
 from speculator.proposals.planner import ChainRule, Step
 
 PANEL = 64
-"""Outputs of a weight, positions of keys and numbers of values that lie together."""
+"""Width of a panel: outputs of a weight, positions of keys, or numbers of values that are stored together."""
 LANES = 16
-"""What the sizes of a layer's inputs are multiples of."""
+"""Input sizes of layers must be multiples of this."""
 MOST_HEAD_DIM = 256
 
 
@@ -32,7 +32,7 @@ _caller = _Caller()
 
 
 def compute_with(num_threads: int) -> None:
-    """Kernels that the calling thread calls compute with so many threads, or alone where another caller has them."""
+    """Set how many threads the calling thread's kernels use; they use one while another caller has the others."""
     _caller.num_threads = num_threads
 
 
@@ -40,7 +40,7 @@ _number, _pointer, _float, _double = ctypes.c_int64, ctypes.c_void_p, ctypes.c_f
 
 
 class Norm(ctypes.Structure):
-    """An RMSNorm: number of inputs, scaled weight and floor. `Norm()` is none."""
+    """An RMSNorm: number of inputs, scaled weight and floor. `Norm()` means no norm."""
 
     _fields_ = (("K", _number), ("weight", _pointer), ("floor", _pointer))
 
@@ -97,7 +97,7 @@ class Model(ctypes.Structure):
 
 
 class Draft(ctypes.Structure):
-    """A draft; the input norm of its layer is the feature's."""
+    """A draft; the input norm of its block is that of the feature."""
 
     _fields_ = (
         ("embeddings", _pointer),
@@ -115,7 +115,7 @@ class Draft(ctypes.Structure):
 
 
 class Chain(ctypes.Structure):
-    """What a draft is asked for, and what it proposes. `Chain()` asks for nothing."""
+    """Arguments and results of drafting a chain. `Chain()`: read pairs, propose nothing."""
 
     _fields_ = (
         ("num_steps", _number),
@@ -131,8 +131,8 @@ class Chain(ctypes.Structure):
 
     @classmethod
     def of(cls, rule: ChainRule, reaches: Sequence[float], output_Bd: Tensor) -> Chain:
-        """Greedy chains. `output_Bd`, bfloat16, is what the first step is fed with, or holds that of the last one
-        later, and has to live as long as this does.
+        """Greedy chains. `output_Bd`, bfloat16, gets the output of the last step, and may be the input of the first; it
+        must live as long as this object.
         """
         batch, num_steps = len(reaches), rule.num_steps
         assert output_Bd.dtype == torch.bfloat16
@@ -143,22 +143,20 @@ class Chain(ctypes.Structure):
         return cls(num_steps, MOST_CERTAIN, numbers, None, None, ids, logprobs, output_Bd.data_ptr())
 
     def sample(self, temperatures: Sequence[float], noise: Sequence[Tensor | None]) -> None:
-        """Draw the only step with temperatures and the noise, float32 [D] or none, by request."""
+        """Sample a chain of one step: temperatures and noise (float32 [D] or None) by request."""
         assert self.num_steps == 1
         assert all(one is None or (one.dtype == torch.float32 and one.is_contiguous()) for one in noise)
         self.temperatures = (_float * len(noise))(*temperatures)
         self.noise = (_pointer * len(noise))(*map(pointer, noise))
 
     def steps(self, batch: int) -> list[Step]:
-        """Those that were computed."""
+        """The computed steps."""
         ends = range(batch, (self.num_done + 1) * batch, batch)
         return [Step(self.ids[end - batch : end], self.logprobs[end - batch : end]) for end in ends]
 
 
 class KernelWindow(ctypes.Structure):
-    """New tokens of a slot, the place of the first, and the parents of those of a tree (`parents_of`), or none: each
-    then follows the one before it.
-    """
+    """New tokens of a slot, from position `start` on; `parents` for a tree (`parents_of`), null for a chain."""
 
     _fields_ = (
         ("slot", _number),
@@ -169,7 +167,7 @@ class KernelWindow(ctypes.Structure):
 
 
 def parents_of(parents: Sequence[int]) -> Any:
-    """For a `KernelWindow`: of each token the place in it of the one that it follows, −1 for the first."""
+    """`parents` of a `KernelWindow`: for each token the index of its parent in the window, −1 for the first."""
     assert parents[0] == -1
     assert all(0 <= parent < place for place, parent in enumerate(parents[1:], 1))
     return (_number * len(parents))(*parents)
@@ -190,21 +188,21 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "likeliest": (_number, _number, _pointer, _pointer, _number),
     "rank": (_number, _number, _pointer, _number, _pointer, _pointer, _number),
 }
-"""What the library's functions take, in the order of kernels.cpp; the last is the number of threads."""
+"""Argument types of the library's functions, in the order of kernels.cpp; the number of threads comes last."""
 
 
 class Kernels:
-    """Its functions over tensors, on as many threads as the caller has asked for (`compute_with`). They read where they
-    are told, whatever is there: what a structure points to has to live as long as it is used.
+    """The library's functions over tensors, with the caller's number of threads (`compute_with`). Pointers are not
+    checked: memory that a structure points to must live as long as the structure is used.
     """
 
     in_pairs = False
-    """Whether layers multiply in pairs that are not told."""
+    """Default of `Layer.in_pairs`."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
         self.has_pairs = bool(_number.in_dll(library, "slipstream_has_pairs").value)
-        """Whether it multiplies in pairs; a CPU may still lack the instruction."""
+        """Whether the library has code for pairs; the CPU may still lack the instruction."""
         kinds = Model, Block, Draft, Chain, KernelWindow
         sizes = (_number * len(kinds)).in_dll(library, "slipstream_sizes")
         assert list(sizes) == [ctypes.sizeof(kind) for kind in kinds]
@@ -224,9 +222,9 @@ class Kernels:
     def attend(
         self, heads: Heads, windows: Sequence[KernelWindow], rotation: tuple[Tensor, Tensor], qkv: Tensor, cache: Tensor
     ) -> Tensor:
-        """Store keys and values of the windows' tokens in a layer's part of `PanelSlots.storage`, then attend to all up
-        to each token: bfloat16 [M, (P + 2) · G · h], query heads by their place in the group first, → [M, P · G · h].
-        A pass does the same by itself; alone it is for tests.
+        """Store keys and values of the windows' tokens in a layer's part of `PanelSlots.storage`, then attend causally:
+        bfloat16 [M, (P + 2) · G · h], query heads by index in the group first, → [M, P · G · h]. For tests: `run` does
+        this itself.
         """
         of_windows = _checked(windows, rotation, len(qkv), qkv, cache)
         assert qkv.shape[1] == (heads.sharing + 2) * heads.groups * heads.size
@@ -242,8 +240,8 @@ class Kernels:
         x_Md: Tensor,
         storage: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """A pass over embeddings [M, d], which are overwritten: final hidden states [M, d] and the inputs of the aux
-        layers side by side.
+        """The target's pass over embeddings [M, d], which are overwritten: returns final hidden states [M, d] and the
+        inputs of the aux layers side by side.
         """
         of_windows = _checked(windows, rotation, len(x_Md), x_Md, storage)
         hidden_Md, aux = torch.empty_like(x_Md), x_Md.new_empty(len(x_Md), model.num_aux * x_Md.shape[1])
@@ -261,8 +259,8 @@ class Kernels:
         features_SLw: Tensor | None,
         cache: Tensor,
     ) -> None:
-        """Read pairs, and propose what the chain asks for, if it is something. The features are the target's, by slot
-        and position, or with none the chain's output.
+        """Read pairs, and propose the chain unless it is empty. The features are the target's, by slot and position;
+        None: the chain's output.
         """
         of_windows = _checked(windows, rotation, len(tokens_N), cache)
         three, apart = None, 0
@@ -277,16 +275,14 @@ class Kernels:
         self._call("draft", draft, chain, len(tokens_N), *of_windows, cache, length, tokens, three, apart)
 
     def likeliest(self, logits_MV: Tensor) -> Tensor:
-        """The first of the largest of each row, in bfloat16: int64 [M]."""
+        """Argmax of each bfloat16 row, the first of equal ones: int64 [M]."""
         assert logits_MV.dtype == torch.bfloat16
         ids_M = torch.empty(len(logits_MV), dtype=torch.int64)
         self._call("likeliest", *logits_MV.shape, logits_MV.contiguous(), ids_M)
         return ids_M
 
     def rank(self, logits_MV: Tensor, num_kept: int) -> tuple[Tensor, Tensor]:
-        """The `num_kept` likeliest tokens of each row, in bfloat16, in their order, and their log-probabilities: int32
-        and float32 [M, K].
-        """
+        """Top-k of each bfloat16 row, likeliest first: token ids int32 and log-probabilities float32 [M, K]."""
         assert logits_MV.dtype == torch.bfloat16
         assert 0 < num_kept <= logits_MV.shape[1]
         ids_MK = torch.empty(len(logits_MV), num_kept, dtype=torch.int32)
@@ -295,13 +291,13 @@ class Kernels:
         return ids_MK, logprobs_MK
 
     def _call(self, name: str, *arguments: Any) -> None:
-        """With the addresses of tensors, and behind all else the number of threads."""
+        """Call a function with the addresses of tensors, and last the number of threads."""
         given = (one.data_ptr() if isinstance(one, Tensor) else one for one in arguments)
         getattr(self._library, f"slipstream_{name}")(*given, _caller.num_threads)
 
 
 def can_compute(*, hidden_size: int, intermediate_size: int, head_dim: int) -> bool:
-    """Whether layers of these sizes come in whole registers, and their heads in panels."""
+    """Whether the kernels support these sizes: layers in whole registers, heads in whole panels."""
     return hidden_size % LANES == intermediate_size % LANES == head_dim % PANEL == 0 and head_dim <= MOST_HEAD_DIM
 
 
@@ -312,8 +308,8 @@ def pointer(tensor: Tensor | None) -> int | None:
 def _checked(
     windows: Sequence[KernelWindow], rotation: tuple[Tensor, Tensor], num_rows: int, *tensors: Tensor
 ) -> tuple[Any, ...]:
-    """Number and array of windows, cosine and sine [positions, h], where everything fits to everything else; the last
-    tensor is the cache.
+    """Check types and sizes; returns number and array of windows, cosine and sine [positions, h]. The last tensor is
+    the cache.
     """
     num_slots, _, _, room = tensors[-1].shape[-4:]
     num_rotated, head_dim = rotation[0].shape

@@ -1,8 +1,8 @@
-// What passes are made of: RMSNorm, sums of a few rows times one panel of a weight (attention uses them, too), and
-// linear layers in bfloat16. Suffixes: M tokens, K inputs, N outputs.
+// RMSNorm, products of a few rows with one panel of a weight (attention uses them, too), and linear layers in bfloat16.
+// Suffixes: M tokens, K inputs, N outputs.
 //
-// A weight lies in panels of kPanel outputs, [panels, steps, kPanel, inputs of a step]: what is read together lies
-// together. A number is summed up input by input, whatever rows are beside its own.
+// A weight is stored in panels of kPanel outputs, [panels, steps, kPanel, inputs of a step], in the order in which it
+// is read. Each output is summed input by input, independent of other rows.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 // RMSNorm: x / √(|x|² / K + ε) · w as x · w√K / √(|x|² + Kε).
 struct Norm {
   int64_t K;            // a multiple of kLanes
-  const float* weight;  // w√K; or none, and there is no norm
+  const float* weight;  // w√K; null: no norm
   const float* floor;   // Kε
 };
 
@@ -34,12 +34,12 @@ inline void apply(const Norm& norm, const uint16_t* x_K, uint16_t* y_K) {
 }
 
 constexpr int kBlocks = 4;                // registers of outputs at a time
-constexpr int kPanel = kBlocks * kLanes;  // outputs that lie together
-constexpr int kSoon = 12;                 // steps ahead from which the nearest cache is filled
-constexpr int kInputs = 2;                // of a step
+constexpr int kPanel = kBlocks * kLanes;  // outputs that are stored together
+constexpr int kSoon = 12;                 // how many steps ahead to prefetch into the L1 cache
+constexpr int kInputs = 2;                // inputs in a step
 
-// Most rows of float at a time, and how much of a panel's width for so many: the CPU has 32 registers of sixteen numbers
-// or 16 of eight, and what is multiplied needs some of them.
+// Most float rows at a time, and the part of a panel's width for so many: the CPU has 32 registers of sixteen numbers
+// or 16 of eight, and the factors need some of them.
 #ifdef __AVX512F__
 constexpr int kFloatRows = 12;
 constexpr int wide_for(int rows) { return rows <= 6 ? kBlocks : 2; }
@@ -48,9 +48,9 @@ constexpr int kFloatRows = 6;
 constexpr int wide_for(int rows) { return rows <= 2 ? 2 : 1; }
 #endif
 
-// Of every kind of sum kMostRows rows are multiplied at a time, kRowsOfMany where there are more than twice as many.
+// Each kind of product takes kMostRows rows at a time, or kRowsOfMany if there are more than twice as many.
 
-// Weights are widened once for all rows, which are in float.
+// Rows in float; weights are widened to float once for all rows.
 struct Bfloat16 {
   static constexpr bool kIsWide = true;
   static constexpr int kMostRows = kFloatRows, kRowsOfMany = kFloatRows;
@@ -60,8 +60,8 @@ struct Bfloat16 {
 };
 
 #ifdef __AVX512F__
-// Both inputs at once, rows in bfloat16 too, for CPUs that have the instruction. AMD's do that as fast as one product
-// of float, others take longer than for two.
+// Two inputs at once, rows in bfloat16, for CPUs with AVX512-BF16. AMD's run it as fast as one float product; others
+// take longer for it than for two.
 struct Bfloat16Pairs {
   static constexpr bool kIsWide = false;
   static constexpr int kMostRows = 12, kRowsOfMany = 6;
@@ -74,13 +74,13 @@ struct Bfloat16Pairs {
 };
 #endif
 
-// In how many parts a step is multiplied, and bytes of one row for a step.
+// Number of parts in which a step is multiplied, and bytes of one row for a step.
 template <typename Kind>
 constexpr int kParts = Kind::kIsWide ? kInputs : 1;
 template <typename Kind>
 constexpr int64_t kStepBytes = 4 * kParts<Kind>;
 
-// Registers of one row's sums, or of a weight, side by side. Members, not an array: GCC keeps those in registers.
+// Registers of one row's sums, or of a weight. Members, not an array: GCC keeps members in registers.
 template <typename Kind, int kWide>
 struct Registers {
   Registers<Kind, kWide - 1> others;
@@ -146,13 +146,13 @@ struct Sums<Kind, 0, kWide> {
   void end(float*, int64_t) const {}
 };
 
-// What is to be in the cache when its turn comes: `lines` at every step of a panel, from `from` on.
+// Prefetch: `lines` cache lines at every step of a panel, from `from` on.
 struct Ahead {
   const uint8_t* from = nullptr;
   int64_t lines = 0;
 };
 
-// Some registers' width of a panel, `weight` its first line.
+// A product with a part of a panel's width; `weight` is the first line of the part.
 template <typename Kind, int kRows, int kWide>
 [[gnu::always_inline]] inline void sum_up_part(const uint8_t* weight, int64_t steps, const uint8_t* row, int64_t stride,
                                                Ahead ahead, float* sums, int64_t apart) {
@@ -173,9 +173,8 @@ template <typename Kind, int kRows, int kWide>
   running.end(sums, apart);
 }
 
-// kRows rows, `stride` bytes from one to the next, times `steps` of a panel: sums [kRows, kPanel], `apart` numbers from
-// one row to the next. Many rows take one part of the panel after the other: a weight is widened less often than with
-// one part of the rows after the other.
+// kRows rows, `stride` bytes apart, times `steps` of a panel: sums [kRows, kPanel], `apart` numbers from row to row.
+// Many rows take the panel part by part: so weights are widened less often than if the rows were split.
 template <typename Kind, int kRows>
 void sum_up(const void* panel, int64_t steps, const void* rows, int64_t stride, Ahead ahead, float* sums,
             int64_t apart) {
@@ -192,11 +191,11 @@ void sum_up(const void* panel, int64_t steps, const void* rows, int64_t stride, 
 struct Layer {
   int64_t K, N;         // K a multiple of kLanes
   const void* weight;   // in panels, the last one padded
-  const float* bias_N;  // padded like the weight; or none
+  const float* bias_N;  // padded like the weight; or null
   int64_t in_pairs;     // whether Bfloat16Pairs multiplies
 };
 
-// One panel of outputs for a few tokens, whose rows follow one another.
+// One panel of outputs for a few tokens in consecutive rows.
 template <typename Kind, int kTokens>
 void multiply_panel(const Layer& layer, int64_t panel, Ahead ahead, const uint8_t* rows, uint16_t* y) {
   const int64_t N = layer.N, n = panel * kPanel, steps = layer.K / kInputs;
@@ -221,7 +220,7 @@ template <typename Kind>
 void multiply_all(const Layer& layer, int64_t M, const uint16_t* x, uint16_t* y, const void* next,
                   const Threads& threads) {
   static constexpr auto kMultiply = multiply_panels<Kind>(std::make_index_sequence<Kind::kMostRows>());
-  static thread_local std::vector<float> wide;  // of this thread; others read it
+  static thread_local std::vector<float> wide;  // each caller has its own; helper threads read it
   const int64_t steps = layer.K / kInputs, token_bytes = steps * kStepBytes<Kind>;
   const uint8_t* rows = reinterpret_cast<const uint8_t*>(x);
   if (Kind::kIsWide) {
@@ -229,8 +228,8 @@ void multiply_all(const Layer& layer, int64_t M, const uint16_t* x, uint16_t* y,
     for (int64_t i = 0; i < M * layer.K; i += kLanes) store(wide.data() + i, from_bfloat16(x + i));
     rows = reinterpret_cast<const uint8_t*>(wide.data());
   }
-  // A panel has kBlocks lines for every step. The one that is likely next, since threads take turns, is fetched evenly
-  // while this one's tokens take theirs.
+  // A panel has kBlocks lines for every step. The panel that this thread likely takes next is prefetched evenly while
+  // this one is multiplied.
   const int64_t together = M > 2 * Kind::kMostRows ? Kind::kRowsOfMany : Kind::kMostRows;
   const int64_t turns = (M + together - 1) / together, lines = (kBlocks + turns - 1) / turns;
   const int64_t panel_bytes = steps * kBlocks * kLine, num_panels = (layer.N + kPanel - 1) / kPanel;
@@ -250,7 +249,7 @@ void multiply_all(const Layer& layer, int64_t M, const uint16_t* x, uint16_t* y,
   });
 }
 
-// x [M, K] → y [M, N]; `next` is the weight whose turn is after this one, to be in the cache then, or none.
+// x [M, K] → y [M, N]; `next` is the weight that is read after this one, to be prefetched; or null.
 inline void multiply(const Layer& layer, int64_t M, const uint16_t* x, uint16_t* y, const void* next,
                      const Threads& threads) {
   if (M == 0) return;

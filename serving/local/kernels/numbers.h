@@ -1,5 +1,5 @@
-// Numbers in registers of sixteen: of AVX-512, or of AVX2 two by two. One in bfloat16 is a uint16_t. Either way gives the
-// same bits: the sums over a register's lanes, too, are taken in one order.
+// Vectors of sixteen numbers: one AVX-512 register, or two of AVX2. A bfloat16 number is a uint16_t. Both give the same
+// bits: sums over lanes, too, have one order.
 #pragma once
 
 #include <immintrin.h>
@@ -8,15 +8,15 @@
 #include <cstring>
 #include <initializer_list>
 
-constexpr int kLanes = 16;  // 32-bit numbers of a register
-constexpr int kLine = 64;   // bytes that memory is read in, and of a register
+constexpr int kLanes = 16;  // 32-bit numbers in a vector
+constexpr int kLine = 64;   // bytes of a cache line, and of a vector
 
 #ifdef __AVX512F__
 
-// In a register of AVX-512.
+// With AVX-512.
 
 using Floats = __m512;
-using Line = __m512i;    // whatever is in 64 bytes
+using Line = __m512i;    // 64 bytes of any content
 using Spread = __m512i;  // the same 32 bits in all lanes of one
 
 inline Floats load(const void* from) { return _mm512_loadu_ps(from); }
@@ -75,13 +75,13 @@ inline Line multiply_add(Spread x, Line y, Line sums) {  // as float
 
 #else
 
-// In two registers of AVX2.
+// With AVX2.
 
 struct Floats {
   __m256 low, high;
 };
 
-struct Line {  // whatever is in 64 bytes
+struct Line {  // 64 bytes of any content
   __m256i low, high;
 };
 
@@ -110,7 +110,7 @@ inline Floats absolute(Floats x) {
   return {_mm256_andnot_ps(sign, x.low), _mm256_andnot_ps(sign, x.high)};
 }
 
-// Halves with halves, as AVX-512's reductions go.
+// Adds half to half, in the order of AVX-512's reductions.
 inline float sum_of(Floats x) {
   const __m256 eight = x.low + x.high;
   const __m128 four = _mm256_castps256_ps128(eight) + _mm256_extractf128_ps(eight, 1);
@@ -162,13 +162,13 @@ inline Floats widened(__m256i x) {
   return {_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(high, 16))};
 }
 
-inline __m256i upper_halves(__m256 x) {  // of bfloat16: the nearest, of two the even one
+inline __m256i upper_halves(__m256 x) {  // rounded to bfloat16: nearest, ties to even
   const __m256i bits = _mm256_castps_si256(x);
   const __m256i is_odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   return _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(is_odd, _mm256_set1_epi32(0x7fff))), 16);
 }
 inline __m256i to_bfloat16(Floats x) {
-  // Packing takes turns with the four quarters.
+  // The pack instruction interleaves quarters.
   return _mm256_permute4x64_epi64(_mm256_packus_epi32(upper_halves(x.low), upper_halves(x.high)), 0b11011000);
 }
 
@@ -217,10 +217,10 @@ inline Floats from_bfloat16(const uint16_t* x) {
 
 inline void store(uint16_t* y, Floats x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(y), to_bfloat16(x)); }
 
-// exp of numbers ≤ 0, to 2e-7; below e⁻⁸⁷, where denormals would come, it is 0. NaN stays.
+// exp of numbers ≤ 0, to 2e-7; 0 for x < −87, where the result would be denormal. NaN stays.
 inline Floats exp_of(Floats x) {
   const Floats scaled = x * spread(1.44269504f), whole = rounded(scaled);
-  const Floats part = scaled - whole;  // 2^part as Taylor's series of exp(part · ln 2)
+  const Floats part = scaled - whole;  // 2^part by the Taylor series of exp(part · ln 2)
   Floats power = spread(1.54035304e-4f);
   for (const float term : {1.33335581e-3f, 9.61812911e-3f, 5.55041087e-2f, 2.40226507e-1f, 6.93147181e-1f, 1.0f})
     power = multiply_add(power, part, spread(term));

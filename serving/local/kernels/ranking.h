@@ -1,4 +1,4 @@
-// The likeliest of V tokens by their logits in bfloat16, and log-probabilities of some.
+// Argmax, top-k and sampling over bfloat16 logits of V tokens.
 #pragma once
 
 #include <algorithm>
@@ -11,9 +11,9 @@
 #include "numbers.h"
 
 constexpr int16_t kLowest = std::numeric_limits<int16_t>::min();
-constexpr int64_t kPiece = 64;  // logits of whose largest is kept
+constexpr int64_t kPiece = 64;  // logits in a block whose maximum is kept
 
-// The first `count` numbers in bfloat16 as whole ones that are ordered alike: −NaN lowest, as what is missing, NaN above.
+// The first `count` bfloat16 numbers as integers of the same order: −NaN and missing ones lowest, NaN highest.
 inline __m256i ordered(const uint16_t* x, int64_t count) {
   __m256i bits = _mm256_set1_epi16(-1);
   if (count >= kLanes)
@@ -25,18 +25,18 @@ inline __m256i ordered(const uint16_t* x, int64_t count) {
 
 inline int16_t largest_of(__m256i ordered) {
   const __m128i eight = _mm_max_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1));
-  const __m128i flipped = _mm_xor_si128(eight, _mm_set1_epi16(0x7fff));  // the CPU finds the least without signs
+  const __m128i flipped = _mm_xor_si128(eight, _mm_set1_epi16(0x7fff));  // the CPU has only an unsigned minimum
   return static_cast<int16_t>(_mm_cvtsi128_si32(_mm_minpos_epu16(flipped)) ^ 0x7fff);
 }
 
-// Of the first `count` logits.
+// The maximum of the first `count` logits.
 inline int16_t largest_of(const uint16_t* logits, int64_t count) {
   __m256i most = _mm256_set1_epi16(kLowest);
   for (int64_t v = 0; v < count; v += kLanes) most = _mm256_max_epi16(most, ordered(logits + v, count - v));
   return largest_of(most);
 }
 
-// One bit of 16 for each that is at least so large, and there.
+// A bit for each of 16 logits that exists and is at least `least`.
 inline uint32_t no_less(const uint16_t* logits, int64_t count, int16_t least) {
   const __m256i less = _mm256_cmpgt_epi16(_mm256_set1_epi16(least), ordered(logits, count));
   const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(less), _mm256_extracti128_si256(less, 1));
@@ -44,7 +44,7 @@ inline uint32_t no_less(const uint16_t* logits, int64_t count, int16_t least) {
   return ~_mm_movemask_epi8(bytes) & is_there;
 }
 
-// The first of the largest.
+// Argmax, the first of equal ones.
 inline int64_t likeliest(int64_t V, const uint16_t* logits) {
   const int16_t largest = largest_of(logits, V);
   int64_t v = 0;
@@ -53,7 +53,7 @@ inline int64_t likeliest(int64_t V, const uint16_t* logits) {
   return v + __builtin_ctz(found);
 }
 
-// Of the exponentials of scale · logits.
+// log Σ exp(scale · logits); `largest` is the maximum of the logits.
 inline float log_of_sum(int64_t V, const uint16_t* logits, float largest, float scale = 1.0f) {
   Floats sum = spread(0.0f);
   for (int64_t v = 0; v < V; v += kLanes) {
@@ -69,13 +69,13 @@ inline float log_of_sum(int64_t V, const uint16_t* logits, float largest, float 
   return largest * scale + std::log(sum_of(sum));
 }
 
-// The K likeliest, K ≤ V, in their order: tokens and log-probabilities.
+// Top-k, K ≤ V, likeliest first: tokens and log-probabilities.
 inline void rank(int64_t V, const uint16_t* logits, int64_t K, int32_t* ids, float* logprobs) {
   static thread_local std::vector<int16_t> largest, some;
   static thread_local std::vector<int32_t> found;
   largest.clear();
   for (int64_t v = 0; v < V; v += kPiece) largest.push_back(largest_of(logits + v, std::min(kPiece, V - v)));
-  // K pieces have a logit that is no less, so none of the K largest is less.
+  // K blocks have a maximum of at least this, so all of the K largest logits are at least this.
   int16_t least = kLowest;
   if (static_cast<int64_t>(largest.size()) >= K) {
     some = largest;
@@ -107,7 +107,7 @@ struct Drawn {
   float logprob;  // at the temperature, without the noise
 };
 
-// The likeliest of V tokens at a temperature, with its noise [V] where there is some.
+// Argmax of V logits at a temperature, plus Gumbel noise [V] if it is given.
 inline Drawn draw(int64_t V, const uint16_t* logits, float temperature, const float* noise) {
   const auto number = [=](int64_t id) { return from_bits(static_cast<uint32_t>(logits[id]) << 16); };
   const int64_t largest = likeliest(V, logits);

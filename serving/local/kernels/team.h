@@ -1,8 +1,8 @@
-// Threads that share the pieces of a task with the one that calls.
+// A thread pool whose helpers share the pieces of a task with the caller.
 //
-// The caller takes pieces like everybody else and waits for no thread that has not taken one: where another process has
-// the core, it computes all by itself, as fast as alone. (A barrier, as OpenMP ends its loops with, waits for a thread
-// that has not even woken up.) Helpers spin while a call lasts, and a moment longer, and sleep between two.
+// The caller takes pieces like the helpers, and waits only for helpers that have taken one: if another process occupies
+// the other cores, it computes everything itself, as fast as alone. (A barrier, as at the end of OpenMP's loops, waits
+// even for threads that have not woken up.) Helpers spin during a call and a moment longer, and sleep between calls.
 #pragma once
 
 #include <immintrin.h>
@@ -16,13 +16,13 @@
 
 class Team {
  public:
-  // Of the process, for good: a thread may wait in it when the process ends.
+  // Never destroyed: a helper may still wait in it when the process ends.
   static Team& instance() {
     static Team* const team = new Team;
     return *team;
   }
 
-  // For one caller at a time; false where there is one.
+  // Claims the team for one caller; false if another has it.
   bool enter(int64_t num_threads) {
     if (is_taken_.exchange(true, std::memory_order_acquire)) return false;
     std::unique_lock<std::mutex> lock(mutex_);
@@ -43,7 +43,7 @@ class Team {
 
   // Returns when all pieces are done.
   void run(const void* task, Piece piece, int64_t count) {
-    // Nobody reads these now: all that were taken are done, and there is none to take.
+    // No helper reads these now: all taken pieces are done, and none is left.
     task_.store(task, std::memory_order_relaxed);
     piece_.store(piece, std::memory_order_relaxed);
     done_.store(0, std::memory_order_relaxed);
@@ -54,10 +54,10 @@ class Team {
     for (int64_t spins = 0; done_.load(std::memory_order_acquire) < count; ++spins) pause(spins);
   }
 
-  static constexpr int kBits = 20;  // of a number of pieces
+  static constexpr int kBits = 20;  // bits of a count of pieces
 
  private:
-  // Spinning, a thread keeps its core for about so long; then whoever waits for one has its turn.
+  // Spins before a thread yields its core to others.
   static constexpr int64_t kSpins = 2000;
   static constexpr std::chrono::microseconds kLinger{100};
 
@@ -68,7 +68,7 @@ class Team {
       std::this_thread::yield();
   }
 
-  // One word says which task it is, of how many pieces, and how many are taken: a thread that comes late takes none.
+  // One atomic word: task number, number of pieces, pieces taken. So a late helper cannot take a piece of another task.
   bool take_one() {
     constexpr uint64_t kMask = (1 << kBits) - 1;
     uint64_t ticket = ticket_.load(std::memory_order_acquire);
@@ -117,7 +117,7 @@ class Team {
   alignas(64) std::atomic<int64_t> done_{0};
 };
 
-// The team for as long as a call lasts, or the caller alone: where it asks for one thread, or others have the team.
+// Holds the team during a call; the caller works alone if it wants one thread or another caller has the team.
 class Threads {
  public:
   explicit Threads(int64_t num_threads) : team_(nullptr), count_(1) {
@@ -133,7 +133,7 @@ class Threads {
 
   int64_t count() const { return count_; }
 
-  // piece(0) … piece(count − 1), in any order and at the same time; fewer than 2^20.
+  // Calls piece(0) … piece(count − 1) in any order, concurrently; count < 2^20.
   template <typename F>
   void each(int64_t count, const F& piece) const {
     if (team_ == nullptr || count < 2) {

@@ -1,1 +1,1 @@
-"""The engine's thread from step to step: requests in, prompts read, chunks out."""
+"""Scheduling in the engine's thread: admits requests, prefills prompts, decodes, sends chunks."""

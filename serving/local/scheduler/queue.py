@@ -1,10 +1,10 @@
-"""Requests of the local engine: those that wait, those that have a slot in the caches, and chunks of their answers.
+"""Queues of the local engine: waiting requests and tasks, slots in the KV cache, chunks of answers.
 
-`Inbox` and `Outbox` stand between the engine's thread and others. Only the engine's thread waits in the inbox, for
-something to do, and nothing is computed under its lock.
+`Inbox` and `Outbox` connect the engine's thread with others. Only the engine's thread waits on the inbox, and nothing
+is computed under its lock.
 
-`Slots` says where a request's keys and values are. Running requests fill slots 0…n−1. The one that is being prefilled,
-if any, sits in slot n. A new sample of a prompt group takes what a running one has read of the prompt.
+`Slots` assigns KV-cache slots. Running requests fill slots 0…n−1. The one that is being prefilled, if any, has slot n.
+A new sample of a prompt group copies the prompt's keys and values from a running sample.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Inbox:
-    """Of one engine. Once it is closed it takes nothing and raises EngineDeadError."""
+    """Waiting requests and tasks of one engine. Once closed, it refuses both with EngineDeadError."""
 
     def __init__(self, max_waiting: int) -> None:
         """More than `max_waiting` requests are refused with EngineBusyError."""
@@ -71,7 +71,7 @@ class Inbox:
         return done
 
     def close(self) -> None:
-        """Take nothing more; the engine's thread ends after its step."""
+        """Refuse new work; the engine's thread ends after its step."""
         with self._changed:
             self.is_closed = True
             self._changed.notify()
@@ -83,7 +83,7 @@ class Inbox:
     # -- of the engine's thread ----------------------------------------------------------------------------------
 
     def wait(self, *, is_busy: bool) -> bool:
-        """Until there is something to do, at once where the engine `is_busy`; False when it is to stop."""
+        """Wait for work, not at all if the engine `is_busy`; returns False when the engine must stop."""
         with self._changed:
             while not (is_busy or self._waiting or self._tasks or self.is_closed):
                 self._changed.wait()
@@ -94,14 +94,14 @@ class Inbox:
             return self._waiting.popleft() if self._waiting else None
 
     def drop_aborted(self) -> int:
-        """How many requests were given up before they were admitted."""
+        """Remove waiting requests that their clients gave up; returns how many."""
         with self._changed:
             num_before = len(self._waiting)
             self._waiting = deque(generation for generation in self._waiting if not generation.aborted)
             return num_before - len(self._waiting)
 
     def run_tasks(self) -> None:
-        """Whoever added a task gets what it returns or raises. EngineDeadError goes on: it is to end the engine."""
+        """Run all tasks; futures get results or exceptions. EngineDeadError is also raised, to end the engine."""
         while self._tasks:
             with self._changed:
                 run, done = self._tasks.popleft()
@@ -114,7 +114,7 @@ class Inbox:
                     raise
 
     def end_all(self) -> None:
-        """Close, and tell everybody whose matter is still in here that nothing will come of it."""
+        """Close, and end all waiting requests and tasks with EngineDeadError."""
         self.close()
         for generation in self._waiting:
             generation.abort()
@@ -125,21 +125,21 @@ class Inbox:
 
 
 class Outbox:
-    """Chunks on their way to those that wait for them; used by the engine's thread alone.
+    """Chunks to be sent to their readers; used by the engine's thread alone.
 
-    Those of a round leave together. Waking another thread gives the interpreter's lock away, and whoever wakes keeps
-    it for as long as it has something to do: with eight requests that took an eighth of the engine's time.
+    All chunks of a round are sent together. Each wake-up of another thread hands over the interpreter's lock until that
+    thread is done: chunk by chunk, eight requests cost an eighth of the engine's time.
     """
 
     def __init__(self) -> None:
         self._waiting: defaultdict[asyncio.AbstractEventLoop, list[tuple[Arrived, Chunk]]] = defaultdict(list)
 
     def put(self, loop: asyncio.AbstractEventLoop, queue: Arrived, chunk: Chunk) -> None:
-        """Of a queue of that loop."""
+        """Add a chunk for a queue of that event loop."""
         self._waiting[loop].append((queue, chunk))
 
     def send(self) -> None:
-        """All of them, in the order in which they came."""
+        """Send all chunks, in order."""
         waiting, self._waiting = self._waiting, defaultdict(list)
         for loop, chunks in waiting.items():
             try:
@@ -154,7 +154,7 @@ def _deliver(chunks: Iterable[tuple[Arrived, Chunk]]) -> None:
 
 
 class Slots:
-    """Used by the engine's thread; others may read how many there are."""
+    """Slots of the running and the prefilling request. For the engine's thread; others may read the numbers."""
 
     def __init__(self, runner: RoundRunner, *, num_slots: int, prompt_labels: int) -> None:
         self._runner, self._num_slots, self._prompt_labels = runner, num_slots, prompt_labels
@@ -167,21 +167,21 @@ class Slots:
 
     @property
     def can_admit(self) -> bool:
-        """One prompt is read at a time."""
+        """Whether a slot is free and no prompt is being read: one is read at a time."""
         return self.prefilling is None and len(self.running) < self._num_slots
 
     def admit(self, generation: ActiveRequest) -> None:
-        """Its prompt is read next, but for what a running sample of the same group has read of it."""
+        """Give a request a slot; copies what a running sample of the same group has read of the prompt."""
         self.prefilling = generation
         slot, length = longest_prefix(generation, self.running, prompt_labels=self._prompt_labels)
         if length > 0:
             self._copy_prefix(generation, slot, length)
 
     def _copy_prefix(self, generation: ActiveRequest, slot: int, length: int) -> None:
-        """Where the whole prompt is there, its last token is pending and the sample decodes."""
+        """Copy `length` positions from `slot`; if that is all but the prompt's last token, start decoding."""
         sibling, last = self.running[slot], generation.num_prompt_tokens - 1
         self._runner.move_slot(slot, len(self.running), generation)
-        # A pair needs the token after it.
+        # The pair at a position needs the token after it.
         generation.num_pairs_read = min(sibling.num_pairs_read, length - 1) if sibling.can_share_draft_kv else 0
         if sibling.request.prompt_token_ids == generation.request.prompt_token_ids:
             generation.topk = [top.before(length) for top in sibling.topk if top.position < length]
@@ -190,7 +190,7 @@ class Slots:
             self.start_decoding()
 
     def start_decoding(self) -> None:
-        """The prompt has been read: its slot is the next of the running ones."""
+        """Move the request whose prompt has been read to the running ones; it keeps its slot."""
         if self.prefilling is not None:
             self.running.append(self.prefilling)
             self.prefilling = None
@@ -206,7 +206,7 @@ class Slots:
             self._runner.move_slot(last + 1, last, self.prefilling)
 
     def drop_aborted(self) -> int:
-        """How many clients have left."""
+        """Free the slots of requests whose clients have left; returns how many."""
         gone = [generation for generation in self.everybody if generation.aborted]
         for generation in gone:
             if generation is self.prefilling:
@@ -219,9 +219,9 @@ class Slots:
 def longest_prefix(
     generation: ActiveRequest, running: Sequence[ActiveRequest], *, prompt_labels: int
 ) -> tuple[int, int]:
-    """The slot of the running sibling that has read most of the prompt, and how much: all but the last token counts."""
+    """(slot of the running sibling that shares most of the prompt, how many tokens of it), without the last token."""
     policy, best = generation.request.policy, (0, 0)
-    # Who opts out of capture leaves nothing for other requests.
+    # Requests that opt out of capture share nothing with others.
     if not (policy.group_id and policy.capture):
         return best
     for slot, sibling in enumerate(running):
@@ -235,7 +235,7 @@ def _common(generation: ActiveRequest, sibling: ActiveRequest, prompt_labels: in
     prompt = generation.tokens
     most = min(len(prompt), len(sibling.tokens)) - 1
     if generation.capture and sibling.request.prompt_token_ids != generation.request.prompt_token_ids:
-        # What is kept of a prompt's end is not what was kept of the sibling's.
+        # The last positions must be read again, since their distributions are captured for each request.
         most = min(most, max(0, len(prompt) - prompt_labels))
     pairs = enumerate(zip(prompt[:most], sibling.tokens, strict=False))
     return next((at for at, (one, other) in pairs if one != other), most)

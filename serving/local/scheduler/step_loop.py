@@ -1,7 +1,7 @@
-"""A step of the local engine: install what is staged, admit, read a piece of a prompt, decode a round.
+"""The step loop of the local engine: install staged weights, admit, read a prompt chunk, decode a round.
 
-Nothing in a step waits for Redis, the disk or a client. After a round `RoundObserver` tells the metrics, both speedups,
-the watch of the draft and the traces of its requests.
+Nothing in a step waits for Redis, the disk or a client. After a round `RoundObserver` updates the metrics, both
+speedups, the trial of the draft, and tracing spans.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _NO_DRAFTING = Arm(is_on=False, counts=False)
 
 
 class DecodeLoop:
-    """Owned by the engine's thread. Others set `depth`, between any two rounds, and read `target_version`.
+    """Runs the steps on the engine's thread. Other threads may set `depth` at any time, and read `target_version`.
 
-    When the target moves, a running answer goes on under the new weights with the keys and values of the old: as in a
-    partial rollout, it was begun under one policy and is ended under another. Its trace ends where the change came, so
-    no trace has labels of two targets. A prompt that is only being read is read anew.
+    When the target's weights change, a running answer continues under the new weights with the old KV cache: as in a
+    partial rollout, one policy begins it and another ends it. Its trace ends at the change, so no trace has labels of
+    two targets. A prompt that is still being read is read again.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class DecodeLoop:
         self.head_ab = StretchSpeedup(config.head_off_share)
         self.end_to_end = StretchSpeedup(config.plain_share)
         self._prompts_s = 0.0
-        """Since the last round."""
+        """Time of prefills since the last round."""
         self._slots = Slots(runner, num_slots=config.num_slots, prompt_labels=config.prompt_labels)
         self._load, self._num_steps, self._num_shareable = load, 0, 0
         self._texts, self.depth, self.target_version = texts, config.depth, 0
@@ -72,7 +72,7 @@ class DecodeLoop:
         return len(self._slots.running)
 
     def run(self) -> None:
-        """Until the inbox is closed. What then runs is cut."""
+        """Run steps until the inbox is closed; running requests then end unfinished."""
         while self._inbox.wait(is_busy=bool(self._slots.everybody)):
             with self._load.stepping():
                 self.step()
@@ -99,16 +99,16 @@ class DecodeLoop:
             self._prompts_s = 0.0
 
     def end(self) -> None:
-        """Tell all that are here that their answers end."""
+        """Abort all requests that have a slot."""
         for generation in self._slots.everybody:
             generation.abort()
 
     def install_draft(self, staged: StagedWeights) -> SwapReport:
-        """Between two steps. What fails leaves the version in service as it was."""
+        """Install a staged draft between two steps; on failure the version in service stays."""
         previous, started = self._draft.version, time.perf_counter()
         self._draft.install(staged)
         stall_s = time.perf_counter() - started
-        # Copied on and on, keys of the draft before would outlive it.
+        # Otherwise siblings would copy keys of the old draft again and again.
         for generation in self._slots.everybody:
             generation.can_share_draft_kv = generation.num_pairs_read == 0
         self._planner.renew()
@@ -119,13 +119,15 @@ class DecodeLoop:
         return SwapReport(version=staged.version, previous=previous, stall_ms=1000 * stall_s, step=self._num_steps)
 
     def install_target(self, version: int, staged: StagedTarget) -> TargetReport:
-        """Between two steps. Half of new weights must not serve: a failure here is to end the engine."""
+        """Install new target weights between two steps. A failure ends the engine, since half-copied weights must not
+        serve.
+        """
         previous, started = self.target_version, time.perf_counter()
         try:
             for slot, generation in enumerate(self._slots.running):
                 self._hand_over(slot, generation)
                 generation.capture = False
-                # Its keys and values are the old target's.
+                # Its KV cache is the old target's.
                 generation.can_share_prefix_kv = False
             if self._slots.prefilling is not None:
                 self._slots.prefilling.begin_anew()
@@ -140,7 +142,7 @@ class DecodeLoop:
 
     def _admit(self) -> None:
         while self._slots.can_admit and (generation := self._inbox.next_request()) is not None:
-            # It has its place before anything can fail, or nobody would tell its client.
+            # First, so that a later failure still aborts the request and its client is told.
             self._slots.admit(generation)
             generation.suffix = self._texts.begin(generation.request)
 
@@ -152,12 +154,13 @@ class DecodeLoop:
         return PromptPiece(generation, self.num_running, start, generation.tokens[start:end])
 
     def _reads_in_round(self, piece: PromptPiece) -> bool:
-        """Whether it is read in a round's pass, where the weights are read once for both. Not one in eight, nor where a
-        control round is due, if the prompt goes on: or nothing would say what rounds take while prompts keep coming.
+        """Whether to read the chunk in a round's pass, which reads the weights once for both. Every eighth chunk is
+        read alone, and so is one before a control round unless it is the prompt's last: otherwise no round would be
+        timed while prompts keep coming.
         """
         if not self._target.takes_windows or self.num_running == 0:
             return False
-        # Once a prompt's last piece was read alone, the round is one of more requests.
+        # Not after a prompt's last chunk: the round then has one more request, another batch size.
         if not piece.ends_prompt and self._control.is_due(self.num_running):
             return False
         self._num_shareable += 1
@@ -170,7 +173,7 @@ class DecodeLoop:
         self._finish_done()
 
     def _decode(self, piece: PromptPiece | None, *, is_plain: bool) -> int:
-        """The tokens that a round committed."""
+        """Run a round; returns how many tokens it committed."""
         running = self._slots.running
         is_put_off = piece is not None and self._control.is_due(len(running))
         is_control = is_plain or (not is_put_off and self._control.is_control(len(running)))
@@ -186,7 +189,7 @@ class DecodeLoop:
         return report.committed
 
     def _end_piece(self, piece: PromptPiece, seconds: float, *, in_round: bool) -> None:
-        """It has been read: tell of it, and let its request decode where that was the prompt's last."""
+        """Record a span for a chunk that was read; after the prompt's last chunk its request starts to decode."""
         record(piece.generation.parent, "prefill", seconds, tokens=len(piece.tokens), in_round=in_round)
         if piece.ends_prompt:
             self._slots.start_decoding()
@@ -203,7 +206,7 @@ class DecodeLoop:
 
 
 class RoundObserver:
-    """Used by the engine's thread; `on_round` must not block."""
+    """Reports each round to metrics, speedup meter, tracing and `on_round`, which must not block."""
 
     def __init__(
         self, metrics: EngineMetrics, meter: SpeedupMeter, on_round: Callable[[WatchedRound], object] | None
@@ -274,7 +277,7 @@ class RoundObserver:
 
 
 def _record_spans(report: RoundReport) -> None:
-    """One in each answer that is traced."""
+    """Record a span of the round for each answer that is traced."""
     for row in report.rows:
         record(
             row.generation.parent,
@@ -305,7 +308,7 @@ def _watched(report: RoundReport, *, is_control: bool, target_version: int) -> W
 
 
 def _proposed(report: RoundReport) -> Proposed | None:
-    """None where the head was not asked, or had more to read than a round of its own commits."""
+    """None where the head did not run, or had more pairs to read than after a usual round."""
     by_head = [len(row.proposal.tree.tokens) for row in report.rows if row.from_head]
     if not by_head or report.proposals.num_pairs > report.batch * (report.depth + 1):
         return None

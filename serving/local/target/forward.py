@@ -1,8 +1,8 @@
-"""Forward passes of our own over the weights of Llama-like Hugging Face models: with PyTorch, and with our kernels.
+"""Fused forward passes of Llama-like Hugging Face models: with PyTorch, and with the C++ kernels.
 
-A step of one token reads every weight once and otherwise only pays for calls, so calls are what this saves: one
-projection for queries, keys and values and one for gate and up, rotary embedding over all heads in three operations,
-keys and values stored in one. None goes through nn.Module, whose detours take as long as a small operation.
+A decode step of one token reads every weight once; the rest of its time is call overhead. So calls are few: one
+projection for queries, keys and values, one for gate and up, rotary embedding of all heads in three operations, keys
+and values stored in one. None goes through nn.Module, whose overhead equals a small operation.
 
 Shape letters: B batch, T new tokens, M all of them (B × T, or what rows of different length add up to), d hidden size,
 H query heads, G key heads, N = H + 2G, h head size.
@@ -36,11 +36,11 @@ from serving.local.target.layers import KVSlots, Parents, Replaced, SlotWindow, 
 
 Operation = Callable[[Tensor], Tensor]
 _SAME_LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
-"""Hugging Face layers whose forward pass `FusedLayer` repeats. Others may look the same and compute differently."""
+"""Hugging Face layers whose computation `FusedLayer` reproduces. Others may look the same and compute differently."""
 _SILU = {"SiLU", "SiLUActivation"}
-"""PyTorch's and Hugging Face's."""
+"""Class names of SiLU in PyTorch and Hugging Face."""
 _STRETCHING = {"dynamic", "longrope"}
-"""Rotary embeddings that turn a token by how long the longest text beside it is."""
+"""Rotary embeddings that depend on the length of the longest text in the batch."""
 
 
 def fusible(model: Any) -> bool:
@@ -55,7 +55,7 @@ def fusible(model: Any) -> bool:
 
 
 def fuse(model: Any) -> None:
-    """Replace the layers of a fusible model by fused ones, and its last norm."""
+    """Replace the layers and the final norm of a fusible model by fused ones."""
     layers = model.model.layers
     for index in range(len(layers)):
         layers[index] = FusedLayer(layers[index], model.config)  # one at a time: the originals are freed
@@ -90,7 +90,7 @@ class Decoder:
         return self._norm.forward(x_Md), torch.cat(aux, -1)
 
     def _rotation(self, x_Md: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and signed sine [M, N, h] of all heads; values stay where they are (cosine 1, sine 0)."""
+        """Cosine and signed sine [M, N, h] for all heads; value heads are not rotated (cosine 1, sine 0)."""
         cos_Mh, sin_Mh = (table.flatten(0, 1) for table in self._rotary(x_Md, positions_BT))
         left, right = sin_Mh.chunk(2, -1)
         num_rotated, num_values = self._layers[0].num_rotated, self._layers[0].num_groups
@@ -103,8 +103,8 @@ class Decoder:
 class FusedLayer(nn.Module):
     """One decoder layer.
 
-    Query heads are stored by their place in the group first, the group second: a token's queries then lie as rows of
-    their key heads, which is how `SlotWindow.attend_rows` takes and returns them.
+    Query heads are ordered by index in the group first, group second: a token's queries are then rows of their key
+    heads, as `SlotWindow.attend_rows` takes and returns them.
     """
 
     def __init__(self, layer: Any, config: Any) -> None:
@@ -132,7 +132,7 @@ class FusedLayer(nn.Module):
         return self.qkv, self.out, self.gate_up, self.down
 
     def bind(self) -> None:
-        """Look up once what `run` calls; after this, weights only change in place."""
+        """Resolve once the functions that `run` calls; after this, weights may only change in place."""
         self._qkv, self._out, self._gate_up, self._down = map(product_of, self.products)
         self._act: Operation = self.act.forward
         self._first_norm, self._second_norm = self.attention_norm.forward, self.mlp_norm.forward
@@ -176,12 +176,12 @@ class RMSNorm(nn.Module):
         self._scaled_weight = norm.weight.float() * math.sqrt(width)
         self._floor = torch.tensor(width * self._eps, device=norm.weight.device)
         self.derived = self._scaled_weight, self._floor
-        """What is read in the weight's place."""
+        """Tensors derived from the weight, which the pass reads instead of it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.bfloat16 and x.is_cpu:  # half the time of rms_norm there, and one rounding fewer
+        if x.dtype == torch.bfloat16 and x.is_cpu:  # half the time of rms_norm on a CPU, and one rounding fewer
             length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-            # Not hypot, which rounds otherwise in vectors than alone, and so by how many tokens there are.
+            # Not hypot: its vectorised form rounds differently, so results would depend on the number of tokens.
             length = length.square_().add_(self._floor).sqrt_()
             return (x * self._scaled_weight).div_(length).to(x.dtype)  # type: ignore[no-any-return]
         return self.weight * F.rms_norm(x.float(), self.weight.shape, None, self._eps).to(x.dtype)  # type: ignore[no-any-return]
@@ -212,7 +212,7 @@ def _per_head(rotated_Mh: Tensor, num_rotated: int, fixed_Mh: Tensor, num_fixed:
 
 
 def fits_kernels(model: Any) -> bool:
-    """Whether the library runs a model that `fusible` accepts."""
+    """Whether the C++ kernels can run a model that `fusible` accepts."""
     config = model.config
     return (
         model.dtype == torch.bfloat16
@@ -227,18 +227,18 @@ def fits_kernels(model: Any) -> bool:
 
 
 class KernelDecoder:
-    """Embedding, layers and final norm of a model that has been fused and whose linear layers are `KernelLinear`.
+    """Embedding, layers and final norm of a fused model whose linear layers are `KernelLinear`, with the C++ kernels.
 
     Used by one thread at a time.
     """
 
     def __init__(self, model: Any, aux_layers: tuple[int, ...], kernels: Kernels, cache: PanelSlots) -> None:
         self._kernels, self._cache = kernels, cache
-        # What the structures point to lives as long as these.
+        # Keeps alive the tensors that the structures point to.
         self._layers: list[FusedLayer] = list(model.model.layers)
         self._embed: Tensor = model.model.embed_tokens.weight
         self._norm: RMSNorm = model.model.norm
-        # Once and for all: computed for some positions, they may be rounded by how many these are.
+        # For all positions at once: rounding could depend on how many are computed together.
         like, positions = torch.empty(0, dtype=torch.float32), torch.arange(cache.length)[None]
         cos_Lh, sin_Lh = (table[0].contiguous() for table in model.model.rotary_emb(like, positions))
         self._rotation = cos_Lh, sin_Lh

@@ -1,9 +1,9 @@
-"""What the passes of target and draft share: attention over key/value slots, and linear layers with packed weights.
+"""Shared by target and draft: attention over a KV cache of slots, and linear layers with packed weights.
 
 Running requests always fill slots 0…n−1, so a batch attends over a view of the cache and nothing is gathered.
 
-PyTorch's bfloat16 matmul on CPU reorders the weight at every call as soon as there is more than one row, which makes
-verifying 4 tokens cost 1.4 × one. With weights packed beforehand (what Inductor's freezing does) it costs 1.1 ×.
+PyTorch's bfloat16 matmul on CPU reorders the weight at every call with more than one row, so verifying 4 tokens costs
+1.4 × one. With weights packed beforehand (as Inductor's freezing does) it costs 1.1 ×.
 
 Shape letters: S slots, G key heads, L positions, h head size, B batch, H query heads, N heads of one kind or several,
 T new tokens, P = H / G query heads of one key head, R = T × P.
@@ -24,19 +24,19 @@ from serving.local.kernels.library import Kernels
 from speculator.draft.eagle3 import is_fast
 
 Parents = Sequence[int] | None
-"""Of the new tokens of a slot, where they are a tree: of each the place in the window of the one that it follows, which
-lies before it; −1 for the first. None where each follows the one before it.
+"""For a tree of new tokens in a slot: each token's parent, as an earlier index in the window, −1 for the first. None:
+a chain.
 """
 _PADDING_OF_A_CALL = 64
-"""Keys of a slot that take as long as a call of attention of its own."""
+"""So many padded keys a slot cost as much as a separate attention call for the slot."""
 _ROWS_HINT = 8  # rows the layout is chosen for: a few requests times a short chain
 
 
 class KVSlots:
-    """Keys and values of some layers, with room for `length` positions a slot.
+    """KV cache of some layers, with `length` positions a slot.
 
-    Positions past a request's committed length hold leftovers of rejected proposals; the mask never shows them and
-    the next write covers them. On CPU, pages that were never written cost no memory.
+    Positions past a request's committed length hold rejected proposals; the mask hides them and the next write
+    replaces them. On CPU, unwritten pages cost no memory.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class KVSlots:
         self._first_lines = torch.arange(2 * num_heads, device=like.device) * length  # of the heads of slot 0
 
     def lines(self, slots_B: Tensor, places_BT: Tensor) -> Tensor:
-        """Where `write` puts the heads of new tokens: indices [B · T · 2G] into a layer's lines of h numbers."""
+        """Indices [B · T · 2G] for `write`: where the heads of new tokens go, in a layer's rows of h numbers."""
         starts_B = slots_B * (self._storage.shape[2] * self._storage.shape[3])
         return ((places_BT + starts_B[:, None])[:, :, None] + self._first_lines).flatten()
 
@@ -68,7 +68,7 @@ class KVSlots:
         self._storage[:, destination, :, :length] = self._storage[:, source, :, :length]
 
     def keep_path(self, slot: int, start: int, path: Sequence[int]) -> None:
-        """Bring the tokens of a path one behind the other: by their places in a window that began at `start`."""
+        """Move the accepted tokens of a tree together: `path` are their indices in the window that began at `start`."""
         heads = self._storage[:, slot]
         for to, place in enumerate(path, start):
             if (source := start + place) != to:
@@ -76,16 +76,16 @@ class KVSlots:
 
 
 class _Call(NamedTuple):
-    """One call of attention: what it reads by layer, and its mask."""
+    """One call of attention: keys and values by layer, and the mask."""
 
     read: list[tuple[Tensor, Tensor]]
     mask: Tensor | None
 
 
 class SlotWindow:
-    """Where one forward pass reads and writes: slots [first, first + B), T new places from `starts` [B] on.
+    """Cache range of one forward pass: slots [first, first + B), T new entries from `starts` [B] on.
 
-    A token's position is its place, but in a tree: there it is as far behind the root as its path is long.
+    A token's position is its cache index; in a tree it is the root's position plus the token's depth.
     """
 
     def __init__(
@@ -96,21 +96,21 @@ class SlotWindow:
         self._slots = slice(first, first + self.batch)
         self._lengths = [start + num_new for start in starts]
         self._length = max(self._lengths)
-        # Keys that a short context is padded with cost as much as its own; a call costs as much as some of them.
+        # Padding a short context to the longest costs time; beyond some padding, a call for each slot is cheaper.
         num_padding = self.batch * self._length - sum(self._lengths)
         self._one_by_one = device.type == "cpu" and num_padding > _PADDING_OF_A_CALL * self.batch
         starts_B1 = torch.tensor(starts, device=device)[:, None]
         self._places_BT = starts_B1 + torch.arange(num_new, device=device)
         self.positions_BT = self._places_BT
         self._followed_BTT: Tensor | None = None
-        """Which of the new tokens each follows, or is, where there is a tree."""
+        """Tree mask: which new tokens are ancestors of each, itself included; None without a tree."""
         if any(of_row is not None for of_row in parents):
             self._followed_BTT = torch.stack([_followed(of_row, num_new) for of_row in parents]).to(device)
             self.positions_BT = starts_B1 + self._followed_BTT.sum(-1) - 1
         self._like = like
-        # One new token that follows everything in the window sees all of it.
+        # A single new token sees the whole context, so it needs no mask.
         self._masked = num_new > 1 or (min(starts) < max(starts) and not self._one_by_one)
-        # Made in the first layer, the same in all.
+        # Computed in the first layer, the same in all.
         self._lines: Tensor | None = None
         self._calls: list[_Call] = []
 
@@ -127,9 +127,9 @@ class SlotWindow:
         return out_BTPGh.permute(0, 3, 2, 1, 4).flatten(1, 2)
 
     def attend_rows(self, cache: KVSlots, layer: int, q_BRGh: Tensor, kv_MNh: Tensor, scale: float | None) -> Tensor:
-        """The same, with the queries as rows of their key head, a token's rows together; returns [B, R, G, h].
+        """As `attend`, with the queries as rows of their key head, a token's rows together; returns [B, R, G, h].
 
-        No key is repeated in memory, and this order is the one in which the result leaves the kernel.
+        No key is repeated in memory, and the kernel returns its result in this order.
         """
         if self._lines is None:
             slots_B = torch.arange(self._slots.start, self._slots.stop, device=kv_MNh.device)
@@ -164,7 +164,7 @@ class SlotWindow:
 
 
 def _followed(parents: Parents, num_new: int) -> Tensor:
-    """Which of T new tokens each follows, or is: bool [T, T]."""
+    """Which of T new tokens are ancestors of each, itself included: bool [T, T]."""
     if parents is None:
         return torch.ones(num_new, num_new, dtype=torch.bool).tril_()
     followed = torch.eye(num_new, dtype=torch.bool)
@@ -199,26 +199,26 @@ class PackedLinear(nn.Module):
         self.packed = pack(linear.weight.detach())
         self.bias = None if linear.bias is None else linear.bias.detach()
         self.parts: tuple[Tensor, ...] = (self.packed,) if self.bias is None else (self.packed, self.bias)
-        """What is read in the weight's place; another layer's of the same shape can be copied into it."""
+        """The packed tensors that the pass reads; those of another layer of the same shape can be copied over them."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.packed, self.bias)
 
 
 Replaced = PackedLinear | KernelLinear
-"""A layer that does not read its weight as the checkpoint has it."""
+"""A linear layer that reads a packed copy of its weight."""
 
 
 def product_of(layer: nn.Linear | Replaced) -> Callable[[Tensor], Tensor]:
-    """What the layer computes, without the detours of a module; its weight may change in place."""
-    assert not isinstance(layer, KernelLinear), "a pass of its own runs those"
+    """A function that computes the layer without nn.Module's overhead; the weight may change in place."""
+    assert not isinstance(layer, KernelLinear), "KernelDecoder runs those layers"
     weight = layer.packed if isinstance(layer, PackedLinear) else layer.weight
     return partial(linear, weight=weight, bias=layer.bias)
 
 
 def pack_linears(model: nn.Module, *, kernels: Kernels | None) -> None:
-    """Replace every bfloat16 nn.Linear of a model on the CPU by a layer of `kernels`, which the model fits, or of
-    oneDNN, where it can.
+    """Replace every bfloat16 nn.Linear of a model on the CPU: with `kernels`, which must support the model, by a
+    `KernelLinear`, else by a `PackedLinear` where oneDNN can.
     """
     if kernels is None and not can_pack():
         return

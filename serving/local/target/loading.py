@@ -1,4 +1,4 @@
-"""A target's model and tokenizer out of its folder, as transformers reads them, or one line that says why not."""
+"""Load a target's model and tokenizer with transformers; failures become a ConfigError of one line."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from speculator.errors import ConfigError, RequestError
 from speculator.target_folder import check_folder, open_weights, reading, weight_files
 
 _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-"""Said outright, or a model that brings code makes transformers ask on the terminal."""
+"""`trust_remote_code` is explicit: otherwise transformers asks on the terminal for a model with code."""
 _TOLD: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 _MOST_NAMED = 3
 
-# What it would report over many lines ends as one here.
+# Its reports of many lines are replaced by one-line errors here.
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
@@ -44,7 +44,7 @@ def load_model(model_dir: Path, *, dtype: torch.dtype, attn_implementation: str)
 
 
 def check_model(model_dir: Path) -> Any:
-    """What `load_model` finds out without reading weights; returns the model without them. Raises ConfigError."""
+    """The checks of `load_model` that need no weights; returns the model without weights. Raises ConfigError."""
     model = _without_weights(model_dir)
     _refuse_unsupported(model, model_dir)
     _check_tensors(model, model_dir)
@@ -52,7 +52,9 @@ def check_model(model_dir: Path) -> Any:
 
 
 def check_known_model(model_dir: Path) -> dict[str, Any]:
-    """The same for another engine's target, which transformers may not know; its config.json. Raises ConfigError."""
+    """As `check_model` for another engine's target, which transformers may not know; returns its config.json. Raises
+    ConfigError.
+    """
     config = check_folder(model_dir)
     try:
         model = _without_weights(model_dir)
@@ -72,8 +74,8 @@ def _without_weights(model_dir: Path) -> Any:
 
 
 def _check_tensors(model: Any, model_dir: Path) -> None:
-    """Have transformers load tensors of the stored shapes that take no memory; those that are stacked or quantised it
-    would have to read.
+    """Check names and shapes: transformers loads placeholder tensors of the stored shapes, without memory. Skipped for
+    stacked or quantised weights, which it would have to read.
     """
     with reading(model_dir):
         conversions = get_model_conversion_mapping(model)
@@ -103,11 +105,11 @@ def _stored(model_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def _refuse(model_dir: Path, told: dict[str, Any]) -> None:
-    """Raise ConfigError, with their names, for tensors that a model lacks, has beside, or has in another shape."""
+    """Raise ConfigError, with their names, for tensors that are missing, unexpected or of another shape."""
     faults = {
         "is missing": sorted(told.get("missing_keys", ())),
-        "is no part of such a model": sorted(told.get("unexpected_keys", ())),
-        "has another shape than by config.json": [
+        "is not part of this model": sorted(told.get("unexpected_keys", ())),
+        "does not have the shape of config.json": [
             f"{name} {tuple(stored)} instead of {tuple(expected)}"
             for name, stored, expected in sorted(told.get("mismatched_keys", ()))
         ],
@@ -120,7 +122,7 @@ def _refuse(model_dir: Path, told: dict[str, Any]) -> None:
 
 
 def _refuse_unsupported(model: Any, model_dir: Path) -> None:
-    """Raise ConfigError for a model of a kind that this engine does not run; needs no weights."""
+    """Raise ConfigError for a kind of model that this engine cannot run; needs no weights."""
     if _is_quantised(model):
         raise ConfigError(
             f"{model_dir} is quantised, by config.json: the local engine runs floating-point weights; check --model"
@@ -137,14 +139,16 @@ def _is_quantised(model: Any) -> bool:
 
 
 def _decoders(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A decoder as JSON, and those that it is a sequence of."""
+    """A tokenizer's decoder as JSON, and the decoders that it consists of."""
     yield decoder
     for each in decoder.get("decoders", ()):
         yield from _decoders(each)
 
 
 def load_tokenizer(model_dir: Path, *, vocab_size: int) -> LocalTokenizer:
-    """A tokenizer whose tokens are rows of the embedding and whose chat template can be read. Raises ConfigError."""
+    """Load a tokenizer; checks that the embedding has all its tokens and that its chat template parses. Raises
+    ConfigError.
+    """
     with reading(model_dir):
         tokenizer = LocalTokenizer(model_dir)
         check_vocabulary(model_dir, tokenizer.backend, vocab_size)
@@ -158,7 +162,7 @@ def load_tokenizer(model_dir: Path, *, vocab_size: int) -> LocalTokenizer:
         try:
             tokenizer.encode_chat([{"role": "user", "content": "hello"}])
         except RequestError as refusal:
-            # A model without a template has none; one that refuses these messages may take others.
+            # A missing template is fine, and one that refuses these messages may accept others.
             if isinstance(refusal.__context__, TemplateSyntaxError):
                 raise ConfigError(
                     f"{model_dir}: its chat template is broken ({refusal.__context__}): mend it"

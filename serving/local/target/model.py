@@ -1,8 +1,8 @@
-"""The target model over our key/value slots, with the three features that the draft reads, and new weights for it.
+"""The target model over a KV cache of slots, with the three features that the draft reads, and its weight updates.
 
-Models that `serving.local.target.forward` knows run through it; every other one runs through Hugging Face's own
-modelling. New weights are staged aside in the form of those in service and then copied over them: the staged copy goes
-through the same fusing and packing, so its tensors correspond one by one to those that the passes read.
+Models that `serving.local.target.forward` supports run through it; every other one runs through Hugging Face's own
+modelling code. New weights are staged in a second copy and then copied over those in service: the copy goes through the
+same fusing and packing, so its tensors correspond one by one to those that the passes read.
 
 Shape letters: B batch, T new tokens, M positions, d hidden size, V vocabulary, K kept tokens.
 """
@@ -41,7 +41,7 @@ StagedTarget = list[Tensor]
 def _slot_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Hugging Face's attention interface; the running forward pass put cache and window into kwargs."""
+    """Attention for Hugging Face's attention interface; kwargs have the pass's cache and window."""
     window: SlotWindow = kwargs["slot_window"]
     layer: int = module.layer_idx  # type: ignore[assignment]
     out = window.attend(kwargs["slot_cache"], layer, query, key, value, kwargs.get("scaling"))
@@ -49,7 +49,7 @@ def _slot_attention(
 
 
 def _no_mask(*_args: object, **_kwargs: object) -> None:
-    """The window brings its own mask."""
+    """No mask from Hugging Face: `SlotWindow` makes it."""
 
 
 ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _slot_attention)
@@ -61,8 +61,8 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(_ATTENTION, _no_mask)
 class Target:
     """A causal language model, frozen but for `install`, with `num_slots` × `context_length` positions of cache.
 
-    `fused=False` keeps Hugging Face's modelling and oneDNN where our own pass and kernels would run: the reference of
-    tests. Raises ConfigError when the directory holds no model that this engine can run.
+    `fused=False` uses Hugging Face's modelling and oneDNN instead of our pass and kernels, as the reference in tests.
+    Raises ConfigError when the directory holds no model that this engine can run.
     """
 
     def __init__(
@@ -86,14 +86,14 @@ class Target:
         self._layout = read_layout(model_dir)
         config = self.model.config
         self.config: dict[str, Any] = config.to_dict()
-        # As far as a sliding window that every layer has does not slide.
+        # A sliding window of all layers limits the context, so that it never slides.
         window = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
         self.context_length = min(context_length, config.max_position_embeddings, window or context_length)
         self.embed: Tensor = self.model.get_input_embeddings().weight.detach()
         self.device = self.embed.device
         num_layers = len(self.model.model.layers)
         aux_layers = aux_layer_ids(num_layers)
-        self._bring_into_form(self.model)
+        self._fuse_and_pack(self.model)
         if kernels is not None:
             gather([module for module in self.model.modules() if isinstance(module, KernelLinear)])
         self._tensors = list(all_tensors(self.model))
@@ -114,8 +114,8 @@ class Target:
             self._run = (Decoder if self._is_fused else _HuggingFaceDecoder)(self.model, aux_layers, self.cache)
         self.ranking = Ranking(kernels)
 
-    def _bring_into_form(self, model: Any) -> None:
-        """Fuse and pack what the passes read."""
+    def _fuse_and_pack(self, model: Any) -> None:
+        """Fuse and pack the weights that the passes read."""
         if self._is_fused:
             fuse(model)
         if self._pack is not None:
@@ -123,7 +123,7 @@ class Target:
 
     @property
     def takes_windows(self) -> bool:
-        """Whether the rows of a pass may be of different length, for this model on this machine."""
+        """Whether the rows of a pass may differ in length, for this model on this machine."""
         return isinstance(self._run, KernelDecoder)
 
     def forward(
@@ -136,7 +136,7 @@ class Target:
     ) -> tuple[Tensor, Tensor]:
         """Process new tokens, M in all: a row for each slot from `first_slot` on, whose caches hold `starts` positions.
 
-        `parents` are of rows whose tokens are a tree: of a path that is to stay `cache.keep_path` has to be told.
+        `parents`: for rows whose tokens are a tree. After it, call `cache.keep_path` with the accepted path.
         Returns the final hidden states [M, d] (ready for `logits`) and the features [M, 3d].
         """
         parents = parents or [None] * len(rows)
@@ -147,13 +147,13 @@ class Target:
         return self._run(tokens_BT, window)
 
     def stage(self, folder: Path) -> StagedTarget:
-        """Read new weights and bring them into the form of those in service; for any thread. Raises TargetError."""
+        """Read new weights, fused and packed like those in service; for any thread. Raises TargetError."""
         model = bare_copy(self.model, read_weights(folder, self._layout), self.embed.dtype)
-        self._bring_into_form(model)
+        self._fuse_and_pack(model)
         return list(all_tensors(model))
 
     def install(self, staged: StagedTarget) -> None:
-        """Copy staged weights over those in service, in place. What fails half-way leaves no target at all."""
+        """Copy staged weights over those in service, in place. After a failure half-way the target is unusable."""
         with torch.no_grad():
             for place, tensor in zip(self._tensors, staged, strict=True):
                 assert place.shape == tensor.shape, "the staged copy was made like the target"
@@ -165,7 +165,7 @@ class Target:
 
 
 class _HuggingFaceDecoder:
-    """The model's own forward pass, with our attention in it; hooks keep the inputs of the aux layers."""
+    """The model's own forward pass with our attention; hooks keep the inputs of the aux layers."""
 
     def __init__(self, model: Any, aux_layers: tuple[int, ...], cache: KVSlots) -> None:
         log.info("the target runs through Hugging Face modelling", layers=type(model.model.layers[0]).__name__)
@@ -198,24 +198,22 @@ def _check_device(name: str) -> None:
 
 
 class Ranking:
-    """For any thread. Of a whole vocabulary PyTorch's operations take a tenth of a millisecond for the likeliest token
-    of a position and three times that for a distribution, ten times what the library does (benchmarks/results/step.md).
+    """Argmax and top-k over a vocabulary; for any thread. With the kernels a tenth of PyTorch's time, which is 0.1 ms a
+    position for argmax and three times that for top-k (benchmarks/results/step.md).
     """
 
     def __init__(self, kernels: Kernels | None) -> None:
         self._kernels = kernels
 
     def likeliest(self, logits_MV: Tensor) -> list[int]:
-        """The first of the largest of each position."""
+        """Argmax of each position, the first of equal ones."""
         # Not argmax: on CPU it is six times slower in bfloat16.
         ids_M = logits_MV.max(-1).indices if self._kernels is None else self._kernels.likeliest(logits_MV)
         ids: list[int] = ids_M.tolist()
         return ids
 
     def top(self, logits_MV: Tensor, num_kept: int) -> tuple[np.ndarray, np.ndarray]:
-        """The distribution of each position as far as a trace keeps it: int32 ids and float16 log-probabilities [M, K],
-        likeliest first.
-        """
+        """Top-k of each position as a trace has it: int32 ids and float16 log-probabilities [M, K], likeliest first."""
         if self._kernels is not None:
             ids_MK, logprobs_MK = self._kernels.rank(logits_MV, num_kept)
             return ids_MK.numpy(), logprobs_MK.half().numpy()
@@ -225,7 +223,7 @@ class Ranking:
 
 
 def all_tensors(model: Any) -> Iterator[Tensor]:
-    """Everything that the passes read and that follows from the weights, always in the same order."""
+    """All tensors that the passes read and that derive from the weights, in a fixed order."""
     for module in model.modules():
         if isinstance(module, Replaced):
             yield from module.parts
@@ -235,8 +233,8 @@ def all_tensors(model: Any) -> Iterator[Tensor]:
 
 
 def bare_copy(model: Any, weights: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
-    """A model of the same class over these weights, on the CPU. It cannot run: tables that do not come from weights are
-    missing. Raises TargetError where the class has other tensors than the file.
+    """A model of the same class over these weights, on the CPU. It cannot run: it lacks tables that are not weights.
+    Raises TargetError where the class has other tensors than the file.
     """
     with torch.device("meta"):
         bare = type(model)(model.config).to(dtype)
@@ -246,5 +244,5 @@ def bare_copy(model: Any, weights: Mapping[str, Tensor], dtype: torch.dtype) -> 
     bare.tie_weights()
     missing = [name for name, parameter in bare.named_parameters() if parameter.is_meta]
     if missing or found.unexpected_keys:
-        raise TargetError(f"{type(model).__name__} does not take its weights under the names in the file")
+        raise TargetError(f"the file's tensor names do not match those of {type(model).__name__}")
     return bare.eval().requires_grad_(False)

@@ -100,7 +100,7 @@ def test_the_recorder_drops_what_the_filter_refuses_or_fails_at(
         ("no_such_filter:keep", "No module named 'no_such_filter'"),
         ("an_operators_filter:kept", "cannot be imported"),
         ("a_broken_filter:keep", "RuntimeError: no model"),
-        ("an_operators_filter:no_function", "is no function"),
+        ("an_operators_filter:no_function", "is not a function"),
     ],
 )
 def test_a_name_that_cannot_be_used_is_refused_in_one_line(name: str, told: str, model_dir: Path) -> None:

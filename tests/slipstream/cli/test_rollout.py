@@ -196,7 +196,7 @@ def test_what_cannot_be_sent_is_one_line(refused: Refused, groups: Path, tmp_pat
     bad = tmp_path / "bad.jsonl"
     for content, words in (
         ("", "has no groups"),
-        ("{}\n{", "line 2 is no JSON"),
+        ("{}\n{", "line 2 is not JSON"),
         ("[1]", "line 1 does not fit"),
         ("\xff", "line 1 is not UTF-8"),
     ):

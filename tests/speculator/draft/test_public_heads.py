@@ -225,9 +225,9 @@ def test_numbers_that_bfloat16_cannot_hold_are_rounded_and_said(
         ({"fc_norm": True}, "lacks fc_norm.0.weight, fc_norm.1.weight, fc_norm.2.weight"),
         ({"speculators_model_type": "dflash"}, "a dflash of `speculators`"),
         ({"speculators_model_type": "eagle3"}, "no transformer_layer_config"),
-        ({"rope_scaling": "llama3"}, "config.json is no head's"),
-        ({"layer_types": 1}, "config.json is no head's"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": 3}}, "config.json is no head's"),
+        ({"rope_scaling": "llama3"}, "config.json does not fit a draft head"),
+        ({"layer_types": 1}, "config.json does not fit a draft head"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": 3}}, "config.json does not fit a draft head"),
         ({"rms_norm_eps": "small"}, "config.json is not a draft's"),
     ],
 )

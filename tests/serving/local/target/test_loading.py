@@ -58,7 +58,7 @@ def load(folder: Path) -> torch.nn.Module:
     [
         (lambda weights: weights.pop(UP), f"{UP} is missing"),
         (lambda weights: weights.update({UP: torch.zeros(3, 3)}), rf"{UP} \(3, 3\) instead of \(64, 32\)"),
-        (lambda weights: weights.update({"more.weight": torch.zeros(3)}), r"more\.weight is no part"),
+        (lambda weights: weights.update({"more.weight": torch.zeros(3)}), r"more\.weight is not part"),
         (lambda weights: weights.update({"lm_head.weight": torch.zeros(46, 32)}), r"lm_head\.weight"),
         (lambda weights: weights.update({f"{UP}_scale": weights.pop(UP)}), "is missing"),
     ],
@@ -80,7 +80,7 @@ def test_a_tensor_that_does_not_fit_is_named(
         ({"tie_word_embeddings": False}, r"lm_head\.weight"),
         ({"attention_bias": True}, r"bias and \d+ more is missing"),
         ({"num_hidden_layers": 9}, r"model\.layers\.8\."),
-        ({"num_hidden_layers": 7}, r"model\.layers\.7\..* is no part"),
+        ({"num_hidden_layers": 7}, r"model\.layers\.7\..* is not part"),
         ({"intermediate_size": 10**7}, r"mlp\.\w+\.weight"),
     ],
 )
