@@ -24,7 +24,7 @@ from serving.gateway.access import ACCESS
 from serving.gateway.app import Rollouts, create_app, create_passthrough_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.metrics import GatewayMetrics, HealthCollector, RolloutCollector
-from serving.gateway.rollouts.book import RolloutBook
+from serving.gateway.rollouts.book import RolloutRegistry
 from serving.hotswap.follower import SwapLog
 from serving.metrics import EngineMetrics, GroupTextMetrics, ServingCollector, TargetMetrics, VerdictCollector
 from serving.sglang.gateway_metrics import PoolCollector, SglangCollector
@@ -205,7 +205,7 @@ def _registries() -> dict[str, CollectorRegistry]:
     GatewayMetrics(registries[_GATEWAY], "model")
     health = EngineHealth(alive=True, ready=True, num_running=0, num_waiting=0)
     registries[_GATEWAY].register(HealthCollector(lambda: health, "model"))
-    rollouts = RolloutBook([], GatewaySettings())
+    rollouts = RolloutRegistry([], GatewaySettings())
     registries[_GATEWAY].register(RolloutCollector(rollouts.driver, rollouts.ended))
     EngineMetrics(registries[_LOCAL])
     registries[_LOCAL].register(GroupTextMetrics())

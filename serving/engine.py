@@ -83,7 +83,7 @@ class Chunk:
     finish_reason: FinishReason | None = None
     logprobs: tuple[float, ...] = ()
     target_version: int = 0
-    """Version of the target that generated these tokens (`MovesTarget`)."""
+    """Version of the target that generated these tokens (`UpdatableTarget`)."""
 
 
 class Stratum(NamedTuple):
@@ -91,7 +91,7 @@ class Stratum(NamedTuple):
 
     domain: str
     sampling: str
-    of_looks: bool = False
+    of_probes: bool = False
     """A probe of an unused head; probes are compared only with other probes."""
     remembered: int = 0
     """Share of the request's rounds so far in which suffix drafts proposed, in quarters, rounded up. Suffix drafts take
@@ -257,7 +257,7 @@ class DraftHost(Protocol):
     def health(self) -> EngineHealth: ...
 
 
-class MovesTarget(Protocol):
+class UpdatableTarget(Protocol):
     """An engine whose target gets new weights while it serves, as in RL. Version 0 is the one that it started with."""
 
     @property

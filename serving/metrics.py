@@ -105,14 +105,14 @@ class EngineMetrics:
             ["source"],
             registry=registry,
         )
-        self.looks = Counter(
-            "slipstream_draft_looks",
+        self.probes = Counter(
+            "slipstream_draft_probes",
             "Probes of an unused draft head, by whether its proposal was accepted or rejected",
             ["outcome"],
             registry=registry,
         )
         for outcome in ("accepted", "rejected"):
-            self.looks.labels(outcome)
+            self.probes.labels(outcome)
         self.head_ab_rounds = Counter(
             "slipstream_head_ab_rounds",
             "Drafting rounds of the draft head's A/B that read no prompt, with the head (both) and without it "
@@ -179,11 +179,11 @@ class EngineMetrics:
         accepted: tuple[int, ...],
         from_head: tuple[bool, ...],
         accepted_text: Iterable[int],
-        look: bool | None,
+        probe: bool | None,
         expected: tuple[float, float],
     ) -> None:
         """Count one round (`serving.local.decode.rounds.RoundReport`). `accepted_text`: indexes into `TEXTS`, one for
-        each accepted suffix proposal; `look`: whether a probe of the head was right (None: no probe); `expected`: the
+        each accepted suffix proposal; `probe`: whether a probe of the head was right (None: no probe); `expected`: the
         planned tokens and seconds.
         """
         mode, size = ("with_prompt" if read_prompt else "speculative" if drafted else "control"), str(batch)
@@ -196,8 +196,8 @@ class EngineMetrics:
             tokens, expected_s = expected
             self.expected_tokens.labels(size).inc(tokens)
             self.expected_seconds.labels(size).inc(expected_s)
-        if look is not None:
-            self.looks.labels("accepted" if look else "rejected").inc()
+        if probe is not None:
+            self.probes.labels("accepted" if probe else "rejected").inc()
         self.verifications.inc(batch)
         self.verified_tokens.inc(sum(accepted) + batch)
         for place in accepted_text:
@@ -210,7 +210,7 @@ class EngineMetrics:
                 self.accepted.labels(source, str(position + 1)).inc(position < num_accepted)
 
     def observe_head_ab(self, *, batch: int, with_head: bool, seconds: float, committed: int, asked: bool) -> None:
-        """Count a round of the A/B of the draft head (`serving.speedup.Stretches`)."""
+        """Count a round of the A/B of the draft head (`serving.speedup.AbSchedule`)."""
         arm, size = HEAD_AB_ARMS[with_head], str(batch)
         self.head_ab_rounds.labels(arm, size).inc()
         self.head_ab_seconds.labels(arm, size).inc(seconds)

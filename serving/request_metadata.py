@@ -30,7 +30,7 @@ class _Written(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Marks:
+class RequestMetadata:
     rid: str
     cache_salt: str
     """The tenant, or a text that begins with it: separates the prefix caches of tenants."""
@@ -43,7 +43,7 @@ class Marks:
         return {HEADER: json.dumps(written, separators=(",", ":"))}
 
     @classmethod
-    def of_header(cls, value: str) -> Marks:
+    def of_header(cls, value: str) -> RequestMetadata:
         """Parse a header that `to_header` wrote; raises ValueError for any other."""
         read = msgspec.json.decode(value, type=_Written)
         return cls(rid=read.rid, cache_salt=read.cache_salt, policy=read.slipstream)

@@ -82,7 +82,7 @@ class Arm(NamedTuple):
 NO_AB = Arm(is_on=True, counts=False)
 
 
-class Stretches:
+class AbSchedule:
     """Decides in which rounds a feature is off: an A/B test of what the feature gains.
 
     In every cycle of rounds the feature is off for one stretch, at a random place. Not for single rounds: what a round
@@ -301,8 +301,8 @@ class SpeedupMeter:
         return group
 
 
-class StretchSpeedup:
-    """The speedup by a feature that an A/B test turns off in stretches of rounds (`Stretches`), with a 95% interval.
+class AbSpeedup:
+    """The speedup by a feature that an A/B test turns off in stretches of rounds (`AbSchedule`), with a 95% interval.
 
     End to end, the stretches serve all requests plainly, and all of the engine's time counts while it has requests:
     decode rounds, the time between them, what a trainer beside it takes, and the prompts, whose time both arms share.
@@ -310,7 +310,7 @@ class StretchSpeedup:
     """
 
     def __init__(self, off_share: float) -> None:
-        self._stretches = Stretches(off_share)
+        self._stretches = AbSchedule(off_share)
         self._cycles: deque[Sums] = deque(maxlen=_NUM_BLOCKS)
         self._num_cycles = 0
         self._lock = threading.Lock()

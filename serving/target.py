@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from serving.engine import MovesTarget, TargetReport
+from serving.engine import TargetReport, UpdatableTarget
 from serving.metrics import TargetMetrics
 from speculator.draft.checkpoint import is_finite, target_essentials
 from speculator.errors import ConfigError, EngineBusyError, RequestError, SlipstreamError, TargetError
@@ -31,13 +31,13 @@ from speculator.target_folder import open_weights, reading, weight_files
 log = structlog.get_logger(__name__)
 
 
-class TargetDesk:
+class TargetUpdater:
     """Changes one engine's target; for any thread, one change at a time.
 
     New weights must lie below `folder`; without it every path is refused.
     """
 
-    def __init__(self, host: MovesTarget, metrics: TargetMetrics, *, folder: Path | None) -> None:
+    def __init__(self, host: UpdatableTarget, metrics: TargetMetrics, *, folder: Path | None) -> None:
         self._host, self._metrics = host, metrics
         self._folder = None if folder is None else folder.resolve()
         self._moving = threading.Lock()

@@ -48,7 +48,7 @@ class Eraser:
     timeout_s: float
     """How long engines and trainers may take to answer."""
 
-    def look(self) -> dict[str, Any]:
+    def preview(self) -> dict[str, Any]:
         """Count what `erase` would remove; changes nothing. Raises StreamError, StoreError or ConfigError."""
         return {"tenant": self.tenant, "dry_run": True, **self._remove(dry_run=True), "drafts": self._drafts()}
 
@@ -176,7 +176,7 @@ def _goes(path: Path, is_theirs: IsTheirs, written_s: float) -> bool:
 
 
 def sentences(document: Mapping[str, Any]) -> str:
-    """The document of `look` or `erase` as text for a terminal."""
+    """The document of `preview` or `erase` as text for a terminal."""
     found = document["redis"]
     verb = "would go" if document["dry_run"] else "removed"
     lines = [

@@ -34,10 +34,10 @@ from trainer.ranks import Ranks
 from trainer.release.candidate import Candidates
 from trainer.release.gate import Decide, Gate, decide
 from trainer.release.live_review import Review
-from trainer.replay.admission import Forgetting, Intake
+from trainer.replay.admission import Intake, RetentionPolicy
 from trainer.replay.buffer import Replay, RewardWeights
 from trainer.replay.eval_sets import HeldOut, golden_set
-from trainer.replay.trace_source import Shelf, TraceSource, consumer_name, shelf_folder
+from trainer.replay.trace_source import TraceFiles, TraceSource, consumer_name, shelf_folder
 from trainer.session import Training
 from trainer.throttle import Throttle
 
@@ -108,7 +108,7 @@ class Trainer:
             rng=rng,
         )
         progress = self.training.resume()
-        self._forgetting = Forgetting(
+        self._forgetting = RetentionPolicy(
             Erasures(self._redis, config.model_key),
             Remover(self._redis, config.model_key),
             name=consumer_name(self.ranks.rank),
@@ -116,7 +116,7 @@ class Trainer:
             metrics=self.metrics,
             clock=clock,
         )
-        self._forgetting.look()
+        self._forgetting.poll()
         draft = self.learner.draft
         self._to_example = partial(
             make_example,
@@ -124,7 +124,7 @@ class Trainer:
             feature_width=draft.fc.in_features,
             window=draft.config.max_position_embeddings,
         )
-        self._shelf = Shelf(shelf_folder(config.state_dir))
+        self._shelf = TraceFiles(shelf_folder(config.state_dir))
         self.source = self._open_source(progress)
         self.intake = self._open_intake(progress)
         pointer = DraftPointer(self._redis, config.model_key)
@@ -174,7 +174,7 @@ class Trainer:
     def read(self, *, block_ms: int) -> None:
         """Remove erased and expired traces, then take new ones into the replay, as many as it has room for."""
         self._forget()
-        self._rewards.look()
+        self._rewards.poll()
         previous = self.intake.target_version
         arrivals = self.intake.read(block_ms)
         newest = self.intake.target_version
@@ -367,7 +367,7 @@ class Trainer:
         )
 
     def _forget(self) -> None:
-        if not self._forgetting.look():
+        if not self._forgetting.poll():
             return
         if self.source.has_refused and self._forgetting.sweep():
             self.source.swept()

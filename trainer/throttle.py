@@ -30,7 +30,7 @@ from trainer.ranks import Ranks
 
 ASLEEP_S = 60.0
 RESTING_SHARE = 0.05
-LOOK_S = 1.0
+POLL_S = 1.0
 """Seconds between two reads of the engines' reports, during a rest too: a rest ends when the engines become idle."""
 LONGEST_REST_S = 30.0
 """Limit even after a long turn: traces and erasure orders wait meanwhile."""
@@ -69,7 +69,7 @@ class Throttle:
         self._asleep_s: float | None = None
         """When all engines had stopped using the head, by `clock`; None while one uses it."""
         self._is_resting = False
-        self._looked_s = -math.inf
+        self._polled_s = -math.inf
         metrics.time_share.set(1.0)
 
     def rest(self, worked_s: float, stop: threading.Event) -> None:
@@ -84,13 +84,13 @@ class Throttle:
 
     def _pause_ms(self, worked_s: float, rested_s: float) -> int:
         """Milliseconds until the rest is over, or until the next read of the reports."""
-        self._look()
+        self._poll()
         owed_s = min(worked_s * (1 / self._share - 1), self._longest_s) - rested_s
-        return int(1000 * min(max(owed_s, 0.0), LOOK_S))
+        return int(1000 * min(max(owed_s, 0.0), POLL_S))
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Read the engines' reports and set the share; without Redis the last reports hold."""
-        if self._clock() - self._looked_s < LOOK_S:
+        if self._clock() - self._polled_s < POLL_S:
             return
         with suppress(StreamError):
             reports = self._engines()
@@ -103,7 +103,7 @@ class Throttle:
             self._metrics.resting.set(self._is_resting)
             if self._is_resting or was_resting:
                 self._tell_resting(self._is_resting)
-        self._looked_s = self._clock()
+        self._polled_s = self._clock()
         self._metrics.time_share.set(self._share)
 
     def _is_unasked(self, reports: Mapping[str, Mapping[str, str]]) -> bool:

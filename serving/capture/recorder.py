@@ -20,7 +20,7 @@ from typing import Protocol
 import structlog
 
 from serving.capture.filter import FILTER_REASONS
-from serving.capture.sampling import LOOK_EVERY_S, SAMPLING_REASONS, CaptureSampler
+from serving.capture.sampling import POLL_EVERY_S, SAMPLING_REASONS, CaptureSampler
 from serving.engine import CapturePolicy
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import StreamError, TraceError, type_and_place
@@ -184,15 +184,15 @@ class TraceRecorder:
         while True:
             sampled = self._sampler if self._sampler is not None and self._sampler.share < 1 else None
             with self._changed:
-                if self._changed.wait_for(lambda: self._queue or self._closing, LOOK_EVERY_S if sampled else None):
+                if self._changed.wait_for(lambda: self._queue or self._closing, POLL_EVERY_S if sampled else None):
                     return self._queue[0] if self._queue else None
             if sampled is not None:
-                sampled.look()
+                sampled.poll()
 
     def _record(self, trace: Trace) -> None:
         """Append one trace, however long Redis stays away, unless the recorder is closed meanwhile."""
         if self._sampler is not None:
-            self._sampler.look()
+            self._sampler.poll()
             if not self._sampler.keeps():
                 self._drop(trace, self._sampler.reason)
                 return
@@ -315,7 +315,7 @@ Forget = Callable[[Collection[str]], None]
 
 
 class ErasureWatch:
-    """Carries out orders to erase tenants (speculator/redis/trace_deletion.py). `look` is called with every report of
+    """Carries out orders to erase tenants (speculator/redis/trace_deletion.py). `poll` is called with every report of
     the engine, on its thread.
 
     It erases all of a tenant that is here when the order arrives, whenever it was made.
@@ -332,7 +332,7 @@ class ErasureWatch:
         self._orders, self._forget, self._expire = orders, forget, expire
         self._done: Mapping[str, int] = {}
 
-    def look(self) -> dict[str, str | int | float]:
+    def poll(self) -> dict[str, str | int | float]:
         """Carry out new orders; returns the time of the newest one, for the engine's report. Redis may be away."""
         self._expire()
         try:

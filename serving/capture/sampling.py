@@ -36,7 +36,7 @@ SAMPLING_REASONS = ("sampled_stream", "sampled_memory", "sampled_trainer", "samp
 """Why sampling leaves a trace out: the figure that asks for the smallest share."""
 
 DEFAULT_FLOOR = 0.01
-LOOK_EVERY_S = 1.0
+POLL_EVERY_S = 1.0
 _STREAM = (0.3, 0.8)
 _MEMORY = (0.7, 0.9)
 _TRAINER_S = (60.0, 300.0)
@@ -98,7 +98,7 @@ class WatchedStream(Protocol):
 class CaptureSampler:
     """One engine's share of kept traces, in [floor, 1]. While Redis is away the last share stands.
 
-    `look` is for one thread; `follows` and `keeps` draw at random, for any.
+    `poll` is for one thread; `follows` and `keeps` draw at random, for any.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class CaptureSampler:
         self._looked_at = 1.0, SAMPLING_REASONS[0]
         """The smallest share of the last look, and which of SAMPLING_REASONS asked for it."""
         self._stream: WatchedStream | None = None
-        self._looked_s = -math.inf
+        self._polled_s = -math.inf
         self._last: tuple[int, int, float] | None = None
         """Entries that waited, entries that trainers had ever taken, and when that was."""
         self._watched_s = self._num_taken = 0.0
@@ -149,14 +149,14 @@ class CaptureSampler:
         """Whether to keep a finished trace."""
         return self._at_start or self._rng.random() < self.share
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Set the share anew where the last look is old enough. Raises nothing: whatever fails, the share stands.
 
         Call it also while no trace comes: a share below 1 must recover, and the trainer's speed shows only in looks
         that are close together.
         """
         now_s = self._clock()
-        if now_s - self._looked_s < LOOK_EVERY_S:
+        if now_s - self._polled_s < POLL_EVERY_S:
             return
         try:
             stream = self._stream = self._stream or self._open_stream()
@@ -167,7 +167,7 @@ class CaptureSampler:
         except Exception as error:
             log.error("the capture share is not updated, the stream cannot be read: %s", type_and_place(error))
         # After the look: one that waits for a Redis that is away must not be due again at once.
-        self._looked_s = self._clock()
+        self._polled_s = self._clock()
 
     def _decide(self, lag: StreamLag, max_bytes: int, memory_share: float | None, now_s: float) -> None:
         self._measure_trainer(lag, now_s)

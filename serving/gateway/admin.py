@@ -35,7 +35,7 @@ _MAX_EVENTS = 1000
 
 
 class Drafts(Protocol):
-    """What the endpoints need of `speculator.versions.operator.DraftDesk`; all results can be encoded as JSON."""
+    """What the endpoints need of `speculator.versions.operator.DraftOperator`; all results can be encoded as JSON."""
 
     def overview(self) -> Any: ...
 
@@ -121,7 +121,7 @@ def _number(text: str, name: str) -> int:
 
 
 class Targets(Protocol):
-    """What the endpoint needs of `serving.target.TargetDesk`."""
+    """What the endpoint needs of `serving.target.TargetUpdater`."""
 
     def announce(self, version: int, path: str | None) -> TargetReport: ...
 

@@ -23,7 +23,7 @@ from serving.gateway.metrics import GatewayMetrics, HealthCollector, RolloutColl
 from serving.gateway.openai.generation import Gateway
 from serving.gateway.openai.routes import completion_routes
 from serving.gateway.passthrough import passthrough_routes
-from serving.gateway.rollouts.book import RolloutBook
+from serving.gateway.rollouts.book import RolloutRegistry
 from serving.gateway.rollouts.routes import SendRewards, rollout_routes
 from serving.gateway.telemetry import Telemetry, exchange_of
 from serving.gateway.upstream import Upstream
@@ -64,7 +64,7 @@ def create_app(
     rollout_engine = InProcessEngine(
         "local", engine, share=settings.rollout_slots_share, num_interactive=lambda: gateway.num_samples
     )
-    book = RolloutBook([rollout_engine], settings)
+    book = RolloutRegistry([rollout_engine], settings)
     gateway.on_change = book.driver.wake
     registry.register(RolloutCollector(book.driver, book.ended))
     rollouts = rollout_routes(
@@ -120,7 +120,7 @@ def create_passthrough_app(
     erase: Callable[[Collection[str]], None] = _ignore
     running: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
     if rollouts is not None:
-        book, pool = RolloutBook([], settings), rollouts.pool
+        book, pool = RolloutRegistry([], settings), rollouts.pool
         on_moved, erase = book.driver.set_target_version, book.erase
         registry.register(RolloutCollector(book.driver, book.ended))
         tokenizer, send_rewards = rollouts.tokenizer, rollouts.send_rewards

@@ -19,7 +19,7 @@ from serving.gateway.acceptance import ASK
 from serving.gateway.body import Strict, invalid
 from serving.gateway.openai.routes import CHAT
 from serving.gateway.openai.schema import Count, GroupCapture, Stop
-from serving.request_metadata import POLICY_KEY, Marks
+from serving.request_metadata import POLICY_KEY, RequestMetadata
 from speculator.errors import RequestError
 from speculator.tracing import outgoing_headers
 
@@ -91,7 +91,7 @@ class ForwardedBody(Strict):
         """The operator's limit on completion tokens, if the request has none and SGLang's default may exceed it."""
         return None
 
-    def marked(self, marks: Marks) -> dict[str, Any]:
+    def marked(self, marks: RequestMetadata) -> dict[str, Any]:
         """The fields that carry the gateway's metadata in this endpoint's body."""
         return {}
 
@@ -147,7 +147,7 @@ class SampledBody(ForwardedBody):
             is_named, default = self.max_tokens is not None, _DEFAULT_OF_COMPLETIONS
         return limit if limit < default and not is_named else None
 
-    def marked(self, marks: Marks) -> dict[str, Any]:
+    def marked(self, marks: RequestMetadata) -> dict[str, Any]:
         params = {**self.custom_params, POLICY_KEY: marks.policy}
         added: dict[str, Any] = {"custom_params": params, "rid": marks.rid, "cache_salt": marks.cache_salt}
         if self.has_usage:
@@ -186,7 +186,7 @@ class ResponsesBody(ForwardedBody):
     def limit_to_add(self, limit: int, route: str, info: EngineInfo) -> int | None:
         return limit if limit < info.context_length and self.max_output_tokens is None else None
 
-    def marked(self, marks: Marks) -> dict[str, Any]:
+    def marked(self, marks: RequestMetadata) -> dict[str, Any]:
         return {"request_id": f"resp_{marks.rid}", "cache_salt": marks.cache_salt, "store": False}
 
 
@@ -206,14 +206,16 @@ class TextBody(ForwardedBody):
     model: str | None = None  # type: ignore[assignment]
 
 
-def marks_of(body: ForwardedBody, *, request_id: str, policy: CapturePolicy, meant: Mapping[str, str | int]) -> Marks:
+def metadata_of(
+    body: ForwardedBody, *, request_id: str, policy: CapturePolicy, meant: Mapping[str, str | int]
+) -> RequestMetadata:
     """The metadata of a request; `meant` names the target that must answer."""
     # No tenant's name has a slash, so a client's salt cannot reach another tenant's cache.
     salt = f"{policy.tenant}/{body.cache_salt}" if body.cache_salt else policy.tenant
-    return Marks(rid=request_id, cache_salt=salt, policy={**asdict(policy), **meant, **outgoing_headers()})
+    return RequestMetadata(rid=request_id, cache_salt=salt, policy={**asdict(policy), **meant, **outgoing_headers()})
 
 
-def rewrite(raw: bytes, body: ForwardedBody, marks: Marks, *, max_tokens: int | None) -> bytes:
+def rewrite(raw: bytes, body: ForwardedBody, marks: RequestMetadata, *, max_tokens: int | None) -> bytes:
     """The body to forward, with `max_tokens` if it is given; the client's own values keep their bytes.
 
     Raises RequestError for invalid JSON and for a field that no client may use.

@@ -32,7 +32,7 @@ from serving.gateway.forwarded import (
     ResponsesBody,
     SampledBody,
     TextBody,
-    marks_of,
+    metadata_of,
     rewrite,
 )
 from serving.gateway.metrics import GatewayMetrics
@@ -104,7 +104,7 @@ def passthrough_routes(
         check_completion_tokens(settings, body.completion_tokens or 0)
         policy = body.slipstream.policy(exchange, body.slipstream.group_id)
         meant = {key: value for key, value in ((TARGET_KEY, target), (TARGET_VERSION_KEY, least_version())) if value}
-        marks = marks_of(body, request_id=exchange.request_id, policy=policy, meant=meant)
+        marks = metadata_of(body, request_id=exchange.request_id, policy=policy, meant=meant)
         limit = settings.max_completion_tokens
         call = _UpstreamCall(
             upstream=upstream,

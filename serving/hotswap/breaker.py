@@ -62,7 +62,7 @@ _MOST_ROUNDS = 16_000
 """Rounds after which a trial ends in any case."""
 MOVING_TARGET_PATIENCE_S = 30.0
 """How long a version waits for a known incumbent where the target moves so often that none ever is; then it is tried.
-The gate has passed it, and the trainer's second look follows; both judge it by the newest target."""
+The gate has passed it, and the trainer's review follows; both judge it by the newest target."""
 _KEPT_ROUNDS = 4096
 _KEPT_VERIFICATIONS = 10_000
 _RECENT_VERIFICATIONS = 1000

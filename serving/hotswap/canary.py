@@ -76,7 +76,7 @@ class Pointer(Protocol):
 class Canary:
     """One engine's claim on the canary's slot. Used by the follower's thread.
 
-    The engine asks for the slot, and renews it, every `look_s` seconds. `clock` gives seconds, of any origin.
+    The engine asks for the slot, and renews it, every `poll_s` seconds. `clock` gives seconds, of any origin.
     """
 
     def __init__(
@@ -87,17 +87,17 @@ class Canary:
         in_service: Callable[[], int],
         *,
         engine_id: str,
-        look_s: float,
+        poll_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pointer, self._record, self._watch, self._in_service = pointer, record, watch, in_service
-        self._engine_id, self._look_s, self._clock = engine_id, look_s, clock
+        self._engine_id, self._poll_s, self._clock = engine_id, poll_s, clock
         self._process = secrets.token_hex(8)
         self._held: CanaryHolder | None = None
         self._to_release: tuple[CanaryHolder, bool] | None = None
         """The claim that Redis has yet to release, and whether to forget the crashes that were counted."""
         self._is_leaving = self._is_waiting = False
-        self._asked_s = self._looked_s = self._yields_until_s = float("-inf")
+        self._asked_s = self._polled_s = self._yields_until_s = float("-inf")
         self._held_since_s = 0.0
         self._in_service_since_s: float | None = None
         self._num_yields: Counter[int] = Counter()
@@ -119,7 +119,7 @@ class Canary:
             return True
         self.give_up()
         now_s = self._clock()
-        if now_s < self._yields_until_s or now_s - self._asked_s < self._look_s:
+        if now_s < self._yields_until_s or now_s - self._asked_s < self._poll_s:
             return False
         self._asked_s = now_s
         self._release_owed()
@@ -137,10 +137,10 @@ class Canary:
             self._release_owed()
             return False
         self._held, self._held_since_s, self._is_leaving = holder, now_s, False
-        self._in_service_since_s, self._asked_s, self._looked_s = None, float("-inf"), float("-inf")
+        self._in_service_since_s, self._asked_s, self._polled_s = None, float("-inf"), float("-inf")
         return True
 
-    def look(self) -> int:
+    def poll(self) -> int:
         """Renew the slot; returns the version that this engine has to leave, or 0. Raises StreamError or StoreError."""
         held, now_s = self._held, self._clock()
         is_installed = held is not None and self._in_service() == held.version
@@ -153,13 +153,13 @@ class Canary:
         if self._is_leaving:
             # The slot is not renewed meanwhile: an engine whose idle ranks cannot swap serves no requests.
             return held.version
-        if now_s - self._looked_s < self._look_s:
+        if now_s - self._polled_s < self._poll_s:
             return 0
         if self._in_service_since_s is None:
             self._in_service_since_s = now_s
         on_probation = now_s - self._in_service_since_s < PROBATION_S
         slot = self._pointer.hold_canary(held, ttl_s=SLOT_S, on_probation=on_probation)
-        self._looked_s = now_s
+        self._polled_s = now_s
         if not slot.is_held:
             if self._record.is_promoted(held.version):
                 self.give_up()
@@ -173,7 +173,7 @@ class Canary:
         return held.version if self._is_leaving else 0
 
     def give_up(self) -> None:
-        """Give the slot up; the next `look` releases it in Redis."""
+        """Give the slot up; the next `poll` releases it in Redis."""
         if self._held is not None:
             if self._is_leaving:
                 self._yields_until_s = self._clock() + YIELD_S

@@ -41,7 +41,7 @@ log = structlog.get_logger(__name__)
 
 _LONGEST_PAUSE_S = 10.0
 _REPORT_EVERY_POLLS = 4
-_LOOK_S = 2.0
+_POLL_S = 2.0
 """Seconds between two looks at the canary's slot, which expires otherwise."""
 
 
@@ -116,7 +116,7 @@ class DraftFollower:
             watch,
             lambda: engine.draft_version,
             engine_id=engine_id,
-            look_s=min(self._report_every_s, _LOOK_S),
+            poll_s=min(self._report_every_s, _POLL_S),
             clock=clock,
         )
         self.log = SwapLog()
@@ -174,7 +174,7 @@ class DraftFollower:
             is_successor_waiting = self._waiting not in (None, self._engine.draft_version)
             self._installer.judge_trial(self._pinned, is_successor_waiting=is_successor_waiting)
             self._leave_barred()
-            if version := self._canary.look():
+            if version := self._canary.poll():
                 self._installer.go_back(version, "another engine tries it")
             self._pinned = self._pointer.pinned()
             desired, self._waiting = self._pointer.desired(), None

@@ -34,7 +34,7 @@ from serving.local.scheduler.step_loop import DecodeLoop, RoundObserver
 from serving.local.target.loading import load_tokenizer
 from serving.local.target.model import Target
 from serving.metrics import EngineMetrics
-from serving.speedup import EstimatedSpeedup, SpeedupMeter, StretchSpeedup
+from serving.speedup import AbSpeedup, EstimatedSpeedup, SpeedupMeter
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.errors import EngineDeadError, RequestError
 from speculator.proposals.planner import RoundPlanner
@@ -127,11 +127,11 @@ class LocalEngine:
         return self._observer.estimated_speedup
 
     @property
-    def end_to_end(self) -> StretchSpeedup:
+    def end_to_end(self) -> AbSpeedup:
         return self._loop.end_to_end
 
     @property
-    def head_ab(self) -> StretchSpeedup:
+    def head_ab(self) -> AbSpeedup:
         return self._loop.head_ab
 
     @property

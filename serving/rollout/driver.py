@@ -21,7 +21,7 @@ import structlog
 
 from serving.engine import Chunk, GenerateRequest
 from serving.rollout.engines import RolloutEngine
-from serving.rollout.samples import Answer, Ended, GroupWork, Lease, SampleId, SampleResult, SampleState, Turn
+from serving.rollout.samples import Answer, GroupWork, Lease, SampleEnd, SampleId, SampleResult, SampleState, Turn
 from serving.rollout.scheduler import Policy, Scheduler
 from speculator.errors import EngineBusyError, EngineDeadError, EngineError, RequestError, type_and_place
 
@@ -353,7 +353,7 @@ class Driver:
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
-    def _end_all(self, ended: Iterable[Ended], *, detail: str = "") -> None:
+    def _end_all(self, ended: Iterable[SampleEnd], *, detail: str = "") -> None:
         for one in ended:
             if one.stop is not None:
                 self._stop(one.stop[1])
@@ -365,7 +365,7 @@ class Driver:
             elif not self._num_left[group_id]:
                 self._forget(group_id)
 
-    def _result_of(self, ended: Ended, detail: str) -> SampleResult:
+    def _result_of(self, ended: SampleEnd, detail: str) -> SampleResult:
         answer, sample = self._answers[ended.sample_id], self._scheduler.sample(ended.sample_id)
         # Where a stale sample is aborted the caller wants no tokens of an old target.
         is_wanted = not (ended.state is SampleState.ABORTED and ended.reason == "stale")

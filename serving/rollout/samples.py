@@ -177,7 +177,7 @@ class Lease:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
+class SampleEnd:
     """A sample that has ended. `stop`: the (engine, number) of its lease, if the engine still works on it."""
 
     sample_id: SampleId

@@ -26,7 +26,7 @@ from typing import Literal
 
 from serving.rollout.engines import Host
 from serving.rollout.order import Order, Rank, urgency
-from serving.rollout.samples import Ended, EndReason, Group, GroupRequest, Lease, Sample, SampleId, SampleState
+from serving.rollout.samples import EndReason, Group, GroupRequest, Lease, Sample, SampleEnd, SampleId, SampleState
 from serving.rollout.shares import Shares
 from speculator.errors import RequestError
 
@@ -75,7 +75,7 @@ class Scheduler:
         """A sample, to be read only."""
         return self._groups[sample_id.group_id].samples[sample_id.number]
 
-    def cancel(self, group_id: str, reason: EndReason = "cancelled") -> list[Ended]:
+    def cancel(self, group_id: str, reason: EndReason = "cancelled") -> list[SampleEnd]:
         """End all of a group that has not ended."""
         return [self._end(sample, SampleState.ABORTED, reason) for sample in self._under_way(self._groups[group_id])]
 
@@ -138,7 +138,7 @@ class Scheduler:
             return "go on"
         return self._next_chunk(sample, lease.engine)
 
-    def finished(self, lease: Lease, tokens: Sequence[int], reason: Literal["stop", "length"]) -> Ended | None:
+    def finished(self, lease: Lease, tokens: Sequence[int], reason: Literal["stop", "length"]) -> SampleEnd | None:
         """End a sample with its last tokens; None for a lease that is over."""
         sample = self._leases.get(lease.number)
         if sample is None:
@@ -165,7 +165,7 @@ class Scheduler:
         sample.turns.append((sample.turn_start, len(sample.tokens)))
         return True
 
-    def observed(self, sample_id: SampleId, tokens: Sequence[int]) -> Ended | None:
+    def observed(self, sample_id: SampleId, tokens: Sequence[int]) -> SampleEnd | None:
         """Add the environment's answer to a sample that awaits it, and queue the sample; it ends where nothing more has
         room.
         """
@@ -179,19 +179,19 @@ class Scheduler:
         self._to_queue(sample)
         return None
 
-    def done(self, sample_id: SampleId) -> Ended:
+    def done(self, sample_id: SampleId) -> SampleEnd:
         """End a sample that awaits its environment, because the environment says so."""
         sample = self.sample(sample_id)
         assert sample.state is SampleState.AWAITING, sample_id
         return self._end_finished(sample, "done")
 
-    def failed(self, sample_id: SampleId) -> Ended:
+    def failed(self, sample_id: SampleId) -> SampleEnd:
         """Abort a sample that awaits its environment, because the environment has failed."""
         sample = self.sample(sample_id)
         assert sample.state is SampleState.AWAITING, sample_id
         return self._end(sample, SampleState.ABORTED, "environment")
 
-    def redundant(self, group_id: str) -> list[Ended]:
+    def redundant(self, group_id: str) -> list[SampleEnd]:
         """End what has not ended of a group of which enough samples have finished."""
         group = self._groups[group_id]
         needed = group.request.num_needed
@@ -207,7 +207,7 @@ class Scheduler:
 
     # -- versions and time --------------------------------------------------------------------------------------------
 
-    def announce_target(self, version: int) -> list[Ended]:
+    def announce_target(self, version: int) -> list[SampleEnd]:
         """Move to a newer target; end samples that are too old for it, with their tokens or without, as their group
         asks.
         """
@@ -217,7 +217,7 @@ class Scheduler:
         old = [sample for sample in self._all_under_way() if sample.tokens and is_stale(sample, version)]
         return [self._end_stale(sample) for sample in old]
 
-    def target_seen(self, lease: Lease, version: int) -> list[Ended]:
+    def target_seen(self, lease: Lease, version: int) -> list[SampleEnd]:
         """Note the target version of tokens that a lease is about to report.
 
         An engine may decode under a new target before that is announced. Samples that are then too old end, the lease's
@@ -233,7 +233,7 @@ class Scheduler:
             ended.append(self._end_stale(sample))
         return ended
 
-    def expire(self, now_s: float) -> list[Ended]:
+    def expire(self, now_s: float) -> list[SampleEnd]:
         """End what is past its deadline."""
         late = [
             sample
@@ -345,11 +345,11 @@ class Scheduler:
         sample.engine = None
         self._queue.put(sample, self._policy.order.rank(sample))
 
-    def _end_stale(self, sample: Sample) -> Ended:
+    def _end_stale(self, sample: Sample) -> SampleEnd:
         returns = sample.group.request.when_stale == "return"
         return self._end(sample, SampleState.STALE if returns else SampleState.ABORTED, "stale")
 
-    def _end_finished(self, sample: Sample, reason: EndReason) -> Ended:
+    def _end_finished(self, sample: Sample, reason: EndReason) -> SampleEnd:
         ended = self._end(sample, SampleState.FINISHED, reason)
         group = sample.group
         group.num_finished += 1
@@ -360,7 +360,7 @@ class Scheduler:
                     self._queue.put(sibling, self._policy.order.rank(sibling))
         return ended
 
-    def _end(self, sample: Sample, state: SampleState, reason: EndReason) -> Ended:
+    def _end(self, sample: Sample, state: SampleState, reason: EndReason) -> SampleEnd:
         stop = None
         if sample.state is SampleState.RUNNING:
             engine = self._detach(sample)
@@ -368,7 +368,7 @@ class Scheduler:
         self._queue.discard(sample)
         self._shares.ended(sample.job)
         sample.state, sample.engine = state, None
-        return Ended(sample_id=sample.sample_id, state=state, reason=reason, stop=stop)
+        return SampleEnd(sample_id=sample.sample_id, state=state, reason=reason, stop=stop)
 
 
 def is_stale(sample: Sample, newest_version: int) -> bool:

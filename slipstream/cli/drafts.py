@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         Details,
         Difference,
         DraftChange,
-        DraftDesk,
+        DraftOperator,
         DraftRow,
         EngineRow,
         Overview,
@@ -214,12 +214,12 @@ def _imported(document: dict[str, Any]) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _desk(store_dir: Path, redis_url: str, model: str | None) -> Iterator[DraftDesk]:
+def _desk(store_dir: Path, redis_url: str, model: str | None) -> Iterator[DraftOperator]:
     with working("starting"):
         from speculator.draft.checkpoint import model_key
         from speculator.redis.client import connect
         from speculator.redis.control_plane import DraftPointer
-        from speculator.versions.operator import DraftDesk
+        from speculator.versions.operator import DraftOperator
         from speculator.versions.store import DraftStore
 
     store = DraftStore(store_dir)
@@ -237,7 +237,7 @@ def _desk(store_dir: Path, redis_url: str, model: str | None) -> Iterator[DraftD
             key = model_key(resolve_model(model), fingerprint)
             return DraftPointer(opened.enter_context(connect(redis_url)), key)
 
-        yield DraftDesk(store, pointer)
+        yield DraftOperator(store, pointer)
 
 
 def operator() -> str:

@@ -65,7 +65,7 @@ def erase(
             actor=operator(),
             timeout_s=timeout_s,
         )
-        document = eraser.erase() if yes else eraser.look()
+        document = eraser.erase() if yes else eraser.preview()
     if as_json:
         print_json(document)
     else:

@@ -255,7 +255,7 @@ def poisoned_figures(run: DemoRun) -> dict[str, Any] | None:
 def _num_asked(window: Scrape) -> int:
     """Number of rounds that used or probed the head."""
     asked = window.total("slipstream_proposals_total", source="head", position="1")
-    return int(asked + window.total("slipstream_draft_looks_total"))
+    return int(asked + window.total("slipstream_draft_probes_total"))
 
 
 def end_to_end(sample: Scrape) -> Bounds:
@@ -274,8 +274,9 @@ def _head(final: Scrape) -> dict[str, Any]:
     """The head's hit rate on the next token, in rounds that used or probed it."""
     total = final.total
     head_first = {"source": "head", "position": "1"}
-    asked, probed = total("slipstream_proposals_total", **head_first), total("slipstream_draft_looks_total")
-    right = total("slipstream_accepted_total", **head_first) + total("slipstream_draft_looks_total", outcome="accepted")
+    asked, probed = total("slipstream_proposals_total", **head_first), total("slipstream_draft_probes_total")
+    right = total("slipstream_accepted_total", **head_first)
+    right += total("slipstream_draft_probes_total", outcome="accepted")
     return {
         "first_proposals": int(asked),
         "probes": int(probed),

@@ -41,7 +41,7 @@ from serving.sglang.outside.launcher import SglangProcess, SglangStart
 from serving.sglang.outside.pool import PoolClient, check_routers, is_ready
 from serving.sglang.outside.rollouts import ServerPool, Wiring
 from serving.sglang.report import EngineReport, commonest
-from serving.target import TargetDesk, TargetLayout, read_layout
+from serving.target import TargetLayout, TargetUpdater, read_layout
 from slipstream.models import checked_fingerprint
 from slipstream.start.exposure import check_exposure
 from slipstream.start.sglang import checked_interpreter, with_draft
@@ -54,7 +54,7 @@ from speculator.redis.trace_deletion import Erasures
 from speculator.redis.trace_stream import RewardStream
 from speculator.target_folder import weight_files
 from speculator.versions.lineage import ensure_lineage
-from speculator.versions.operator import DraftDesk
+from speculator.versions.operator import DraftOperator
 from speculator.versions.store import DraftStore
 
 log = structlog.get_logger(__name__)
@@ -103,7 +103,7 @@ def run_gateway(
         opened.callback(client.stop)
         client.target_layout = _layout(options.model_dir)
         client.start()
-        drafts = DraftDesk(store, lambda: pointer, target_fingerprint=fingerprint)
+        drafts = DraftOperator(store, lambda: pointer, target_fingerprint=fingerprint)
         rollouts = _rollouts(
             options.sglang_urls, client, settings, redis_client, options.model_dir, fingerprint, is_routed=not engine_id
         )
@@ -174,7 +174,7 @@ def run_sglang_server(
         opened.callback(client.stop)
         client.target_layout = _layout(start.model_dir)
         client.start()
-        drafts = DraftDesk(store, lambda: pointer, target_fingerprint=fingerprint)
+        drafts = DraftOperator(store, lambda: pointer, target_fingerprint=fingerprint)
         ended, urls = _until_ended(process), (process.url,)
         rollouts = _rollouts(urls, client, settings, redis_client, start.model_dir, fingerprint, is_routed=False)
         erasures = Erasures(redis_client, key)
@@ -199,7 +199,7 @@ async def _serve(
     listener: socket.socket,
     client: SglangClient,
     settings: GatewaySettings,
-    drafts: DraftDesk,
+    drafts: DraftOperator,
     target: str,
     rollouts: Rollouts | None,
     erasures: Erasures,
@@ -219,7 +219,7 @@ async def _serve(
     if isinstance(client, PoolClient):
         registry.register(PoolCollector(lambda: client.num_engines, lambda: client.num_on_version))
     upstream = Upstream(*urls, max_connections=settings.max_in_flight)
-    targets = TargetDesk(client, TargetMetrics(registry), folder=settings.targets_dir)
+    targets = TargetUpdater(client, TargetMetrics(registry), folder=settings.targets_dir)
     app = create_passthrough_app(
         client,
         upstream,
@@ -232,7 +232,7 @@ async def _serve(
         rollouts=rollouts,
         trainer_status=trainer_status,
     )
-    client.on_look = ErasureWatch(erasures.orders, [app.state.erase]).look
+    client.on_poll = ErasureWatch(erasures.orders, [app.state.erase]).poll
     server = GatewayServer(app, listener, max_connections=settings.max_connections, idle_s=settings.idle_connection_s)
     try:
         await serve_until_signal(

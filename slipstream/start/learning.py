@@ -31,7 +31,7 @@ from speculator.host import now_ms
 from speculator.redis.embedded import EmbeddedRedis
 
 log = structlog.get_logger(__name__)
-_LOOK_S = 0.2
+_POLL_S = 0.2
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _GOOD_RUN_S = 60.0
 """A trainer that ran for so long did not fail at its start, so the pause before its restart is short again."""
@@ -120,7 +120,7 @@ class TrainerKeeper:
         """Run one trainer process until it ends, or end it once `stop` is called; returns its exit code."""
         child = self._start()
         self.status = replace(self.status, running=True)
-        while child.returncode is None and not self._stopping.wait(_LOOK_S):
+        while child.returncode is None and not self._stopping.wait(_POLL_S):
             self._bound_log()
         if self._stopping.is_set():
             child.stop()

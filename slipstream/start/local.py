@@ -35,7 +35,7 @@ from serving.local.engine import LocalEngine
 from serving.local.target.model import Target
 from serving.metrics import EngineMetrics, GroupTextMetrics, ServingCollector, TargetMetrics, VerdictCollector
 from serving.speedup import SpeedupMeter
-from serving.target import TargetDesk
+from serving.target import TargetUpdater
 from slipstream.start.exposure import check_exposure
 from speculator.draft.checkpoint import expected_shapes, model_key, target_fingerprint
 from speculator.draft.initialization import Text
@@ -45,7 +45,7 @@ from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_deletion import Erasures
 from speculator.redis.trace_stream import RewardStream, TraceStream, cap_for
 from speculator.versions.lineage import ensure_lineage, load_draft, version_to_serve
-from speculator.versions.operator import DraftDesk
+from speculator.versions.operator import DraftOperator
 from speculator.versions.store import DraftStore
 
 log = structlog.get_logger(__name__)
@@ -157,8 +157,8 @@ def run_server(
             engine,
             settings=settings,
             registry=registry,
-            drafts=DraftDesk(store, lambda: pointer, target_fingerprint=fingerprint),
-            targets=TargetDesk(engine, TargetMetrics(registry), folder=settings.targets_dir),
+            drafts=DraftOperator(store, lambda: pointer, target_fingerprint=fingerprint),
+            targets=TargetUpdater(engine, TargetMetrics(registry), folder=settings.targets_dir),
             send_rewards=RewardStream(connection(), key).append if recorder else None,
             trainer_status=trainer_status,
         )
@@ -172,7 +172,7 @@ def run_server(
             """Fields of the engine's report in Redis, besides its draft version."""
             share = {"capture_share": round(recorder.stats().share, 4)} if recorder else {}
             about = {"target_version": engine.target_version, "asleep": int(engine.is_head_asleep)}
-            return {**about, **engine.load.report(), **share, **privacy.look()}
+            return {**about, **engine.load.report(), **share, **privacy.poll()}
 
         follower = DraftFollower(
             engine, pointer, engine_id=config.engine_id, status=status, watch=watch, lifecycle=store.lifecycle
@@ -193,12 +193,12 @@ def run_server(
         asyncio.run(serving)
 
 
-async def until_it_fails(engine: Engine, *, look_s: float = 1.0) -> None:
-    """Wait until the engine fails, checking every `look_s` seconds, and raise EngineDeadError. It ends this process, so
+async def until_it_fails(engine: Engine, *, poll_s: float = 1.0) -> None:
+    """Wait until the engine fails, checking every `poll_s` seconds, and raise EngineDeadError. It ends this process, so
     that a supervisor restarts it.
     """
     while (health := engine.health()).alive:  # noqa: ASYNC110 - its thread knows of no event loop
-        await asyncio.sleep(look_s)
+        await asyncio.sleep(poll_s)
     raise EngineDeadError(f"the engine failed ({health.detail}): the log says why")
 
 

@@ -27,9 +27,9 @@ from typing import NamedTuple
 import numpy as np
 
 from speculator.proposals.estimates import PositionAcceptance, RoundTimes
-from speculator.proposals.planner import FIRST_LOOKS, LOOKS_AFTER_RENEWAL, RENEWED_WEIGHT
+from speculator.proposals.planner import FIRST_PROBES, LOOKS_AFTER_RENEWAL, RENEWED_WEIGHT
 
-_LEAST_LOOK = 0.5
+_LEAST_PROBE = 0.5
 """Least cost of a probe of the head, in plain rounds: keeps probes rare where chains cost little."""
 _TRIAL_ROUNDS = 12.0
 """Rounds for which a length is tried: more than for single chains, since a length that seems too slow hardly runs
@@ -55,7 +55,7 @@ class LengthPlan(NamedTuple):
     """Expected seconds of a plain round of the same requests."""
     headless_s: float = 0.0
     """Expected seconds a token in the best round without the head's chains."""
-    is_look: bool = False
+    is_probe: bool = False
     """Whether the round is a probe of the draft's acceptance, or of another length's cost."""
 
     @property
@@ -75,13 +75,13 @@ class LengthPlanner:
     Deterministic: the same observations in the same order give the same plans.
     """
 
-    def __init__(self, *, max_depth: int, look_share: float = 0.01, seed: int = 0) -> None:
+    def __init__(self, *, max_depth: int, probe_share: float = 0.01, seed: int = 0) -> None:
         """`max_depth`: longest chain of the head."""
         self.times, self.text_times = RoundTimes(), RoundTimes()
         self.positions = PositionAcceptance(max_depth)
-        self._look_share, self._random = look_share, random.Random(seed)
-        self._looks_left_s = 0.0
-        self._granted = FIRST_LOOKS
+        self._probe_share, self._random = probe_share, random.Random(seed)
+        self._probes_left_s = 0.0
+        self._granted = FIRST_PROBES
         """Budget for probes that is still to be added, in plain rounds."""
 
     def plan(
@@ -137,18 +137,18 @@ class LengthPlanner:
             return longer[0]
         if best.uses_head:
             # Now and then run the next shorter or longer length to measure its cost.
-            if self._random.random() < self._look_share:
+            if self._random.random() < self._probe_share:
                 shorter = [plan for plan in plans if plan.num_proposals < best.num_proposals]
                 nearest = [*(shorter[-1:] or [self._plain(best)]), *longer[:1]]
-                return self._random.choice(nearest)._replace(is_look=True)
+                return self._random.choice(nearest)._replace(is_probe=True)
             return best
         if self._granted:
-            self._looks_left_s, self._granted = self._granted * best.plain_s, 0.0
-        if self._looks_left_s <= 0:
-            self._looks_left_s += self._look_share * best.plain_s
+            self._probes_left_s, self._granted = self._granted * best.plain_s, 0.0
+        if self._probes_left_s <= 0:
+            self._probes_left_s += self._probe_share * best.plain_s
             return best
-        self._looks_left_s -= max(longer[0].expected_s - best.plain_s, _LEAST_LOOK * best.plain_s)
-        return longer[0]._replace(is_look=True)
+        self._probes_left_s -= max(longer[0].expected_s - best.plain_s, _LEAST_PROBE * best.plain_s)
+        return longer[0]._replace(is_probe=True)
 
     @staticmethod
     def _plain(plan: LengthPlan) -> LengthPlan:

@@ -17,7 +17,7 @@ The largest ratio is the rate λ of this round, and the price of time. The head'
 of them, w Σ_i R_ik, earns more than its verification λ · ΔV, or before the head has computed it, λ · (ΔV + ΔD). That is
 the stationarity condition of the maximised ratio (Dinkelbach, Management Science 13(7), 1967).
 
-A head that does not pay is probed now and then, since it may have learned. A probe (`look`) has the head propose one
+A head that does not pay is probed now and then, since it may have learned. A probe (`probe`) has the head propose one
 token for one request. The round does not verify the token; the target's own token shows whether it was right. Probes
 have a budget in seconds, a share of the rounds' time, since most of a probe's cost is reading unread pairs. Many
 useless probes in a row halve the budget, until one is useful or another version comes. Only requests that would use
@@ -102,7 +102,7 @@ class _Record:
         return self._saved.value
 
     @property
-    def look_share(self) -> float:
+    def probe_share(self) -> float:
         """Share of the full probe budget."""
         return 0.5 if self._num_vain >= _VAIN_LOOKS else 1.0
 
@@ -128,9 +128,9 @@ class Earnings:
         """Expected accepted proposals of a head's chain in one verification, empty chains included."""
         return self._nearest_record(domain).gain
 
-    def look_share(self, domain: str) -> float:
+    def probe_share(self, domain: str) -> float:
         """Share of the full probe budget."""
-        return self._nearest_record(domain).look_share
+        return self._nearest_record(domain).probe_share
 
     def worth(self, domains: Sequence[str]) -> float:
         """Rounds that a token of the head saves, in requests of these domains."""
@@ -162,7 +162,7 @@ class Earnings:
         return self._records[domain]
 
 
-FIRST_LOOKS = 3.0
+FIRST_PROBES = 3.0
 """Initial probe budget, in plain decode steps of one request: cheaper than verifying a useless head's chains."""
 LOOKS_AFTER_RENEWAL = 12.0
 """Probe budget at a new version, in such steps: enough to detect a useless version in its trial. Also the most that the
@@ -189,7 +189,7 @@ class Plan:
     worth: float = 1.0
     """Rounds that a token of the head saves."""
     uses_head: bool = False
-    look: int | None = None
+    probe: int | None = None
     """Index of the request in which to probe the unused head."""
     num_proposals: int = 0
     """Nodes of the suffix trees, in a round without the head."""
@@ -197,9 +197,9 @@ class Plan:
     """For each request, whether it uses its suffix tree, in a round with the head."""
 
     @property
-    def is_look(self) -> bool:
+    def is_probe(self) -> bool:
         """Whether the round probes the unused head."""
-        return self.look is not None
+        return self.probe is not None
 
     @property
     def rate(self) -> float:
@@ -258,17 +258,17 @@ ONE_STEP = ChainRule((1.0,), (math.inf,))
 class RoundPlanner:
     """Plans the rounds of one engine; used by the thread that decodes."""
 
-    def __init__(self, *, max_depth: int, look_share: float = 0.01, seed: int = 0) -> None:
+    def __init__(self, *, max_depth: int, probe_share: float = 0.01, seed: int = 0) -> None:
         self.times = RoundTimes()
         self.confidence = Calibration()
         self.positions = PositionAcceptance(max_depth)
         self.earnings = Earnings()
         self._proposals: defaultdict[int, FadingMean] = defaultdict(lambda: FadingMean(float(max_depth)))
         self._steps: defaultdict[int, FadingMean] = defaultdict(lambda: FadingMean(float(max_depth)))
-        self._look_share, self._random = look_share, random.Random(seed)
-        self._look_budget = look_share
-        self._step_s = self._looks_left_s = 0.0
-        self._granted = FIRST_LOOKS
+        self._probe_share, self._random = probe_share, random.Random(seed)
+        self._probe_budget = probe_share
+        self._step_s = self._probes_left_s = 0.0
+        self._granted = FIRST_PROBES
         """Probe budget that is still to be added, in plain decode steps of one request."""
         self._dismissed: tuple[str, ...] = ()
         """Domains for which the unused head was found not to pay; cleared by the next probe or version."""
@@ -288,7 +288,7 @@ class RoundPlanner:
         """Plan a round for requests of these domains. `suffixes`: R_ik of each request's suffix tree; `head_depth`:
         longest chain of the head; `unread`: pairs of each request that the head has not read.
         """
-        self._look_budget = 0.0
+        self._probe_budget = 0.0
         batch = len(domains)
         without = self._without_head(batch, num_keys, suffixes)
         if not without.plain_s:
@@ -298,7 +298,7 @@ class RoundPlanner:
         self._num_plans += 1
         self._step_s = self.times.verify_s(1, 0, num_keys // batch)
         if self._granted:
-            self._looks_left_s, self._granted = self._granted * self._step_s, 0.0
+            self._probes_left_s, self._granted = self._granted * self._step_s, 0.0
         has_better = self._have_better(domains, suffixes)
         if self._dismissed != tuple(domains):
             plan = self._with_head(domains, num_keys, suffixes, has_better, head_depth, num_pairs=sum(unread))
@@ -310,16 +310,16 @@ class RoundPlanner:
         rows = [row for row, is_better in enumerate(has_better) if not is_better]
         if not rows:
             return without
-        shares = [self.earnings.look_share(domains[row]) for row in rows]
-        self._look_budget = self._look_share * max(shares) * len(rows) / batch
-        look = self._look(rows, unread)
-        if look is None:
+        shares = [self.earnings.probe_share(domains[row]) for row in rows]
+        self._probe_budget = self._probe_share * max(shares) * len(rows) / batch
+        probe = self._probe(rows, unread)
+        if probe is None:
             return without
         return replace(
             without,
-            look=look,
-            worth=self.earnings.worth(domains[look : look + 1]),
-            expected_s=without.expected_s + self.times.draft_s(1, 1, unread[look]),
+            probe=probe,
+            worth=self.earnings.worth(domains[probe : probe + 1]),
+            expected_s=without.expected_s + self.times.draft_s(1, 1, unread[probe]),
         )
 
     @property
@@ -438,9 +438,9 @@ class RoundPlanner:
         )
         return max(more_s, 0.0)
 
-    def _look(self, rows: Sequence[int], unread: Sequence[int]) -> int | None:
+    def _probe(self, rows: Sequence[int], unread: Sequence[int]) -> int | None:
         """Choose a random request to probe; None if the budget is used up, or the request has too many unread pairs."""
-        if self._looks_left_s <= 0:
+        if self._probes_left_s <= 0:
             return None
         row = self._random.choice(rows)
         return row if self.times.draft_s(1, 1, unread[row]) < _LONGEST_LOOK * self._step_s else None
@@ -459,9 +459,9 @@ class RoundPlanner:
             self.times.add_verification(plan.batch, num_proposals, plan.num_keys, verify_s)
         if plan.expected_s:
             most_s = LOOKS_AFTER_RENEWAL * self._step_s
-            self._looks_left_s = min(self._looks_left_s + self._look_budget * verify_s, most_s)
-        if plan.look is not None:
-            self._looks_left_s -= draft_s
+            self._probes_left_s = min(self._probes_left_s + self._probe_budget * verify_s, most_s)
+        if plan.probe is not None:
+            self._probes_left_s -= draft_s
             self.times.add_drafting(1, num_steps, num_pairs, draft_s)
             num_proposals = num_steps  # count the probe's token as verified, so that gain and cost fit together
         elif num_steps:

@@ -1,8 +1,8 @@
 """Operator commands on draft versions: list, compare, promote, roll back, pin, export.
 
-Command line and gateway both use `DraftDesk`. Each change of the served draft is recorded twice: as the event `asked`
-before it begins, and with its result when it is done; a crash in between leaves only the first. Engines keep comparing
-versions that an operator chose.
+Command line and gateway both use `DraftOperator`. Each change of the served draft is recorded twice: as the event
+`asked` before it begins, and with its result when it is done; a crash in between leaves only the first. Engines keep
+comparing versions that an operator chose.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class DraftChange(msgspec.Struct, frozen=True, kw_only=True):
     """Events of this change that could not be written: a rollback does not depend on the event log."""
 
 
-class DraftDesk:
+class DraftOperator:
     """Operator commands on one store, and on the engines that serve its versions.
 
     `pointer` is called for each use; it may raise StreamError, or ConfigError where Redis is not configured.

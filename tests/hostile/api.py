@@ -33,7 +33,7 @@ from serving.gateway.keys import ApiKey, change_keys, digest
 from speculator.draft.checkpoint import draft_config_json, draft_state
 from speculator.redis.control_plane import DraftPointer
 from speculator.versions.lifecycle import VersionState
-from speculator.versions.operator import DraftDesk
+from speculator.versions.operator import DraftOperator
 from speculator.versions.store import DraftStore
 from tests.fixtures.doubles import DoubleEngine
 from tests.fixtures.drafts import CONFIG, make_draft
@@ -84,7 +84,7 @@ def full_app(folder: Path, client: redis.Redis, engine: DoubleEngine | None = No
     store.lifecycle.move(3, VersionState.QUARANTINED, actor="test", reason="test")
     pointer = DraftPointer(client, "hostile")
     pointer.publish(1)
-    desk = DraftDesk(store, lambda: pointer, target_fingerprint=FINGERPRINT)
+    desk = DraftOperator(store, lambda: pointer, target_fingerprint=FINGERPRINT)
     keys_file = folder / "keys.json"
     change_keys(keys_file, lambda _: [ApiKey(name="stranger", sha256=digest(API_KEY.encode()))])
     settings = GatewaySettings(admin_key=SecretStr(ADMIN_KEY), keys_file=keys_file)

@@ -29,7 +29,7 @@ from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
 from speculator.versions.lifecycle import VersionState
-from speculator.versions.operator import DraftDesk
+from speculator.versions.operator import DraftOperator
 from speculator.versions.store import DraftStore
 from tests.fixtures.drafts import CONFIG, make_draft
 from tests.fixtures.toy import make_toy_model, random_draft
@@ -143,7 +143,7 @@ def app(tmp_path_factory: pytest.TempPathFactory, store: DraftStore, pointer: Dr
             toy.engine,
             settings=GatewaySettings(admin_key=SecretStr(KEY)),
             registry=toy.registry,
-            drafts=DraftDesk(store, lambda: pointer, target_fingerprint="toy"),
+            drafts=DraftOperator(store, lambda: pointer, target_fingerprint="toy"),
         )
 
 

@@ -8,12 +8,12 @@ import random
 import pytest
 
 from serving.speedup import (
+    AbSchedule,
+    AbSpeedup,
     ControlShare,
     EstimatedSpeedup,
     Speedup,
     SpeedupMeter,
-    Stretches,
-    StretchSpeedup,
     Sums,
     measure,
 )
@@ -169,7 +169,7 @@ def test_the_estimate_is_what_tokens_cost_plainly_over_what_rounds_should_take()
 
 
 def test_one_stretch_of_every_cycle_goes_without_the_head_at_a_random_place() -> None:
-    switch = Stretches(0.25)
+    switch = AbSchedule(0.25)
     arms = [switch.next_arm() for _ in range(192 * 50)]
     starts = []
     for first in range(0, len(arms), 192):
@@ -181,7 +181,7 @@ def test_one_stretch_of_every_cycle_goes_without_the_head_at_a_random_place() ->
 
 
 def test_the_first_rounds_after_a_change_count_for_neither_side() -> None:
-    switch = Stretches(0.5)
+    switch = AbSchedule(0.5)
     arms = [switch.next_arm() for _ in range(96 * 50)]
     stretches = [[arm.counts for arm in group] for _, group in itertools.groupby(arms, lambda arm: arm.is_on)]
     assert len(stretches) > 90
@@ -191,13 +191,13 @@ def test_the_first_rounds_after_a_change_count_for_neither_side() -> None:
 
 
 def test_without_an_ab_the_head_may_always_be_asked_and_nothing_counts() -> None:
-    switch = Stretches(0.0)
+    switch = AbSchedule(0.0)
     assert {switch.next_arm() for _ in range(1000)} == {(True, False)}
 
 
 def _ab(world: World, *, rounds: int, busy: float = 1.0) -> Speedup:
     """What an A/B of so many rounds finds, on a machine that is slower by up to `busy` for some time now and then."""
-    switch, rng = Stretches(0.25, seed=world.seed), random.Random(world.seed)
+    switch, rng = AbSchedule(0.25, seed=world.seed), random.Random(world.seed)
     blocks = [Sums() for _ in range(20)]
     for number in range(rounds):
         if rng.random() < 0.005:
@@ -242,9 +242,9 @@ def test_the_interval_holds_what_the_head_adds_on_a_machine_that_is_busy_at_time
 PROMPT_S, PLAIN_S, DRAFTED_S, PER_PROMPT = 0.1, 0.010, 0.005, 40
 
 
-def _served(rng: random.Random, *, cycles: int, share: float = 0.05, busy: float = 1.0) -> StretchSpeedup:
+def _served(rng: random.Random, *, cycles: int, share: float = 0.05, busy: float = 1.0) -> AbSpeedup:
     """Rounds of one token, on a machine that is slower by up to `busy` for some time; prompts are read now and then."""
-    end_to_end, slow = StretchSpeedup(share), 1.0
+    end_to_end, slow = AbSpeedup(share), 1.0
     for _ in range(round(cycles * 48 / share)):
         if rng.random() < 0.01:
             slow = 1 + rng.random() * (busy - 1)
@@ -280,7 +280,7 @@ def test_the_interval_needs_five_plain_stretches_and_old_ones_are_forgotten() ->
 
 
 def test_without_a_share_nobody_is_served_plainly_and_nothing_is_measured() -> None:
-    end_to_end = StretchSpeedup(0.0)
+    end_to_end = AbSpeedup(0.0)
     for _ in range(1000):
         arm = end_to_end.next_arm()
         assert arm.is_on

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from serving.engine import TargetReport
 from serving.metrics import TargetMetrics
-from serving.target import TargetDesk
+from serving.target import TargetUpdater
 from speculator.errors import EngineBusyError, RequestError, SlipstreamError, TargetError
 
 
@@ -38,7 +38,7 @@ class Host:
 @dataclass
 class Scene:
     host: Host
-    desk: TargetDesk
+    desk: TargetUpdater
     registry: CollectorRegistry
 
     def changes(self) -> tuple[float | None, float | None]:
@@ -52,7 +52,7 @@ class Scene:
 def scene(folder: Path | None = None) -> Scene:
     host, registry = Host(), CollectorRegistry()
     host.gate.set()
-    desk = TargetDesk(host, TargetMetrics(registry), folder=folder)
+    desk = TargetUpdater(host, TargetMetrics(registry), folder=folder)
     return Scene(host, desk, registry)
 
 

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from serving.answer_text import LocalTokenizer
-from serving.request_metadata import OTHER_TARGET, TARGET_KEY, Marks
+from serving.request_metadata import OTHER_TARGET, TARGET_KEY, RequestMetadata
 from serving.sglang.outside.pool import check_routers
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.errors import ConfigError
@@ -103,7 +103,7 @@ def test_requests_of_both_engines_are_in_one_stream_as_the_gateway_marked_them(
 
 
 def test_engines_refuse_what_is_meant_for_another_target(pool: Pooled) -> None:
-    marks = Marks(rid="for-another", cache_salt="default", policy={"capture": False, TARGET_KEY: "0" * 64})
+    marks = RequestMetadata(rid="for-another", cache_salt="default", policy={"capture": False, TARGET_KEY: "0" * 64})
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Name a river."}], "max_tokens": 4}
     url = f"{pool.router_url}/v1/chat/completions"
     answer = httpx.post(url, json=body, headers=marks.to_header(), timeout=60, trust_env=False)

@@ -120,7 +120,7 @@ def test_a_step_of_training_comes_into_service_between_two_tokens(
             heeds_seed=lambda: False,
             end_group=lambda tenant, group_id: None,
         )
-        async with ServerPool((plugged.server.url,), False, wiring, look_s=0.1).running(driver.set_engines):
+        async with ServerPool((plugged.server.url,), False, wiring, poll_s=0.1).running(driver.set_engines):
             await until(driver, lambda: driver.has_engine)
             driver.submit([group(plugged, "sea", None), group(plugged, "moon", 0)])
             await until(driver, lambda: driver.num_tokens >= 64)

@@ -126,7 +126,7 @@ def watched_demo(run_cli: RunCli, tmp_path_factory: pytest.TempPathFactory) -> I
         )
 
 
-class Ended(NamedTuple):
+class SampleEnd(NamedTuple):
     """How a command line ended, and what it printed."""
 
     code: int | str | None
@@ -135,19 +135,19 @@ class Ended(NamedTuple):
 
 
 @pytest.fixture
-def invoke(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+def invoke(capsys: pytest.CaptureFixture[str]) -> Callable[..., SampleEnd]:
     """Run a command line in this process."""
 
-    def run(*arguments: object) -> Ended:
+    def run(*arguments: object) -> SampleEnd:
         with pytest.raises(SystemExit) as ended:
             main([*map(str, arguments)])
-        return Ended(ended.value.code, *capsys.readouterr())
+        return SampleEnd(ended.value.code, *capsys.readouterr())
 
     return run
 
 
 @pytest.fixture
-def refused(invoke: Callable[..., Ended]) -> Callable[..., str]:
+def refused(invoke: Callable[..., SampleEnd]) -> Callable[..., str]:
     """Run a command line that must end with exit code 2 and one line, which is returned."""
 
     def run(*arguments: object) -> str:

@@ -47,7 +47,7 @@ from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_stream import TraceStream
-from speculator.versions.operator import DraftDesk
+from speculator.versions.operator import DraftOperator
 from speculator.versions.store import DraftStore
 from tests.fixtures.decoding import FixedPlanner
 from tests.fixtures.doubles import DoubleEngine
@@ -167,13 +167,13 @@ def _gateway(order: Order, reach: Callable[[str], None]) -> None:
     """The gateway of an engine that is a process of its own, as `slipstream serve --engine sglang` starts it."""
     fingerprint = target_fingerprint(Path(order.model_dir))
     pointer = DraftPointer(connect(order.redis_url), model_key(Path(order.model_dir), fingerprint))
-    desk = DraftDesk(DraftStore(Path(order.folder, "store")), lambda: pointer, target_fingerprint=fingerprint)
+    desk = DraftOperator(DraftStore(Path(order.folder, "store")), lambda: pointer, target_fingerprint=fingerprint)
     server = GatewayServer(_admin_app(desk), bind("127.0.0.1", 0))
     reach(f"serves 0 at {server.url}")
     asyncio.run(serve_until_signal(server, model="toy", draft_version=0))
 
 
-def _admin_app(desk: DraftDesk) -> FastAPI:
+def _admin_app(desk: DraftOperator) -> FastAPI:
     settings = GatewaySettings(admin_key=SecretStr(KEY))
     return create_app(DoubleEngine(), settings=settings, registry=CollectorRegistry(), drafts=desk)
 
@@ -213,7 +213,7 @@ def _nursery(model_dir: Path) -> None:
     torch.set_num_threads(1)
     # What they import and compute on first use is here already, and collecting garbage copies no pages.
     Target(model_dir, num_slots=1, context_length=8, cache_margin=1, dtype=torch.float64)
-    _admin_app(DraftDesk(DraftStore(model_dir), lambda: sys.exit("not to be used")))
+    _admin_app(DraftOperator(DraftStore(model_dir), lambda: sys.exit("not to be used")))
     gc.freeze()
     assert len(os.listdir("/proc/self/task")) == 1, "of the threads, a fork has one"
     for line in sys.stdin:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.models import BUNDLED_MODEL
 from speculator.versions.store import DraftStore
-from tests.slipstream.conftest import Ended, RunCli
+from tests.slipstream.conftest import RunCli, SampleEnd
 
 Refused = Callable[..., str]
 
@@ -127,7 +127,7 @@ def test_an_option_of_other_redis_clients(
 
 
 def test_doctor_names_the_option_of_another_redis_client(
-    invoke: Callable[..., Ended], toy_model: Path, redis_url: str
+    invoke: Callable[..., SampleEnd], toy_model: Path, redis_url: str
 ) -> None:
     ended = invoke("doctor", "--model", toy_model, "--redis-url", f"{redis_url}&decode_responses=true")
     assert ended.code == 1

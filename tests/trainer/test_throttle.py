@@ -24,7 +24,7 @@ from trainer.loop import Trainer, train_until
 from trainer.metrics import TrainerMetrics
 from trainer.process import give_way_in_the_kernel
 from trainer.ranks import Ranks
-from trainer.throttle import ASLEEP_S, LONGEST_CARD_REST_S, LONGEST_REST_S, LOOK_S, RESTING_SHARE, Throttle
+from trainer.throttle import ASLEEP_S, LONGEST_CARD_REST_S, LONGEST_REST_S, POLL_S, RESTING_SHARE, Throttle
 
 Reports = dict[str, dict[str, str]]
 
@@ -114,7 +114,7 @@ def test_the_trainer_rests_where_no_engine_asks_its_draft_and_says_so() -> None:
     assert engines.told[-1] is True
     assert (engines.metric("resting"), engines.metric("time_share_ratio")) == (1, RESTING_SHARE)
     engines.looks = [asleep("1", "0")]
-    assert engines.rest_after(1.0) < 2 * LOOK_S, "it goes on once an engine asks"
+    assert engines.rest_after(1.0) < 2 * POLL_S, "it goes on once an engine asks"
     assert engines.told[-1] is False
     assert engines.metric("resting") == 0
 

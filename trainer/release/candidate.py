@@ -79,7 +79,7 @@ class Candidates:
     def heed_rollbacks(self) -> bool:
         """Restart training where its version was rolled back or barred; True where it did."""
         training = self._training
-        good = self._ranks.lead(lambda: self._rollbacks.look(training.version))
+        good = self._ranks.lead(lambda: self._rollbacks.poll(training.version))
         if not good:
             return False
         training.start_over(good)

@@ -57,7 +57,7 @@ from trainer.statistics import Comparison, PairedScores, PromptScores, anytime_q
 _IN_SERVICE = frozenset({VersionState.LIVE, VersionState.PROMOTED})
 
 
-class Newcomer(NamedTuple):
+class ReviewedVersion(NamedTuple):
     version: int
     incumbent: int
     """The last good version before it, to which engines go back."""
@@ -65,7 +65,7 @@ class Newcomer(NamedTuple):
     """Number of the transition that brought it into service; a version that was barred and released has a new one."""
 
 
-def _is_gone(histories: Mapping[int, Sequence[Transition]], current: Newcomer) -> bool:
+def _is_gone(histories: Mapping[int, Sequence[Transition]], current: ReviewedVersion) -> bool:
     """The newcomer's incumbent was barred or removed, so no engine would go back to it."""
     history = histories.get(current.incumbent)
     return history is None or history[-1].state in BARRED
@@ -86,10 +86,10 @@ frequent: of versions that lose half on one trace in ten 1 in 200 is kept, of th
 MIN_KEPT = 50
 DOUBT = 0.1
 """`doubt` of `compare`: a few first traces that agree do not decide."""
-LOOK_INTERVAL_S = 1.0
+POLL_INTERVAL_S = 1.0
 _TRACES_A_TURN = 2
 _ANSWERS_A_PROMPT = 4
-_NOBODY = Newcomer(0, 0, 0)
+_NOBODY = ReviewedVersion(0, 0, 0)
 
 
 class ReviewOutcome(enum.Enum):
@@ -131,7 +131,7 @@ class Review:
         """The version under review; and, on rank 0, the one to review from the next turn on."""
         self._settled: int | None = None
         """Sequence number of the transition up to which all versions in service were reviewed."""
-        self._looked_s = float("-inf")
+        self._polled_s = float("-inf")
         self._drafts: tuple[Eagle3Draft, Eagle3Draft] | None = None
         """The newcomer and its incumbent, once there is a trace to decode."""
         self._waiting: deque[Stored] = deque(maxlen=config.review_traces)
@@ -192,13 +192,13 @@ class Review:
             else:
                 self._judge()
 
-    def _agree(self) -> Newcomer:
-        if self._ranks.leads and self._clock() - self._looked_s >= LOOK_INTERVAL_S:
-            self._looked_s = self._clock()
-            self._look()
-        return Newcomer(*map(int, self._ranks.sum(self._word if self._ranks.leads else _NOBODY)))
+    def _agree(self) -> ReviewedVersion:
+        if self._ranks.leads and self._clock() - self._polled_s >= POLL_INTERVAL_S:
+            self._polled_s = self._clock()
+            self._poll()
+        return ReviewedVersion(*map(int, self._ranks.sum(self._word if self._ranks.leads else _NOBODY)))
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         if self._verdict is not None:
             self._carry_out()
             return
@@ -214,7 +214,7 @@ class Review:
             # Where the incumbent was barred, the same version begins a new review against another incumbent.
             self._word = newcomer
 
-    def _find_newcomer(self) -> Newcomer:
+    def _find_newcomer(self) -> ReviewedVersion:
         """The version that came into service last, until its review ends. Raises StoreError."""
         histories = self._lifecycle.histories()
         came = {version: _came(history) for version, history in histories.items() if history[-1].state in _IN_SERVICE}
@@ -228,9 +228,9 @@ class Review:
         if self._word.sequence == came[version] and not _is_gone(histories, self._word):
             return self._word
         incumbent = self._lifecycle.last_good(other_than=version)
-        return _NOBODY if incumbent is None else Newcomer(version, incumbent, came[version])
+        return _NOBODY if incumbent is None else ReviewedVersion(version, incumbent, came[version])
 
-    def _begin(self, newcomer: Newcomer) -> None:
+    def _begin(self, newcomer: ReviewedVersion) -> None:
         self._newcomer, self._drafts, self._seconds, self._is_gone = newcomer, None, 0.0, False
         self._waiting.clear()
         self._texts.clear()
@@ -348,12 +348,12 @@ class RollbackWatch:
         """No version may be published."""
         metrics.publishing_paused.set(0)
 
-    def look(self, version: int) -> int | None:
+    def poll(self, version: int) -> int | None:
         """The version to restart training from where `version`, from which the weights descend, is barred; else None.
         Reads the states at most every LOOK_INTERVAL_S.
         """
         now_s, before = self._clock(), self._looked
-        if version == before[0] and now_s - before[1] < LOOK_INTERVAL_S:
+        if version == before[0] and now_s - before[1] < POLL_INTERVAL_S:
             return None
         self._looked = (version, now_s)
         try:

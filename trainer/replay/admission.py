@@ -9,8 +9,8 @@ repeats itself could raise an alarm. Several ranks may each hold the same text.
 When the target moves, only traces of its newest version judge drafts. Older held-out and golden traces go to the
 replay, and the next traces take their places. An operator's recording stays, and may veto.
 
-`Forgetting` says which traces must go: those of an erased tenant from before its erasure order, and those that are too
-old. It reads the erasure orders from Redis every LOOK_S; in between it uses those that it read last.
+`RetentionPolicy` says which traces must go: those of an erased tenant from before its erasure order, and those that are
+too old. It reads the erasure orders from Redis every LOOK_S; in between it uses those that it read last.
 """
 
 from __future__ import annotations
@@ -267,11 +267,11 @@ class Intake:
             self._replay.restore(stored, domain=domain, priority=self._priorities.get(stored.trace_id, 1.0))
 
 
-LOOK_S = 1.0
+POLL_S = 1.0
 REASONS = ("erased", "expired")
 
 
-class Forgetting:
+class RetentionPolicy:
     """Says which traces to forget, and reports to Redis what was removed. `name` identifies this process there; `ttl_s`
     0 sets no age limit; `clock` gives seconds since the epoch.
     """
@@ -291,7 +291,7 @@ class Forgetting:
         self._orders: dict[str, int] = {}
         self._are_known = False
         self._removed: Counter[str] = Counter()
-        self._looked_s: float | None = None
+        self._polled_s: float | None = None
 
     def reason(self, provenance: Provenance) -> str | None:
         """Why a trace must be forgotten, one of REASONS; None where it may be kept."""
@@ -309,14 +309,14 @@ class Forgetting:
         """There is an erasure order, or the orders could not be read yet."""
         return bool(self._orders) or not self._are_known
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Read the erasure orders, every LOOK_S. True where that was due: remove the traces that have a `reason`, then
         `report`. Without Redis the known orders hold.
         """
         now_s = time.monotonic()
-        if self._looked_s is not None and now_s - self._looked_s < LOOK_S:
+        if self._polled_s is not None and now_s - self._polled_s < POLL_S:
             return False
-        self._looked_s = now_s
+        self._polled_s = now_s
         try:
             self._orders, self._are_known = self._erasures.orders(), True
         except StreamError as error:

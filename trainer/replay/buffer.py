@@ -311,7 +311,7 @@ def _num_tokens(slots: list[Slot]) -> int:
 
 
 log = structlog.get_logger()
-_LOOK_EVERY_S = 1.0
+_POLL_EVERY_S = 1.0
 _RETRY_S = 2.0
 _CHUNK = 100
 
@@ -340,16 +340,16 @@ class RewardWeights:
         """With a `bound` of 1 rewards have no effect, and nothing is read. `clock` gives seconds."""
         self._stream, self._bound, self._metrics, self._clock = stream, bound, metrics, clock
         self._last_id = START
-        self._next_look_s = -math.inf
+        self._next_poll_s = -math.inf
         # By tenant and group, the newest last.
         self._rewards: OrderedDict[tuple[str, str], dict[int, float]] = OrderedDict()
         self._weights: dict[tuple[str, str], dict[int, float]] = {}
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Read new rewards, at most every second. Without Redis, log and retry later."""
-        if self._bound == 1 or self._clock() < self._next_look_s:
+        if self._bound == 1 or self._clock() < self._next_poll_s:
             return
-        self._next_look_s = self._clock() + _LOOK_EVERY_S
+        self._next_poll_s = self._clock() + _POLL_EVERY_S
         try:
             while True:
                 groups, last_id = self._stream.read(self._last_id, _CHUNK)
@@ -360,7 +360,7 @@ class RewardWeights:
                 self._last_id = last_id
         except StreamError as error:
             self._metrics.stream_errors.labels("rewards").inc()
-            self._next_look_s = self._clock() + _RETRY_S
+            self._next_poll_s = self._clock() + _RETRY_S
             log.warning("rewards not read", error=str(error), retry_s=_RETRY_S)
 
     def weight(self, provenance: Provenance) -> float:

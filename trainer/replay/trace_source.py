@@ -11,10 +11,10 @@ Several ranks read one consumer group, each as a consumer of its own (`consumer_
 them. All share one checkpoint. A trace id that a producer sent twice between two checkpoints may reach two ranks, and
 is then learnt from twice.
 
-**On disk** (`Shelf`) lies one file a trace beside the checkpoint. It is written when the trace arrives, synced before
-the checkpoint that lists it, and removed when a checkpoint no longer does. So every trace that the last checkpoint
-lists is there after a kill or a power cut, whatever Redis has trimmed. A file that cannot be written is no failure: the
-trace may still be in the stream after a restart.
+**On disk** (`TraceFiles`) lies one file a trace beside the checkpoint. It is written when the trace arrives, synced
+before the checkpoint that lists it, and removed when a checkpoint no longer does. So every trace that the last
+checkpoint lists is there after a kill or a power cut, whatever Redis has trimmed. A file that cannot be written is no
+failure: the trace may still be in the stream after a restart.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class TraceSource:
         *,
         target_fingerprint: str,
         used_trace_ids: Iterable[str],
-        shelf: Shelf,
+        shelf: TraceFiles,
         metrics: TrainerMetrics,
         max_known: int = 20_000,
         reason_to_forget: Callable[[Provenance], str | None] = lambda _: None,
@@ -270,7 +270,7 @@ def shelf_folder(state_dir: Path) -> Path:
     return state_dir / "replay"
 
 
-class Shelf:
+class TraceFiles:
     """Trace files on disk, which outlive a restart. Several processes may share the folder; each removes only files
     that it wrote or took over.
     """

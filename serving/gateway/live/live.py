@@ -58,7 +58,7 @@ ReadTrainerStatus = Callable[[], Mapping[str, bool | int | None]]
 
 def live_routes(live: Live, drafts: Drafts | None) -> APIRouter:
     router = APIRouter(prefix="/slipstream")
-    board = None if drafts is None else Board(drafts)
+    board = None if drafts is None else PublicDrafts(drafts)
 
     @router.get("/live")
     async def show_live(request: Request) -> Response:
@@ -167,7 +167,7 @@ class Live:
     def document(self, since_ms: int = 0, spans: str = "minutes") -> dict[str, Any]:
         """The current figures, and the history after `since_ms`; `spans` is one of RANGES."""
         if self._newest is None:
-            self.look()
+            self.sample()
         state, info = self._host.health(), self._host.info
         return {
             "started_ms": self._started_ms,
@@ -188,7 +188,7 @@ class Live:
             "history": [point for point in self._history[spans].points if point.at_ms > since_ms],
         }
 
-    def look(self) -> None:
+    def sample(self) -> None:
         """Read every collector, and add a point to the history."""
         found = _Reading(self._registry)
         self._counts.append(_Counts.of(found, self._clock()))
@@ -213,7 +213,7 @@ class Live:
     async def _read_on(self) -> None:
         while True:
             try:
-                self.look()
+                self.sample()
             except Exception:
                 # The page sees by the points' times that they are old; the next reading may succeed.
                 log.exception("live_figures_not_read")
@@ -385,7 +385,7 @@ _WATCHED_CHANGE = ("accept_change", "lower", "upper")
 _GATE = ("num_traces", "candidate_length", "incumbent_length", *_CHANGE)
 
 
-class Board:
+class PublicDrafts:
     """Draft versions and events for every viewer: numbers, states, and reasons of gate, breaker and trainer.
 
     Left out: operators' names and typed reasons, names of engines and machines, paths of this server, addresses of

@@ -42,7 +42,7 @@ ENGINE_GRACE_S = 30.0
 """How long no engine may run before waiting clients get an error: time for a restart."""
 
 
-class RolloutBook:
+class RolloutRegistry:
     """All rollouts of a gateway. For the event loop, except `erase`; `running` cancels and forgets in time."""
 
     def __init__(

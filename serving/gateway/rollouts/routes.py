@@ -26,7 +26,7 @@ from serving.gateway.errors import ApiError, reply, unavailable
 from serving.gateway.openai.generation import check_model, completion_tokens
 from serving.gateway.openai.schema import INT32_MAX, INT64_MAX
 from serving.gateway.openai.stream import DONE, EVENTS, LINES, Emit, EventStream
-from serving.gateway.rollouts.book import Rollout, RolloutBook
+from serving.gateway.rollouts.book import Rollout, RolloutRegistry
 from serving.gateway.rollouts.schema import GroupBody, ObservationBody, ObservationsBody, RewardsBody, RolloutBody
 from serving.gateway.telemetry import exchange_of
 from serving.rollout.samples import GroupRequest, GroupWork, SampleId, SampleState
@@ -61,7 +61,7 @@ SendRewards = Callable[[Sequence[GroupRewards]], object]
 
 
 def rollout_routes(
-    book: RolloutBook,
+    book: RolloutRegistry,
     *,
     info: EngineInfo,
     tokenizer: Tokenizer,
@@ -227,7 +227,7 @@ SILENCE_S = 10.0
 """After so long without a sample an empty line or event is sent, which shows whether the other side still lives."""
 
 
-def streamed(request: Request, book: RolloutBook, rollout: Rollout, *, after: int, limit_s: float) -> EventStream:
+def streamed(request: Request, book: RolloutRegistry, rollout: Rollout, *, after: int, limit_s: float) -> EventStream:
     """A stream of the samples from number `after` on, future ones included, for `limit_s` at most."""
     wants_events = EVENTS.media_type in request.headers.get("accept", "")
     framing = EVENTS if wants_events else LINES
@@ -253,7 +253,7 @@ def streamed(request: Request, book: RolloutBook, rollout: Rollout, *, after: in
     return EventStream(exchange_of(request), produce, framing)
 
 
-def described(book: RolloutBook, rollout: Rollout) -> dict[str, Any]:
+def described(book: RolloutRegistry, rollout: Rollout) -> dict[str, Any]:
     """The state of a rollout, as JSON."""
     return {
         "object": "rollout",

@@ -88,7 +88,7 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class Look:
+class Probe:
     """A probe of the unused head: the one token that it would propose for one request; not verified."""
 
     row: int
@@ -106,7 +106,7 @@ class Proposals:
 
     plan: Plan
     by_request: tuple[Proposal, ...]
-    look: Look | None = None
+    probe: Probe | None = None
     num_steps: int = 0
     num_pairs: int = 0
     seconds: float = 0.0
@@ -161,7 +161,7 @@ class Proposer:
             plan = replace(plan, from_suffix=from_suffix)
             return self._with_head(plan, generations, suffixes, reaches, head_depth)
         cut = tuple(_cut(suffix, plan.num_proposals) for suffix in suffixes)
-        return Proposals(plan, cut) if plan.look is None else self._with_look(plan, cut, plan.look, generations)
+        return Proposals(plan, cut) if plan.probe is None else self._with_probe(plan, cut, plan.probe, generations)
 
     def observe(
         self,
@@ -169,7 +169,7 @@ class Proposer:
         verified: Sequence[VerifiedProposal],
         verify_s: float | None,
         *,
-        look_was_right: bool,
+        probe_was_right: bool,
     ) -> None:
         """Feed a round's results to the planner: its time without drafting (None if a prompt chunk was read in it), the
         verification of each proposal, and whether the target emitted the probe's token.
@@ -192,10 +192,10 @@ class Proposer:
             for row in verified
             if row.from_head
         ]
-        if (look := proposals.look) is not None:
-            domain = verified[look.row].generation.request.policy.domain
+        if (probe := proposals.probe) is not None:
+            domain = verified[probe.row].generation.request.policy.domain
             verdicts.append(
-                HeadVerdict(domain, (look.probability,), int(look_was_right), look.is_worth_it, look.rounds_saved)
+                HeadVerdict(domain, (probe.probability,), int(probe_was_right), probe.is_worth_it, probe.rounds_saved)
             )
         self._planner.observe_head(verdicts)
 
@@ -211,7 +211,7 @@ class Proposer:
         # A round always adds one token of the target's own, so the answer's last token needs no proposal.
         return generation.suffix.propose(min(self._suffix_depth, generation.tokens_left - 1))
 
-    def _with_look(
+    def _with_probe(
         self, plan: Plan, suffixes: tuple[Proposal, ...], row: int, generations: Sequence[ActiveRequest]
     ) -> Proposals:
         started_s = time.perf_counter()
@@ -223,8 +223,8 @@ class Proposer:
         # Scaled to the whole batch: a round with the head would decide for all requests together.
         reach = len(generations) * self._planner.head_probability(0, probability)
         is_worth_it = self._planner.is_worth_verifying(plan, 0, reach)
-        look = Look(row, token, probability, is_worth_it, self.rounds_saved(generation, (token,)))
-        return Proposals(plan, suffixes, look, 1, num_pairs, time.perf_counter() - started_s)
+        probe = Probe(row, token, probability, is_worth_it, self.rounds_saved(generation, (token,)))
+        return Proposals(plan, suffixes, probe, 1, num_pairs, time.perf_counter() - started_s)
 
     def _with_head(
         self,

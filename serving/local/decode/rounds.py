@@ -43,7 +43,7 @@ class RoundReport:
     num_tokens: int
     """Tokens in its pass, without those of the prompt chunk."""
     seconds: float
-    look_was_right: bool
+    probe_was_right: bool
     """Whether the target emitted the probe's token."""
 
     @property
@@ -56,7 +56,7 @@ class RoundReport:
 
 
 @dataclass(frozen=True)
-class PromptPiece:
+class PrefillChunk:
     """A prefill chunk: tokens of a prompt that one pass reads, from position `start` on."""
 
     generation: ActiveRequest
@@ -104,7 +104,7 @@ class RoundRunner:
         self._reader.move_slot(source, destination, length)
 
     @torch.inference_mode()
-    def prefill(self, piece: PromptPiece, *, drafting: bool) -> None:
+    def prefill(self, piece: PrefillChunk, *, drafting: bool) -> None:
         """Read a chunk in a pass of its own; after the prompt's last token, commit the answer's first."""
         hidden_Td, aux_Tw = self._target.forward([piece.tokens], first_slot=piece.slot, starts=[piece.start])
         logits_1V = self._target.logits(hidden_Td[-1:]) if piece.ends_prompt else None
@@ -115,7 +115,7 @@ class RoundRunner:
         self,
         generations: Sequence[ActiveRequest],
         depth: int,
-        piece: PromptPiece | None = None,
+        piece: PrefillChunk | None = None,
         *,
         may_ask_head: bool = True,
     ) -> RoundReport:
@@ -131,14 +131,14 @@ class RoundRunner:
             proposals = Proposals(plan, (Proposal(),) * len(generations))
         else:
             proposals = self._proposer.propose(generations, head_depth=depth if may_ask_head else 0)
-        look, looked_at = proposals.look, 0
-        if look is not None:
-            looked_at = len(generations[look.row].tokens)
+        probe, probed_at = proposals.probe, 0
+        if probe is not None:
+            probed_at = len(generations[probe.row].tokens)
         rows, num_tokens = self._verify(generations, proposals, piece, drafting=depth > 0)
         seconds = time.perf_counter() - started_s
-        look_was_right = look is not None and generations[look.row].tokens[looked_at] == look.token
+        probe_was_right = probe is not None and generations[probe.row].tokens[probed_at] == probe.token
         verify_s = None if piece is not None else seconds - proposals.seconds
-        self._proposer.observe(proposals, rows, verify_s, look_was_right=look_was_right)
+        self._proposer.observe(proposals, rows, verify_s, probe_was_right=probe_was_right)
         return RoundReport(
             rows=rows,
             depth=depth,
@@ -147,11 +147,11 @@ class RoundRunner:
             read_prompt=piece is not None,
             num_tokens=num_tokens,
             seconds=seconds,
-            look_was_right=look_was_right,
+            probe_was_right=probe_was_right,
         )
 
     def _verify(
-        self, generations: Sequence[ActiveRequest], proposals: Proposals, piece: PromptPiece | None, *, drafting: bool
+        self, generations: Sequence[ActiveRequest], proposals: Proposals, piece: PrefillChunk | None, *, drafting: bool
     ) -> tuple[tuple[VerifiedProposal, ...], int]:
         """Run the pass over pending tokens, proposals and chunk, and commit; returns results and `num_tokens`."""
         trees = [proposal.tree for proposal in proposals.by_request]
@@ -258,7 +258,7 @@ class RoundRunner:
         )
 
     def _take_piece(
-        self, piece: PromptPiece, hidden_Td: Tensor, aux_Tw: Tensor, logits_1V: Tensor | None, *, drafting: bool
+        self, piece: PrefillChunk, hidden_Td: Tensor, aux_Tw: Tensor, logits_1V: Tensor | None, *, drafting: bool
     ) -> None:
         """Keep features of a chunk; if it ends the prompt, commit the answer's first token, from the logits of the
         prompt's last one.

@@ -16,13 +16,13 @@ from serving.engine import Proposed, Stratum, SwapReport, TargetReport, Verifica
 from serving.local.capture import LocalCapture
 from serving.local.config import LocalEngineConfig
 from serving.local.decode.proposer import RecentTexts, VerifiedProposal
-from serving.local.decode.rounds import PromptPiece, RoundReport, RoundRunner
+from serving.local.decode.rounds import PrefillChunk, RoundReport, RoundRunner
 from serving.local.draft import ServingDraft, StagedWeights
 from serving.local.request import ActiveRequest
 from serving.local.scheduler.queue import Inbox, Slots
 from serving.local.target.model import StagedTarget, Target
 from serving.metrics import EngineMetrics
-from serving.speedup import Arm, ControlShare, EstimatedSpeedup, SpeedupMeter, StretchSpeedup
+from serving.speedup import AbSpeedup, Arm, ControlShare, EstimatedSpeedup, SpeedupMeter
 from speculator.errors import EngineDeadError
 from speculator.proposals.planner import RoundPlanner
 from speculator.redis.control_plane import EngineLoad
@@ -59,8 +59,8 @@ class DecodeLoop:
         self._runner, self._capture, self._observer, self._metrics = runner, capture, observer, metrics
         self._prefill_chunk = config.prefill_chunk
         self._control = ControlShare(config.control_share)
-        self.head_ab = StretchSpeedup(config.head_off_share)
-        self.end_to_end = StretchSpeedup(config.plain_share)
+        self.head_ab = AbSpeedup(config.head_off_share)
+        self.end_to_end = AbSpeedup(config.plain_share)
         self._prompts_s = 0.0
         """Time of prefills since the last round."""
         self._slots = Slots(runner, num_slots=config.num_slots, prompt_labels=config.prompt_labels)
@@ -146,14 +146,14 @@ class DecodeLoop:
             self._slots.admit(generation)
             generation.suffix = self._texts.begin(generation.request)
 
-    def _next_piece(self) -> PromptPiece | None:
+    def _next_piece(self) -> PrefillChunk | None:
         if (generation := self._slots.prefilling) is None:
             return None
         start = generation.num_prefilled
         end = min(start + self._prefill_chunk, generation.num_prompt_tokens)
-        return PromptPiece(generation, self.num_running, start, generation.tokens[start:end])
+        return PrefillChunk(generation, self.num_running, start, generation.tokens[start:end])
 
-    def _reads_in_round(self, piece: PromptPiece) -> bool:
+    def _reads_in_round(self, piece: PrefillChunk) -> bool:
         """Whether to read the chunk in a round's pass, which reads the weights once for both. Every eighth chunk is
         read alone, and so is one before a control round unless it is the prompt's last: otherwise no round would be
         timed while prompts keep coming.
@@ -166,13 +166,13 @@ class DecodeLoop:
         self._num_shareable += 1
         return self._num_shareable % _ALONE_EVERY > 0
 
-    def _prefill(self, piece: PromptPiece) -> None:
+    def _prefill(self, piece: PrefillChunk) -> None:
         started = time.perf_counter()
         self._runner.prefill(piece, drafting=self.depth > 0)
         self._end_piece(piece, time.perf_counter() - started, in_round=False)
         self._finish_done()
 
-    def _decode(self, piece: PromptPiece | None, *, is_plain: bool) -> int:
+    def _decode(self, piece: PrefillChunk | None, *, is_plain: bool) -> int:
         """Run a round; returns how many tokens it committed."""
         running = self._slots.running
         is_put_off = piece is not None and self._control.is_due(len(running))
@@ -188,7 +188,7 @@ class DecodeLoop:
         self._finish_done()
         return report.committed
 
-    def _end_piece(self, piece: PromptPiece, seconds: float, *, in_round: bool) -> None:
+    def _end_piece(self, piece: PrefillChunk, seconds: float, *, in_round: bool) -> None:
         """Record a span for a chunk that was read; after the prompt's last chunk its request starts to decode."""
         record(piece.generation.parent, "prefill", seconds, tokens=len(piece.tokens), in_round=in_round)
         if piece.ends_prompt:
@@ -215,7 +215,7 @@ class RoundObserver:
         self.estimated_speedup, self.by_length = EstimatedSpeedup(), AcceptanceByLength()
 
     def observe(self, report: RoundReport, *, is_control: bool, target_version: int, head_arm: Arm) -> None:
-        plan, look, rows = report.proposals.plan, report.proposals.look, report.rows
+        plan, probe, rows = report.proposals.plan, report.proposals.probe, report.rows
         self._metrics.observe_round(
             batch=report.batch,
             drafted=report.depth > 0,
@@ -227,7 +227,7 @@ class RoundObserver:
             accepted=tuple(row.num_accepted for row in rows),
             from_head=tuple(row.from_head for row in rows),
             accepted_text=[source for row in rows for source in row.accepted_sources],
-            look=None if look is None else report.look_was_right,
+            probe=None if probe is None else report.probe_was_right,
             expected=(plan.expected_tokens, plan.expected_s),
         )
         if not report.read_prompt:
@@ -320,11 +320,11 @@ def _verifications(report: RoundReport) -> Iterator[Verification]:
         if row.from_head:
             request_id = row.generation.request.request_id
             yield Verification(request_id, _stratum(row.generation), row.num_accepted, report.depth)
-    if (look := report.proposals.look) is not None:
-        looked_at = report.rows[look.row].generation
-        accepted = int(report.look_was_right and look.is_worth_it)
-        stratum = _stratum(looked_at)._replace(of_looks=True)
-        yield Verification(looked_at.request.request_id, stratum, accepted, 1)
+    if (probe := report.proposals.probe) is not None:
+        probed_at = report.rows[probe.row].generation
+        accepted = int(report.probe_was_right and probe.is_worth_it)
+        stratum = _stratum(probed_at)._replace(of_probes=True)
+        yield Verification(probed_at.request.request_id, stratum, accepted, 1)
 
 
 def _stratum(generation: ActiveRequest) -> Stratum:

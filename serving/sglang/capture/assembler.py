@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from serving.sglang.capture.device_reads import HostCopy, Places, unpacked
-from serving.sglang.capture.request import InconsistentSpanError, Origin, RequestSpan, Rounds, Rows, Ticket
+from serving.sglang.capture.request import CaptureState, InconsistentSpanError, Origin, RequestSpan, Rounds, Rows
 from serving.sglang.capture.verification_rows import TopTokens, committed, joined, prefilled, reduced
 from serving.sglang.device import Device
 from serving.sglang.settings import PluginSettings, buffer_bytes
@@ -52,7 +52,7 @@ class Gathering:
 class Prefill:
     copy: HostCopy
     """As `prefilled` reads it, or with logits instead of the top tokens."""
-    rows: tuple[tuple[Ticket, int, int], ...]
+    rows: tuple[tuple[CaptureState, int, int], ...]
     """(ticket, first position, number of rows) in the order of the copied rows."""
 
 
@@ -64,7 +64,7 @@ class CopiedVerification:
     """Layout of the packed tensors, which are of the whole batch."""
     indices: tuple[int, ...]
     """Indices of the captured requests in the batch."""
-    tickets: tuple[Ticket, ...]
+    tickets: tuple[CaptureState, ...]
     counts: tuple[int, ...]
     """Nodes that were committed, of each request."""
     sizes: tuple[int, ...]
@@ -83,7 +83,7 @@ class CopiedVerification:
 
 @dataclass(frozen=True)
 class _End:
-    ticket: Ticket
+    ticket: CaptureState
     tokens: list[int]
 
 
@@ -114,7 +114,7 @@ class TraceAssembler:
         """Bytes of queued copies and the rows of open spans; of the copies alone."""
         self.target_version = 0
         """The version of the target: requests that began under another are not recorded."""
-        self._spans: dict[Ticket, RequestSpan] = {}
+        self._spans: dict[CaptureState, RequestSpan] = {}
         """Of running requests, the oldest in front."""
         self.dropped: collections.Counter[str] = collections.Counter()
         """Requests that were captured and whose trace was not made, by reason."""
@@ -150,7 +150,7 @@ class TraceAssembler:
         if is_much:
             self._urgent.set()
 
-    def end(self, ticket: Ticket, tokens: list[int]) -> None:
+    def end(self, ticket: CaptureState, tokens: list[int]) -> None:
         """End a request; `tokens` are its prompt and answer, where it was not dropped."""
         self._queue.put(_End(ticket, tokens))
         self._urgent.set()
@@ -214,7 +214,7 @@ class TraceAssembler:
             self._grow(list(found))
 
     @contextlib.contextmanager
-    def _failing(self, tickets: Sequence[Ticket]) -> Iterator[None]:
+    def _failing(self, tickets: Sequence[CaptureState]) -> Iterator[None]:
         """On an error drop the traces of these tickets, and no others."""
         try:
             yield
@@ -232,7 +232,7 @@ class TraceAssembler:
                 self.held_bytes -= num_bytes
                 self.queued_bytes -= num_bytes
 
-    def _grow(self, additions: Sequence[tuple[Ticket, Rows, Rounds | None]]) -> None:
+    def _grow(self, additions: Sequence[tuple[CaptureState, Rows, Rounds | None]]) -> None:
         num_bytes = 0
         for ticket, rows, rounds in additions:
             span = ticket.growing
@@ -261,7 +261,7 @@ class TraceAssembler:
             ticket.dropped = ticket.dropped or "buffer_full"
             self._free(ticket, span)
 
-    def _free(self, ticket: Ticket, span: RequestSpan) -> None:
+    def _free(self, ticket: CaptureState, span: RequestSpan) -> None:
         self._spans.pop(ticket, None)
         with self._lock:
             self.held_bytes -= span.num_bytes
@@ -279,7 +279,7 @@ class TraceAssembler:
         finally:
             self._free(ticket, span)
 
-    def _build(self, ticket: Ticket, span: RequestSpan, tokens: list[int]) -> None:
+    def _build(self, ticket: CaptureState, span: RequestSpan, tokens: list[int]) -> None:
         started_s = time.perf_counter()
         trace = span.trace(tokens, self._origin)
         if trace is None:
@@ -290,7 +290,7 @@ class TraceAssembler:
         self._on_trace(trace)
         record(ticket.parent, "capture", time.perf_counter() - started_s, tokens=trace.num_tokens)
 
-    def _fail(self, ticket: Ticket, error: Exception) -> None:
+    def _fail(self, ticket: CaptureState, error: Exception) -> None:
         ticket.dropped = "inconsistent" if isinstance(error, InconsistentSpanError) else "failed"
         log.error("a trace is dropped: %s", type_and_place(error))
 

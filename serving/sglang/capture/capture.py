@@ -30,10 +30,10 @@ from serving.capture.sampling import BRANCH_OUTCOMES, BranchSampler, CaptureSamp
 from serving.sglang.capture.assembler import CopiedVerification, Prefill, TraceAssembler
 from serving.sglang.capture.device_reads import LEAST_PROBABILITY, DraftProbe, HostCopier, Packed, TextRows
 from serving.sglang.capture.request import (
+    CaptureState,
     Origin,
     RequestSpan,
     SpanRequest,
-    Ticket,
     came_ms,
     is_constrained,
     is_marked,
@@ -83,7 +83,7 @@ class _Launched:
 
     indices: tuple[int, ...]
     """Indices of the captured requests in the batch."""
-    tickets: tuple[Ticket, ...]
+    tickets: tuple[CaptureState, ...]
     num_nodes: int
     draft_version: int
     has_text: bool
@@ -135,7 +135,7 @@ class StepCapture:
         """The oldest in front."""
         self.reduces_late = device.is_host
         """Whether the assembler reduces logits: on a CPU it has another core for that."""
-        self._open_tickets = weakref.WeakSet[Ticket]()
+        self._open_tickets = weakref.WeakSet[CaptureState]()
         """Tickets of running requests. Weak: a request may vanish without being released."""
         self.refused: collections.Counter[str] = collections.Counter()
         """Requests that could have been captured but were not, by reason."""
@@ -191,8 +191,8 @@ class StepCapture:
         """
         tickets = {}
         for index, request in enumerate(batch.reqs):
-            ticket: Ticket | None = getattr(request, _ATTRIBUTE, None)
-            # `Ticket.growing` inlined, which saves a call for each request and step.
+            ticket: CaptureState | None = getattr(request, _ATTRIBUTE, None)
+            # `CaptureState.growing` inlined, which saves a call for each request and step.
             if ticket is not None and ticket.span is not None and not ticket.dropped:
                 tickets[index] = ticket
         self._launched.append(self._staged(tickets, batch, before, result, accept_index, draft_version, text))
@@ -253,7 +253,7 @@ class StepCapture:
             for ticket, count in zip(launched.tickets, counts, strict=True)
         )
 
-    def _keeps_rejected(self, ticket: Ticket, num_committed: int, num_rejected: int) -> bool:
+    def _keeps_rejected(self, ticket: CaptureState, num_committed: int, num_rejected: int) -> bool:
         span = ticket.growing
         if span is None or span.request.constrained:
             return False
@@ -283,7 +283,7 @@ class StepCapture:
 
     def _staged(
         self,
-        tickets: Mapping[int, Ticket],
+        tickets: Mapping[int, CaptureState],
         batch: Any,
         before: Mapping[str, Any],
         result: Any,
@@ -344,10 +344,10 @@ class StepCapture:
         # As bytes: PyTorch supports few operations on float8.
         return {"features": small.view(torch.uint8), "scale": scale}
 
-    def _ticket(self, request: Any) -> Ticket:
-        ticket: Ticket | None = getattr(request, _ATTRIBUTE, None)
+    def _ticket(self, request: Any) -> CaptureState:
+        ticket: CaptureState | None = getattr(request, _ATTRIBUTE, None)
         if ticket is None:
-            ticket = Ticket(self.open_span(request), parent_of(request.sampling_params.custom_params))
+            ticket = CaptureState(self.open_span(request), parent_of(request.sampling_params.custom_params))
             setattr(request, _ATTRIBUTE, ticket)
             if ticket.span is not None:
                 self._open_tickets.add(ticket)

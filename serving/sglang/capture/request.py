@@ -21,7 +21,7 @@ from torch import Tensor
 
 from serving.capture.recorder import make_header
 from serving.engine import CapturePolicy
-from serving.request_metadata import POLICY_KEY, TARGET_KEY, TARGET_VERSION_KEY, Marks, version_of_label
+from serving.request_metadata import POLICY_KEY, TARGET_KEY, TARGET_VERSION_KEY, RequestMetadata, version_of_label
 from speculator.draft.sampling_params import SamplingParams
 from speculator.host import now_ms
 from speculator.trace import BranchRows, Trace, Verification, VerifyRounds
@@ -43,14 +43,14 @@ def mark(request: Any, header: str) -> None:
 
     Raises ValueError for a header that the gateway did not write.
     """
-    marks = Marks.of_header(header)
+    marks = RequestMetadata.of_header(header)
     request.rid, request.cache_salt = marks.rid, marks.cache_salt
     request.custom_params = {**(request.custom_params or {}), POLICY_KEY: marks.policy}
 
 
 def mark_generation(generation: Any, header: str) -> None:
     """As `mark`, for a generation whose request body has no field for it."""
-    marks = Marks.of_header(header)
+    marks = RequestMetadata.of_header(header)
     generation.rid = marks.rid
     # SGLang 0.5.17 has no cache_salt, only extra_key.
     setattr(generation, "cache_salt" if hasattr(generation, "cache_salt") else "extra_key", marks.cache_salt)
@@ -328,7 +328,7 @@ def _padded(parts: list[np.ndarray], width: int, dtype: type, fill: int) -> np.n
 
 
 @dataclass(eq=False)
-class Ticket:
+class CaptureState:
     """The capture state of a running request, an attribute of SGLang's request object."""
 
     span: RequestSpan | None

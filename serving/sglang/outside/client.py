@@ -62,7 +62,7 @@ class SglangClient:
         self._report: EngineReport | None = None
         self._reported_s = 0.0
         self._redis_is_away = False
-        self.on_look: Callable[[], object] = lambda: None
+        self.on_poll: Callable[[], object] = lambda: None
         """Called after every poll."""
         self.target_layout: Callable[[], TargetLayout] | None = None
         """Returns the layout that new weights of the target must have; None where that cannot be read here."""
@@ -182,7 +182,7 @@ class SglangClient:
         who = ", ".join(sorted(missing)) or "no engine reports: SGLang"
         raise EngineError(f"{who} did not take {what} within {self._swap_timeout_s:.0f} s")
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Poll SGLang and its report once."""
         self._look_at_server()
         try:
@@ -195,12 +195,12 @@ class SglangClient:
                 self._report = None
         else:
             self._redis_is_away = False
-        self.on_look()
+        self.on_poll()
 
     def _run(self) -> None:
         while not self._stop.wait(self._poll_s):
             try:
-                self.look()
+                self.poll()
             except Exception as error:
                 # Health goes by the age of the last answer; the next poll may succeed.
                 log.error("sglang not polled", error=type_and_place(error))

@@ -18,7 +18,7 @@ import msgspec
 import structlog
 
 from serving.engine import EngineInfo
-from serving.request_metadata import OTHER_TARGET, POLICY_KEY, TARGET_KEY, Marks
+from serving.request_metadata import OTHER_TARGET, POLICY_KEY, TARGET_KEY, RequestMetadata
 from serving.sglang.outside.client import SglangClient
 from serving.sglang.report import EngineReport, Pool
 from speculator.errors import ConfigError, EngineDeadError, EngineError
@@ -176,7 +176,7 @@ def _check_router(url: str, model: str, target: str) -> None:
     Without them no opt-out and no tenant would reach an engine.
     """
     rid = f"slipstream-{uuid4().hex}"
-    marks = Marks(rid=rid, cache_salt="default", policy={"capture": False, TARGET_KEY: target})
+    marks = RequestMetadata(rid=rid, cache_salt="default", policy={"capture": False, TARGET_KEY: target})
     ours = {"rid": rid, "cache_salt": marks.cache_salt, "custom_params": {POLICY_KEY: marks.policy}}
     body = {"model": model, "messages": [{"role": "user", "content": "?"}], "max_tokens": 1, **ours}
     try:

@@ -40,7 +40,7 @@ from speculator.errors import EngineBusyError, EngineDeadError, EngineError, Req
 
 log = structlog.get_logger(__name__)
 
-LOOK_S = 0.5
+POLL_S = 0.5
 _TIMEOUT_S = 5.0
 _MISSED_LOOKS = 6
 """Failed polls in a row after which a server counts as dead: one that reads a long prompt may answer late."""
@@ -168,7 +168,7 @@ class SglangRolloutEngine:
         """
         self._num_behind = self._num_behind + 1 if self.target_label < newest else 0
 
-    async def look(self) -> None:
+    async def poll(self) -> None:
         """Poll how much room there is. Without an answer the last figures stand, until the server counts as dead."""
         num_open = self._num_open
         try:
@@ -356,7 +356,7 @@ class ServerPool:
     urls: Sequence[str]
     is_routed: bool
     wiring: Wiring
-    look_s: float = LOOK_S
+    poll_s: float = POLL_S
     _engines: dict[str, SglangRolloutEngine] = field(default_factory=dict)
     _http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=_TIMEOUT_S, trust_env=False))
 
@@ -371,12 +371,12 @@ class ServerPool:
             await asyncio.gather(*(engine.close() for engine in self._engines.values()))
             self._http.close()
 
-    async def look(self, on_change: Callable[[Iterable[RolloutEngine]], None]) -> None:
+    async def poll(self, on_change: Callable[[Iterable[RolloutEngine]], None]) -> None:
         urls = await self._servers() if self.is_routed else self.urls
         gone = [self._engines.pop(url) for url in self._engines.keys() - urls]
         new = {url: SglangRolloutEngine(url, self.wiring) for url in urls if url not in self._engines}
         self._engines |= new
-        await asyncio.gather(*(engine.look() for engine in self._engines.values()))
+        await asyncio.gather(*(engine.poll() for engine in self._engines.values()))
         newest = max((engine.target_label for engine in self._engines.values()), default=0)
         for engine in self._engines.values():
             engine.compare(newest)
@@ -394,7 +394,7 @@ class ServerPool:
         while True:
             began_s = time.monotonic()
             try:
-                await self.look(on_change)
+                await self.poll(on_change)
             except Exception as error:
                 log.error("rollout_servers_not_polled", error=type_and_place(error))
-            await asyncio.sleep(max(self.look_s - (time.monotonic() - began_s), 0.05))
+            await asyncio.sleep(max(self.poll_s - (time.monotonic() - began_s), 0.05))

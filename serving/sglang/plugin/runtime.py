@@ -1,8 +1,8 @@
 """Everything of Slipstream inside one SGLang scheduler process, called by the hooks.
 
-It is built before SGLang captures its graphs, started after it, and called at each step, each verification and each end
-of a request. An error in one part turns that part off (`Fence`) and leaves SGLang's step alone, unless several ranks
-must agree on the part.
+It is built before SGLang captures its graphs, started after it, and called at each step, each verification and each
+end of a request. An error in one part turns that part off (`PartGuard`) and leaves SGLang's step alone, except where
+several ranks must agree on the part.
 
 Work that may wait has threads of its own: the draft follower stages versions, the assembler builds traces, the recorder
 writes to Redis. Here nothing blocks.
@@ -36,7 +36,7 @@ from serving.sglang.plugin.checks import resolved, verification_of, version_of
 from serving.sglang.plugin.normed_residual import add_to_normed_features
 from serving.sglang.pointer import LazyPointer, RankPointer, RankTarget
 from serving.sglang.proposals.depth import DepthControl, QuietSwitches
-from serving.sglang.proposals.draft_sleep import Dormancy
+from serving.sglang.proposals.draft_sleep import DraftSleep
 from serving.sglang.proposals.remembered_text import RememberedText, ring_size, text_width
 from serving.sglang.proposals.splice import CommittedTokens, TextSplice
 from serving.sglang.proposals.step_clock import StepClock
@@ -84,16 +84,16 @@ class EngineRuntime:
 
         self._agreement = Agreement(group.cpu_group)
         alone = self._agreement.is_alone
-        self._capturing = Fence("capture", off=self._stop_capture)
+        self._capturing = PartGuard("capture", off=self._stop_capture)
         # Where there are several ranks all must choose the same depth and exchange the same draft in the same step.
-        self._choosing = Fence("depth", holds=alone)
+        self._choosing = PartGuard("depth", holds=alone)
         device = device_layer(device_of(worker))
         self.draft = _new_draft(worker, store, manifest, device, alone=alone)
-        self._remembering = Fence("text")
+        self._remembering = PartGuard("text")
         # All ranks must verify the same proposals from earlier text.
-        self._splicing = Fence("splice", off=self._stop_text, holds=alone)
+        self._splicing = PartGuard("splice", off=self._stop_text, holds=alone)
         # Swaps happen in meetings, so an error there ends them.
-        self._meeting = Fence("swap", off=self.draft.close, holds=alone)
+        self._meeting = PartGuard("swap", off=self.draft.close, holds=alone)
         # The probe's reads are recorded into every CUDA graph of the draft, so only capture has a probe.
         self.probe = _new_probe(worker, depths) if settings.capture and self._is_writer else None
         self.meter = SpeedupMeter()
@@ -399,7 +399,7 @@ class EngineRuntime:
             StepClock(device),
             self.meter,
             head_depth=self._head_depth,
-            dormancy=Dormancy(is_fresh=manifest.info.get("origin") == "fresh"),
+            dormancy=DraftSleep(is_fresh=manifest.info.get("origin") == "fresh"),
             version=manifest.version,
             control=ControlShare(settings.control_share),
             plain_share=settings.plain_share,
@@ -445,7 +445,7 @@ class EngineRuntime:
             **self._load.report(),
             **self._served,
             **self._target.status(),
-            **self._erasures.look(),
+            **self._erasures.poll(),
             **of_fences((self._capturing, self._choosing, self._remembering, self._splicing, self._meeting)),
             **({} if self.text is None else self.text.report()),
             **({} if self.text is None or self.text.sharing is None else of_group_text(self.text.sharing.metrics)),
@@ -542,7 +542,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Fence:
+class PartGuard:
     """Guards the calls into one part of the plugin: its first error turns the part off.
 
     For the scheduler's thread. SGLang's own functions are never called inside.
@@ -582,6 +582,6 @@ class Fence:
         return None
 
 
-def of_fences(fences: tuple[Fence, ...]) -> dict[str, str]:
+def of_fences(fences: tuple[PartGuard, ...]) -> dict[str, str]:
     """The field of the engine's report: parts that are off, by the error that turned them off."""
     return {"failures": ",".join(f"{fence.part}:{fence.reason}=1" for fence in fences if fence.is_off)}

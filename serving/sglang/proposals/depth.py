@@ -23,10 +23,10 @@ import numpy as np
 from serving.acceptance import SOURCES, AcceptanceByLength, LengthKey
 from serving.engine import Proposed, Stratum, Verification, WatchedRound, stratum_of
 from serving.sglang.capture.request import parent_of, policy_of, sampling_of
-from serving.sglang.proposals.draft_sleep import Dormancy
+from serving.sglang.proposals.draft_sleep import DraftSleep
 from serving.sglang.proposals.remembered_text import Continuations
 from serving.sglang.proposals.step_clock import RoundTally, StepClock
-from serving.speedup import NO_AB, Arm, ControlShare, EstimatedSpeedup, Group, SpeedupMeter, StretchSpeedup
+from serving.speedup import NO_AB, AbSpeedup, Arm, ControlShare, EstimatedSpeedup, Group, SpeedupMeter
 from speculator.proposals.length_planner import LengthPlan, LengthPlanner
 from speculator.proposals.planner import FadingMean
 from speculator.tracing import Parent, record
@@ -110,7 +110,7 @@ class DepthControl:
         meter: SpeedupMeter,
         *,
         head_depth: int,
-        dormancy: Dormancy,
+        dormancy: DraftSleep,
         version: int,
         control: ControlShare,
         plain_share: float = 0.0,
@@ -132,7 +132,7 @@ class DepthControl:
         self.tally = RoundTally()
         self._dormancy, self._version, self._control, self._on_round = dormancy, version, control, on_round
         self._is_control = False
-        self.end_to_end = StretchSpeedup(plain_share)
+        self.end_to_end = AbSpeedup(plain_share)
         self._arm = NO_AB
         self.text: Continuations | None = None
         """Continuations for the requests of the next step."""
@@ -309,7 +309,7 @@ class DepthControl:
                 self.by_length.add(source, contexts[rows], answers[rows], committed[rows])
 
     def _weigh(self, planner: LengthPlanner, done: _Round, num_accepted: int) -> None:
-        """Weigh, for `Dormancy`, the time that the head saved against the best round without its chains.
+        """Weigh, for `DraftSleep`, the time that the head saved against the best round without its chains.
 
         It uses only what all ranks know: expected times, and what was accepted.
         """

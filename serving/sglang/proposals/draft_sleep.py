@@ -26,7 +26,7 @@ LOOK_EVERY_STEPS = 4000
 _COLD = "_slipstream_cold"
 
 
-class Dormancy:
+class DraftSleep:
     """Decides when the draft sleeps; used by the scheduler's thread. It counts steps, so all ranks sleep and wake
     together.
     """

@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from serving.capture.recorder import TraceRecorder
-from serving.capture.sampling import LOOK_EVERY_S, CaptureSampler
+from serving.capture.sampling import POLL_EVERY_S, CaptureSampler
 from speculator.errors import StreamError
 from speculator.redis.stream_accounting import StreamLag
 from speculator.redis.trace_stream import TraceStream
@@ -60,7 +60,7 @@ class Figures:
 
 def share_of(seen: Figures) -> tuple[float, str]:
     sampler = seen.sampler()
-    sampler.look()
+    sampler.poll()
     return sampler.share, sampler.reason
 
 
@@ -88,7 +88,7 @@ def test_a_redis_that_fills_asks_for_less_and_the_smallest_share_counts() -> Non
 def test_a_buffer_that_fills_asks_for_less_at_once_whatever_redis_says() -> None:
     seen = Figures(unacked_bytes=0.31 * 512 * MIB)
     sampler = seen.sampler(at_start=True)
-    sampler.look()
+    sampler.poll()
     share = sampler.share
     assert (FLOOR < share < 1, sampler.reason) == (True, "sampled_stream")
     seen.share_of_buffer = 0.7
@@ -102,19 +102,19 @@ def test_a_trainer_that_stops_is_noticed_and_so_is_its_return() -> None:
     seen = Figures(undelivered=30)
     sampler = seen.sampler()
 
-    def look(num_taken: int, num_new: int) -> float:
+    def poll(num_taken: int, num_new: int) -> float:
         seen.now_s += 1
         seen.taken += num_taken
         seen.undelivered = max(seen.undelivered - num_taken, 0) + num_new
-        sampler.look()
+        sampler.poll()
         return sampler.share
 
-    assert [look(2, 2) for _ in range(40)] == [1.0] * 40
-    stopped = [look(0, 2) for _ in range(300)]
+    assert [poll(2, 2) for _ in range(40)] == [1.0] * 40
+    stopped = [poll(0, 2) for _ in range(300)]
     assert stopped == sorted(stopped, reverse=True)
     assert stopped[-1] == pytest.approx(FLOOR)
     assert sampler.reason == "sampled_trainer"
-    back = [look(4, 0) for _ in range(200)]
+    back = [poll(4, 0) for _ in range(200)]
     assert back[-1] == 1.0
 
 
@@ -123,11 +123,11 @@ def test_a_trainer_that_kept_up_may_start_again_before_anything_is_left_out() ->
     sampler = seen.sampler()
     for second in range(100):
         seen.now_s, seen.taken = float(second), 20 * second + 1
-        sampler.look()
+        sampler.poll()
     shares = []
     for second in range(90):
         seen.now_s, seen.taken, seen.undelivered = 100.0 + second, 2000, 20 * second
-        sampler.look()
+        sampler.poll()
         shares.append(sampler.share)
     assert shares[:45] == [1.0] * 45
     assert shares[-1] == pytest.approx(FLOOR), "then it is gone"
@@ -138,7 +138,7 @@ def test_where_no_trainer_has_ever_read_only_the_room_counts() -> None:
     sampler = seen.sampler()
     for second in range(600):
         seen.now_s, seen.undelivered = float(second), second
-        sampler.look()
+        sampler.poll()
     assert sampler.share == 1.0
 
 
@@ -148,9 +148,9 @@ def test_a_trainer_without_work_is_not_a_slow_one() -> None:
     sampler = seen.sampler()
     for minute in range(30):
         seen.now_s, seen.taken = 60.0 * minute, 100 + minute
-        sampler.look()
+        sampler.poll()
     seen.now_s, seen.taken, seen.undelivered = 1801.0, 130, 50
-    sampler.look()
+    sampler.poll()
     assert sampler.share == 1.0
 
 
@@ -173,7 +173,7 @@ def test_the_share_settles_where_as_much_is_captured_as_is_taken(num_engines: in
         lost += seen.unacked_bytes > seen.max_bytes
         seen.now_s = float(second)
         for engine in engines:
-            engine.look()
+            engine.poll()
     assert lost == 0
     expected = 600 * taken_per_s * min(overload, 1.0)
     assert captured == pytest.approx(expected, rel=0.1)
@@ -185,7 +185,7 @@ def test_the_share_is_drawn_once_for_each_answer(at_start: bool) -> None:
     """At its beginning, where following it costs something, or at its end."""
     seen = Figures(unacked_bytes=0.5 * 512 * MIB)
     sampler = seen.sampler(at_start=at_start)
-    sampler.look()
+    sampler.poll()
     assert all(sampler.keeps() if at_start else sampler.follows() for _ in range(100))
     drawn: Callable[[], bool] = sampler.follows if at_start else sampler.keeps
     assert sum(drawn() for _ in range(4000)) == pytest.approx(4000 * FLOOR**0.4, rel=0.15)
@@ -204,16 +204,16 @@ def test_a_stream_without_a_trainer_fills_and_a_trainer_that_acks_empties_it(red
     traces, now_s = stream(redis_client), [0.0]
     sampler = CaptureSampler(lambda: traces, floor=FLOOR, clock=lambda: now_s[0])
 
-    def look() -> float:
-        now_s[0] += LOOK_EVERY_S
-        sampler.look()
+    def poll() -> float:
+        now_s[0] += POLL_EVERY_S
+        sampler.poll()
         return sampler.share
 
-    assert look() == 1.0
+    assert poll() == 1.0
     append(traces, 9)
-    assert (look(), sampler.reason) == (pytest.approx(FLOOR), "sampled_stream")
+    assert (poll(), sampler.reason) == (pytest.approx(FLOOR), "sampled_stream")
     traces.ack([entry.id for entry in traces.read(9, 0)])
-    assert look() == 1.0
+    assert poll() == 1.0
 
 
 def test_a_redis_near_its_memory_limit_is_spared(redis_client: redis.Redis) -> None:
@@ -226,7 +226,7 @@ def test_a_redis_near_its_memory_limit_is_spared(redis_client: redis.Redis) -> N
         assert share is not None
         assert 0.7 < share < 0.9
         sampler = CaptureSampler(lambda: traces, floor=FLOOR)
-        sampler.look()
+        sampler.poll()
         assert FLOOR < sampler.share < 1
         assert sampler.reason == "sampled_memory"
     finally:
@@ -256,13 +256,13 @@ def test_the_share_stands_while_the_stream_cannot_be_looked_at(error: Exception)
             return seen.lag()
 
     sampler = CaptureSampler(Failing, floor=FLOOR, clock=lambda: seen.now_s)
-    sampler.look()
+    sampler.poll()
     share = sampler.share
     failing[0], seen.unacked_bytes, seen.now_s = True, 0, 10.0
-    sampler.look()
+    sampler.poll()
     assert sampler.share == share < 1
     failing[0], seen.now_s = False, 20.0
-    sampler.look()
+    sampler.poll()
     assert sampler.share == 1.0
 
 
@@ -294,5 +294,5 @@ def test_the_share_comes_back_while_no_trace_does(redis_client: redis.Redis) -> 
     traces.ack([entry.id for entry in traces.read(30, 0)])
     began_s = time.monotonic()
     wait_until(lambda: sampler.share == 1)
-    assert time.monotonic() - began_s < 10 * LOOK_EVERY_S
+    assert time.monotonic() - began_s < 10 * POLL_EVERY_S
     recorder.close(1)

@@ -35,7 +35,7 @@ from speculator.errors import (
 )
 from speculator.redis.control_plane import DraftPointer
 from speculator.versions.lifecycle import VersionState
-from speculator.versions.operator import DraftDesk
+from speculator.versions.operator import DraftOperator
 from speculator.versions.store import DraftStore
 from tests.fixtures.doubles import DoubleEngine
 from tests.fixtures.drafts import CONFIG, make_draft
@@ -185,7 +185,7 @@ def test_the_real_desk_answers_in_json(tmp_path: Path, redis_client: redis.Redis
         ).version
         for state in (VersionState.VALIDATED, VersionState.SCORED, VersionState.LIVE, VersionState.PROMOTED):
             store.lifecycle.move(version, state, actor="test")
-    desk = DraftDesk(store, lambda: pointer, target_fingerprint="a" * 64)
+    desk = DraftOperator(store, lambda: pointer, target_fingerprint="a" * 64)
     settings = GatewaySettings(admin_key=SecretStr(KEY))
     gateway = create_app(DoubleEngine(), settings=settings, registry=CollectorRegistry(), drafts=desk)
 

@@ -12,7 +12,7 @@ import pytest
 from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry
 
-from serving.request_metadata import HEADER, Marks
+from serving.request_metadata import HEADER, RequestMetadata
 from tests.serving.gateway.client import error_of, openai_client
 from tests.serving.gateway.passage import HELLO, chat, passing, post
 from tests.serving.sglang.outside.fake_sglang import CONTEXT_LENGTH, MODEL, FakeSglang, chunk, flat_error
@@ -42,8 +42,8 @@ def failed(message: str) -> bytes:
     return named("response.failed", **response("failed", error={"code": "server_error", "message": message}))
 
 
-def marks(fake: FakeSglang) -> Marks:
-    return Marks.of_header(fake.headers[-1][HEADER])
+def marks(fake: FakeSglang) -> RequestMetadata:
+    return RequestMetadata.of_header(fake.headers[-1][HEADER])
 
 
 # -- what goes on ------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from serving.gateway.app import create_passthrough_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.upstream import Upstream
-from serving.request_metadata import HEADER, Marks
+from serving.request_metadata import HEADER, RequestMetadata
 from tests.serving.gateway.client import error_of, openai_client
 from tests.serving.gateway.passage import HELLO, chat, complete, host, passing, post, talk
 from tests.serving.sglang.outside.fake_sglang import (
@@ -184,7 +184,7 @@ def test_what_is_added_stands_in_a_header_too() -> None:
     talk(fake, lambda client: client.post("/v1/chat/completions", json={"model": MODEL, **body}, headers=spoof))
     [sent], [headers] = fake.bodies, fake.headers
     assert headers[HEADER].isascii()
-    marks = Marks.of_header(headers[HEADER])
+    marks = RequestMetadata.of_header(headers[HEADER])
     assert (marks.rid, marks.cache_salt) == (sent["rid"], sent["cache_salt"]) == (sent["rid"], "default/s")
     assert marks.policy == sent["custom_params"]["slipstream"] == {**ours, "tenant": "default"}
 
@@ -192,7 +192,7 @@ def test_what_is_added_stands_in_a_header_too() -> None:
 @pytest.mark.parametrize("value", ["", "{}", "nonsense", '{"rid":1,"cache_salt":"","slipstream":{}}'])
 def test_a_header_that_the_gateway_did_not_write(value: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
-        Marks.of_header(value)
+        RequestMetadata.of_header(value)
 
 
 def test_no_client_writes_the_policy_or_the_request_id() -> None:

@@ -56,7 +56,7 @@ def test_a_version_that_accepts_a_third_of_the_incumbents_proposals_is_taken_bac
 
 def _looks(rng: random.Random, version: int, rate: float) -> Iterator[WatchedRound]:
     """Endless looks at a head that is not used, which are right so often."""
-    stratum = Stratum(CHAT.domain, CHAT.sampling, of_looks=True)
+    stratum = Stratum(CHAT.domain, CHAT.sampling, of_probes=True)
     for number in itertools.count():
         look = Verification(f"look-{version}-{number // 20}", stratum, int(rng.random() < rate), 1)
         yield WatchedRound(version, 1, True, 0.04, 1, (look,))
@@ -138,7 +138,7 @@ def mixed(
     """
     share = min(int(4 * (1 - asked) + 0.99), 4)
     stratum = Stratum(CHAT.domain, CHAT.sampling, remembered=share)
-    looked_at = Stratum(CHAT.domain, CHAT.sampling, of_looks=True, remembered=share)
+    looked_at = Stratum(CHAT.domain, CHAT.sampling, of_probes=True, remembered=share)
     rate = acceptance_for(1 + after * (length - 1))
     for number in itertools.count():
         request, noise = f"{version}-{number // 20}", rng.uniform(0.9, 1.1)

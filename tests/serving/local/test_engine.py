@@ -316,10 +316,10 @@ def test_a_look_is_what_verification_would_have_said_of_that_requests_next_token
         on_round=lambda round_: looked.extend(round_.verifications),
     ) as harness:
         answers = ask(harness)
-    right, wrong = (harness.metric("slipstream_draft_looks_total", outcome=word) for word in ("accepted", "rejected"))
+    right, wrong = (harness.metric("slipstream_draft_probes_total", outcome=word) for word in ("accepted", "rejected"))
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in verified]
     assert not any(answer.num_accepted for answer in answers)
-    assert {(one.depth, one.stratum.of_looks) for one in looked} == {(1, True)}
+    assert {(one.depth, one.stratum.of_probes) for one in looked} == {(1, True)}
     verdicts = dict(zip(trace.rounds.position.tolist(), trace.rounds.num_accepted.tolist(), strict=True))
     looks = [one.accepted for one in looked if one.request_id == "and another one"]
     seen = dict(enumerate(looks, trace.header.num_prompt_tokens))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from serving.rollout.order import ContextAware, Fifo
-from serving.rollout.samples import Ended, GroupRequest, Lease, SampleId, SampleState
+from serving.rollout.samples import GroupRequest, Lease, SampleEnd, SampleId, SampleState
 from serving.rollout.scheduler import Policy, Scheduler
 
 ENGINES = ("x", "y", "z")
@@ -34,7 +34,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.given: list[Lease] = []
         self.running: dict[SampleId, Lease] = {}
         self.reported: dict[SampleId, list[int]] = {}
-        self.ended: dict[SampleId, Ended] = {}
+        self.ended: dict[SampleId, SampleEnd] = {}
         self.turn_starts: dict[SampleId, int] = {}
         self.awaiting: set[SampleId] = set()
         self.version, self.now_s = 0, 0.0
@@ -207,7 +207,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert self.scheduler.finished(lease, (99,), "stop") is None
                 self.scheduler.preempted(lease)
 
-    def over(self, ended: list[Ended]) -> None:
+    def over(self, ended: list[SampleEnd]) -> None:
         for one in ended:
             assert one.sample_id not in self.ended, "it ended twice"
             self.ended[one.sample_id] = one

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from serving.group_cache.texts import HEAD_BYTES, GroupKey, decode_pieces
-from serving.sglang.plugin.runtime import EngineRuntime, Fence
+from serving.sglang.plugin.runtime import EngineRuntime, PartGuard
 from serving.sglang.report import EngineReport
 from serving.sglang.settings import PluginSettings
 from speculator.draft.checkpoint import model_key, target_fingerprint
@@ -421,7 +421,7 @@ def test_a_rank_that_others_depend_on_does_not_go_on_alone() -> None:
     def fail() -> None:
         raise AttributeError("gone")
 
-    fence = Fence("depth", holds=False)
+    fence = PartGuard("depth", holds=False)
     with pytest.raises(AttributeError, match="gone"):
         fence(fail)
 
@@ -430,7 +430,7 @@ def test_a_part_that_does_not_end_in_order_ends() -> None:
     def fail() -> None:
         raise OSError("and again")
 
-    fence = Fence("capture", off=fail)
+    fence = PartGuard("capture", off=fail)
     assert fence(fail) is None
     assert (fence.is_off, fence.reason) == (True, "OSError")
     assert fence(lambda: 1) is None

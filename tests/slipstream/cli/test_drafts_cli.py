@@ -21,7 +21,7 @@ from speculator.redis.embedded import EmbeddedRedis
 from speculator.versions.lifecycle import VersionState
 from speculator.versions.store import DraftStore
 from tests.fixtures.toy import random_draft
-from tests.slipstream.conftest import Ended
+from tests.slipstream.conftest import SampleEnd
 
 TO_SCORED = (VersionState.WRITTEN, VersionState.VALIDATED, VersionState.SCORED)
 TO_GOOD = (*TO_SCORED, VersionState.LIVE, VersionState.PROMOTED)
@@ -54,7 +54,7 @@ def pointer(redis_client: redis.Redis, toy_model: Path) -> DraftPointer:
 
 
 @pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, invoke: Callable[..., Ended], store: DraftStore) -> Cli:
+def cli(monkeypatch: pytest.MonkeyPatch, invoke: Callable[..., SampleEnd], store: DraftStore) -> Cli:
     """Run `slipstream drafts …` on the store, which must succeed; returns what it prints."""
     monkeypatch.setenv("COLUMNS", "200")
 
@@ -152,7 +152,7 @@ def test_what_cannot_be_done_is_one_line(
 
 
 def test_everything_is_found_in_the_folder_of_a_server_that_learns(
-    invoke: Callable[..., Ended], toy_model: Path, store: DraftStore, monkeypatch: pytest.MonkeyPatch
+    invoke: Callable[..., SampleEnd], toy_model: Path, store: DraftStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`slipstream serve --learn` keeps its store, and the socket of its Redis, there."""
 

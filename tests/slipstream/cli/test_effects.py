@@ -12,7 +12,7 @@ from serving.gateway.config import load_settings
 from slipstream.cli import effects
 from slipstream.logs import configure_logs
 from speculator.errors import ConfigError
-from tests.slipstream.conftest import Ended
+from tests.slipstream.conftest import SampleEnd
 from trainer.config import load_config
 
 Refused = Callable[..., str]
@@ -21,7 +21,7 @@ NOWHERE = "unix:///nowhere/redis.sock"
 
 
 @pytest.fixture
-def warned(invoke: Callable[..., Ended]) -> Warned:
+def warned(invoke: Callable[..., SampleEnd]) -> Warned:
     """Run a command line that cannot begin, and return of what it warned before: the reason of every setting."""
     return lambda *arguments: warnings(invoke(*arguments).err)
 

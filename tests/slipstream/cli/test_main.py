@@ -27,7 +27,7 @@ from slipstream.logs import configure_logs
 from slipstream.models import BUNDLED_MODEL
 from slipstream.settings import commands
 from speculator.draft.checkpoint import model_key, model_name
-from tests.slipstream.conftest import Ended
+from tests.slipstream.conftest import SampleEnd
 
 Refused = Callable[..., str]
 
@@ -72,7 +72,7 @@ def test_json_is_all_of_standard_output(toy_model: Path, tmp_path: Path) -> None
     assert json.loads(shown.stdout).keys() == {"version"}
 
 
-def test_exit_codes(refused: Refused, invoke: Callable[..., Ended], tmp_path: Path) -> None:
+def test_exit_codes(refused: Refused, invoke: Callable[..., SampleEnd], tmp_path: Path) -> None:
     assert invoke("serve", "--no-such-option").code == 2
     assert refused("traces", "info", tmp_path / "none.rec").startswith("error: ")
     (tmp_path / "groups.jsonl").write_text('{"prompt": "x"}\n')
@@ -136,7 +136,7 @@ def test_the_options_that_most_people_need_come_first() -> None:
         assert len(names.split()) <= 10
 
 
-def test_the_version_in_the_usual_way(invoke: Callable[..., Ended]) -> None:
+def test_the_version_in_the_usual_way(invoke: Callable[..., SampleEnd]) -> None:
     assert invoke("--version") == invoke("version")
 
 

@@ -57,7 +57,7 @@ def _count(metrics: EngineMetrics, *, drafted: bool, accepted: int, seconds: flo
         from_head=(True,),
         accepted_text=(0, 2, 2) if accepted else (),
         expected=(1.0, 0.03),
-        look=None,
+        probe=None,
     )
 
 
@@ -72,11 +72,11 @@ def _counted() -> list[Scrape]:
     return samples
 
 
-def _ab(*, slower_without: float, asked: bool, looks: int = 0) -> list[Scrape]:
+def _ab(*, slower_without: float, asked: bool, probes: int = 0) -> list[Scrape]:
     """Scrapes of an A/B whose rounds with remembered text alone take so many times as long."""
     registry = CollectorRegistry()
     metrics, rng, samples = EngineMetrics(registry), random.Random(0), []
-    metrics.looks.labels("accepted").inc(looks)
+    metrics.probes.labels("accepted").inc(probes)
     for at_s in range(21):
         samples.append(Scrape.parse(at_s, generate_latest(registry).decode()))
         for number in range(40):

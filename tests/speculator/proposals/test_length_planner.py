@@ -71,9 +71,9 @@ def test_a_useless_draft_is_hardly_ever_run() -> None:
     machine.run(2000)
     assert machine.rate(machine.depths) > 0.99
     assert sum(depth > 0 for depth in machine.depths[500:]) < 70
-    looks = [plan for plan in machine.plans if plan.is_look]
-    assert len(looks) > 20
-    assert {plan.num_proposals for plan in looks[10:]} == {1}
+    probes = [plan for plan in machine.plans if plan.is_probe]
+    assert len(probes) > 20
+    assert {plan.num_proposals for plan in probes[10:]} == {1}
 
 
 def test_a_good_draft_is_run_deep() -> None:
@@ -192,4 +192,4 @@ def test_a_head_is_looked_at_in_rounds_without_text() -> None:
     planner.renew()
     with_text = [planner.plan(1, LENGTHS, head_lengths=DEPTHS, text_gains_BL=gains(8.0)) for _ in range(50)]
     assert not any(plan.uses_head for plan in with_text)
-    assert planner.plan(1, LENGTHS, head_lengths=DEPTHS).is_look
+    assert planner.plan(1, LENGTHS, head_lengths=DEPTHS).is_probe

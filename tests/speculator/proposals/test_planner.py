@@ -42,7 +42,7 @@ class World:
     clock_s: float = 0.0
     tokens: int = 0
     heads: int = 0
-    looks: int = 0
+    probes: int = 0
     prompt: int = 0
     """Pairs of each request's prompt; a slot's next request comes after 60 rounds."""
     plain_s: float = 0.0
@@ -77,8 +77,8 @@ class World:
         accepted = [self.accepted(probabilities) for _ in range(batch)]
         verdicts = [self.verdict(probabilities, count) for count in accepted] if plan.uses_head else []
         read: Sequence[int] = range(batch) if plan.uses_head else ()
-        if plan.look is not None:
-            steps, read = 1, [plan.look]
+        if plan.probe is not None:
+            steps, read = 1, [plan.probe]
             is_worth_it = planner.is_worth_verifying(plan, 0, batch * planner.head_probability(0, self.alpha))
             verdicts = [self.verdict([self.alpha], self.accepted([self.alpha]), is_worth_it)]
         pairs = sum(self.unread[slot] for slot in read)
@@ -92,7 +92,7 @@ class World:
         self.plain_s += verify_s(batch, 0)
         self.tokens += batch + sum(accepted)
         self.heads += plan.uses_head
-        self.looks += plan.look is not None
+        self.probes += plan.probe is not None
 
     def chain(self, plan: Plan, head_depth: int) -> tuple[int, int]:
         """Proposals that are verified, steps that are computed."""
@@ -146,55 +146,55 @@ def test_a_useless_head_costs_next_to_nothing(batch: int, prompt: int) -> None:
     world.run(6000)
     for (start_s, plain_start_s), (end_s, plain_end_s) in zip(world.windows, world.windows[1000:], strict=False):
         assert plain_end_s - plain_start_s > 0.98 * (end_s - start_s)
-    assert world.looks > 20, "it must be looked at now and then"
+    assert world.probes > 20, "it must be looked at now and then"
 
 
 def test_looks_in_vain_become_rarer_until_one_is_not_or_another_version_comes() -> None:
     world = World(0.0, prompt=1)
 
-    def look_share(rounds: int) -> float:
-        before = world.looks
+    def probe_share(rounds: int) -> float:
+        before = world.probes
         world.run(rounds)
-        return (world.looks - before) / rounds
+        return (world.probes - before) / rounds
 
     world.run(1000)
-    in_vain = look_share(2000)
+    in_vain = probe_share(2000)
     assert in_vain > 0
     world.planner.observe_head([HeadVerdict("chat", [0.1], 1, is_worth_it=False)])
-    assert look_share(200) > 1.5 * in_vain
+    assert probe_share(200) > 1.5 * in_vain
     world.run(1000)
-    assert look_share(2000) < 1.5 * in_vain
+    assert probe_share(2000) < 1.5 * in_vain
     world.planner.renew()
-    assert look_share(100) > 0.5
+    assert probe_share(100) > 0.5
 
 
 def test_looks_are_as_many_on_fast_machines_as_on_slow_ones() -> None:
     """At first, and at a new version."""
-    looks = []
+    probes = []
     for scale in (0.25, 1.0, 8.0):
         world = World(0.0, noise=0.0, scale=scale)
         world.run(100)
-        first = world.looks
+        first = world.probes
         world.planner.renew()
         world.run(400)
-        looks.append((first, world.looks - first))
-    assert looks[0] == looks[1] == looks[2]
-    assert 300 > looks[0][1] > 2 * looks[0][0] > 20
+        probes.append((first, world.probes - first))
+    assert probes[0] == probes[1] == probes[2]
+    assert 300 > probes[0][1] > 2 * probes[0][0] > 20
 
 
 def test_a_head_is_looked_at_where_it_would_be_asked_and_no_more_often_than_that() -> None:
     copying, asked_for = World(0.0, suffix=[0.9] * 12, prompt=1), World(0.0, prompt=1)
     copying.run(1000)
-    assert copying.looks == 0
+    assert copying.probes == 0
     plan = copying.planner.plan(["chat"] * 2, 400, [[0.9], []], head_depth=DEPTH, unread=[1, 1])
-    assert plan.look == 1
+    assert plan.probe == 1
     asked_for.run(6000)
     for _ in range(1000):
         copying.suffix = ()
         copying.run(1)
         copying.suffix = [0.9] * 12
         copying.run(5)
-    assert 10 < copying.looks < asked_for.looks / 3
+    assert 10 < copying.probes < asked_for.probes / 3
 
 
 @pytest.mark.parametrize(("saved", "least", "most"), [(None, 800, 1000), (1.0, 800, 1000), (0.5, 0, 100)])

@@ -26,7 +26,7 @@ from speculator.errors import (
 )
 from speculator.redis.control_plane import DraftPointer
 from speculator.versions.lifecycle import Lifecycle, VersionState
-from speculator.versions.operator import DraftDesk, tensor_change
+from speculator.versions.operator import DraftOperator, tensor_change
 from speculator.versions.store import DraftStore
 from tests.fixtures.drafts import CONFIG, make_draft
 from tests.fixtures.faults import Crash
@@ -47,8 +47,8 @@ def pointer(redis_client: redis.Redis) -> DraftPointer:
 
 
 @pytest.fixture
-def desk(store: DraftStore, pointer: DraftPointer) -> DraftDesk:
-    return DraftDesk(store, lambda: pointer, target_fingerprint=TARGET)
+def desk(store: DraftStore, pointer: DraftPointer) -> DraftOperator:
+    return DraftOperator(store, lambda: pointer, target_fingerprint=TARGET)
 
 
 def add(store: DraftStore, *states: VersionState, seed: int = 0, **changes: Any) -> int:
@@ -76,7 +76,7 @@ def asked(store: DraftStore) -> list[dict[str, Any]]:
 
 
 def test_the_overview_says_what_is_known_of_each_version(
-    desk: DraftDesk, store: DraftStore, pointer: DraftPointer
+    desk: DraftOperator, store: DraftStore, pointer: DraftPointer
 ) -> None:
     add(store, *TO_GOOD)
     add(store, *TO_SCORED, VersionState.LIVE, parent=1, info={"gate": {"outcome": "promote", "gain": 0.2}})
@@ -102,7 +102,7 @@ def test_the_overview_says_what_is_known_of_each_version(
 
 
 def test_the_overview_says_what_engines_say_of_themselves(
-    desk: DraftDesk, store: DraftStore, pointer: DraftPointer
+    desk: DraftOperator, store: DraftStore, pointer: DraftPointer
 ) -> None:
     add(store, *TO_GOOD)
     said = {"version": 2, "role": "canary", "draft_accept_length": 1.75, "target_version": 3, "last_verdict": "kept"}
@@ -121,17 +121,17 @@ def test_the_overview_survives_damage_and_the_loss_of_redis(store: DraftStore) -
     def away() -> DraftPointer:
         raise StreamError("Redis cannot be reached")
 
-    overview = DraftDesk(store, away).overview()
+    overview = DraftOperator(store, away).overview()
     assert overview.no_redis == "Redis cannot be reached"
     assert "manifest is damaged" in overview.drafts[1].damage
     assert (overview.last_good, overview.published, overview.drafts[0].engines) == (1, None, [])
 
 
-def test_an_empty_store_has_an_empty_overview(desk: DraftDesk) -> None:
+def test_an_empty_store_has_an_empty_overview(desk: DraftOperator) -> None:
     assert desk.overview().drafts == []
 
 
-def test_one_version_is_shown_with_its_history(desk: DraftDesk, store: DraftStore) -> None:
+def test_one_version_is_shown_with_its_history(desk: DraftOperator, store: DraftStore) -> None:
     add(store, *TO_SCORED, info={"num_traces": 7})
     store.lifecycle.bar(1, actor="engine:a", reason="worse", numbers={"p_value": 0.01})
     details = desk.show(1)
@@ -143,7 +143,7 @@ def test_one_version_is_shown_with_its_history(desk: DraftDesk, store: DraftStor
         desk.show(2)
 
 
-def test_the_difference_is_that_of_the_tensors(desk: DraftDesk, store: DraftStore) -> None:
+def test_the_difference_is_that_of_the_tensors(desk: DraftOperator, store: DraftStore) -> None:
     add(store, info={"trained_tokens": 10, "gate": {"gain": 0.1}})
     weights = draft_state(make_draft())
     norm = weights["norm.weight"].clone()
@@ -174,7 +174,7 @@ def test_the_difference_is_that_of_the_tensors(desk: DraftDesk, store: DraftStor
     assert "info.gate.gain" not in difference.manifest
 
 
-def test_other_shapes_and_zero_vectors_have_no_ratio(desk: DraftDesk, store: DraftStore) -> None:
+def test_other_shapes_and_zero_vectors_have_no_ratio(desk: DraftOperator, store: DraftStore) -> None:
     weights = draft_state(make_draft())
     store.write(
         {**weights, "norm.weight": 0 * weights["norm.weight"]},
@@ -199,7 +199,9 @@ def test_other_shapes_and_zero_vectors_have_no_ratio(desk: DraftDesk, store: Dra
 # -- changing
 
 
-def test_promoting_a_scored_version_makes_it_desired(desk: DraftDesk, store: DraftStore, pointer: DraftPointer) -> None:
+def test_promoting_a_scored_version_makes_it_desired(
+    desk: DraftOperator, store: DraftStore, pointer: DraftPointer
+) -> None:
     add(store, *TO_GOOD)
     add(store, *TO_SCORED)
     change = desk.promote(2, actor="operator:me")
@@ -209,7 +211,7 @@ def test_promoting_a_scored_version_makes_it_desired(desk: DraftDesk, store: Dra
     assert events(store)[-1] == ("promote", "operator:me", 2)
 
 
-def test_promoting_a_promoted_version_makes_it_the_last_good(desk: DraftDesk, store: DraftStore) -> None:
+def test_promoting_a_promoted_version_makes_it_the_last_good(desk: DraftOperator, store: DraftStore) -> None:
     add(store, *TO_GOOD)
     add(store, *TO_GOOD)
     assert store.lifecycle.last_good() == 2
@@ -220,14 +222,14 @@ def test_promoting_a_promoted_version_makes_it_the_last_good(desk: DraftDesk, st
 @pytest.mark.parametrize(
     "barred", [[VersionState.ROLLED_BACK], [VersionState.ROLLED_BACK, VersionState.QUARANTINED]], ids=len
 )
-def test_promoting_releases_what_is_barred(desk: DraftDesk, store: DraftStore, barred: list[VersionState]) -> None:
+def test_promoting_releases_what_is_barred(desk: DraftOperator, store: DraftStore, barred: list[VersionState]) -> None:
     add(store, *TO_GOOD, *barred)
     assert desk.promote(1, actor="operator:me").state is VersionState.SCORED
     last = store.lifecycle.history(1)[-1]
     assert (last.actor, last.reason) == ("operator:me", "released by operator")
 
 
-def test_promoting_admits_what_a_crash_left_unfinished(desk: DraftDesk, store: DraftStore) -> None:
+def test_promoting_admits_what_a_crash_left_unfinished(desk: DraftOperator, store: DraftStore) -> None:
     add(store)
     (store.root / "states" / "000001.json").unlink()
     assert desk.promote(1, actor="operator:me").state is VersionState.SCORED
@@ -235,7 +237,7 @@ def test_promoting_admits_what_a_crash_left_unfinished(desk: DraftDesk, store: D
 
 
 def test_what_no_engine_can_load_is_neither_promoted_nor_pinned_nor_exported(
-    desk: DraftDesk, store: DraftStore, pointer: DraftPointer, tmp_path: Path
+    desk: DraftOperator, store: DraftStore, pointer: DraftPointer, tmp_path: Path
 ) -> None:
     add(store, *TO_GOOD, VersionState.QUARANTINED)
     damage(store, 1)
@@ -256,7 +258,9 @@ def test_what_no_engine_can_load_is_neither_promoted_nor_pinned_nor_exported(
     assert not (tmp_path / "out").exists()
 
 
-def test_rolling_back_serves_the_last_good_version(desk: DraftDesk, store: DraftStore, pointer: DraftPointer) -> None:
+def test_rolling_back_serves_the_last_good_version(
+    desk: DraftOperator, store: DraftStore, pointer: DraftPointer
+) -> None:
     add(store, *TO_GOOD)
     add(store, *TO_SCORED, VersionState.LIVE)
     pointer.publish(2)
@@ -274,7 +278,7 @@ def test_rolling_back_serves_the_last_good_version(desk: DraftDesk, store: Draft
 
 
 def test_an_event_log_that_cannot_be_written_keeps_no_bad_draft_in_service(
-    desk: DraftDesk, store: DraftStore, pointer: DraftPointer
+    desk: DraftOperator, store: DraftStore, pointer: DraftPointer
 ) -> None:
     add(store, *TO_GOOD)
     add(store, *TO_SCORED, VersionState.LIVE)
@@ -297,7 +301,7 @@ def test_an_event_log_that_cannot_be_written_keeps_no_bad_draft_in_service(
 
 
 def test_without_a_published_version_the_last_good_one_is_rolled_back(
-    desk: DraftDesk, store: DraftStore, pointer: DraftPointer
+    desk: DraftOperator, store: DraftStore, pointer: DraftPointer
 ) -> None:
     add(store, *TO_GOOD)
     add(store, *TO_GOOD)
@@ -306,7 +310,7 @@ def test_without_a_published_version_the_last_good_one_is_rolled_back(
 
 
 def test_a_rollback_that_was_cut_short_is_finished_by_the_next(
-    desk: DraftDesk, store: DraftStore, pointer: DraftPointer
+    desk: DraftOperator, store: DraftStore, pointer: DraftPointer
 ) -> None:
     add(store, *TO_GOOD)
     add(store, *TO_SCORED, VersionState.LIVE, VersionState.ROLLED_BACK)
@@ -316,7 +320,7 @@ def test_a_rollback_that_was_cut_short_is_finished_by_the_next(
 
 
 def test_a_rollback_that_is_asked_for_twice_is_made_once(
-    desk: DraftDesk, store: DraftStore, pointer: DraftPointer
+    desk: DraftOperator, store: DraftStore, pointer: DraftPointer
 ) -> None:
     """The answer to the first was lost on its way, say."""
     for _ in range(3):
@@ -349,7 +353,7 @@ def test_an_operators_change_is_on_record_before_it_is_begun(
         add(store, *TO_GOOD)
     pointer.publish(2)
     pointer.pin(2)
-    changes: dict[str, Callable[[DraftDesk], object]] = {
+    changes: dict[str, Callable[[DraftOperator], object]] = {
         "promote": lambda desk: desk.promote(2, actor="operator:me"),
         "rollback": lambda desk: desk.rollback(actor="operator:me", reason="slow", version=2),
         "pin": lambda desk: desk.pin(2, actor="operator:me"),
@@ -368,18 +372,18 @@ def test_an_operators_change_is_on_record_before_it_is_begun(
     dying = DraftStore(store.root)
     dying.lifecycle = DyingLifecycle(store.root)
     with pytest.raises(Crash):
-        changes[action](DraftDesk(dying, lambda: DyingPointer(redis_client, "toy")))
+        changes[action](DraftOperator(dying, lambda: DyingPointer(redis_client, "toy")))
     [last] = store.lifecycle.events.tail(1)
     reason = {"reason": "slow"} if action == "rollback" else {}
     assert (last.kind, last.actor) == ("asked", "operator:me")
     assert last.fields == {"action": action, "version": 2, **reason}
-    changes[action](DraftDesk(store, lambda: pointer))
+    changes[action](DraftOperator(store, lambda: pointer))
     assert [event.kind for event in store.lifecycle.events.tail(1)] == [action]
     assert len(asked(store)) == 2
 
 
 def test_a_rollback_of_another_version_leaves_the_published_one(
-    desk: DraftDesk, store: DraftStore, pointer: DraftPointer
+    desk: DraftOperator, store: DraftStore, pointer: DraftPointer
 ) -> None:
     for _ in range(3):
         add(store, *TO_GOOD)
@@ -389,7 +393,7 @@ def test_a_rollback_of_another_version_leaves_the_published_one(
 
 
 def test_a_rollback_ends_the_pin_of_that_version_alone(
-    desk: DraftDesk, store: DraftStore, pointer: DraftPointer
+    desk: DraftOperator, store: DraftStore, pointer: DraftPointer
 ) -> None:
     for _ in range(3):
         add(store, *TO_GOOD)
@@ -401,7 +405,7 @@ def test_a_rollback_ends_the_pin_of_that_version_alone(
     assert (pointer.pinned(), pointer.published()) == (None, 1)
 
 
-def test_a_rollback_needs_another_good_version(desk: DraftDesk, store: DraftStore, pointer: DraftPointer) -> None:
+def test_a_rollback_needs_another_good_version(desk: DraftOperator, store: DraftStore, pointer: DraftPointer) -> None:
     with pytest.raises(LifecycleError, match="no draft version in service"):
         desk.rollback(actor="operator:me", reason="r")
     add(store, *TO_GOOD)
@@ -415,14 +419,14 @@ def test_a_rollback_needs_another_good_version(desk: DraftDesk, store: DraftStor
     assert pointer.published() is None
 
 
-def test_a_version_that_does_not_exist_is_not_rolled_back(desk: DraftDesk, store: DraftStore) -> None:
+def test_a_version_that_does_not_exist_is_not_rolled_back(desk: DraftOperator, store: DraftStore) -> None:
     add(store, *TO_GOOD)
     with pytest.raises(UnknownDraftError):
         desk.rollback(actor="operator:me", reason="r", version=9)
     assert store.lifecycle.states() == {1: VersionState.PROMOTED}
 
 
-def test_a_pin_holds_until_it_is_taken_away(desk: DraftDesk, store: DraftStore, pointer: DraftPointer) -> None:
+def test_a_pin_holds_until_it_is_taken_away(desk: DraftOperator, store: DraftStore, pointer: DraftPointer) -> None:
     add(store, *TO_GOOD)
     add(store, *TO_SCORED)
     pointer.publish(2)
@@ -438,7 +442,7 @@ def test_a_pin_holds_until_it_is_taken_away(desk: DraftDesk, store: DraftStore, 
     assert [kind for kind, _, _ in events(store) if "p" in kind and "in" in kind] == ["pin", "unpin"]
 
 
-def test_what_may_not_be_served_is_not_pinned(desk: DraftDesk, store: DraftStore, pointer: DraftPointer) -> None:
+def test_what_may_not_be_served_is_not_pinned(desk: DraftOperator, store: DraftStore, pointer: DraftPointer) -> None:
     add(store, *TO_SCORED, VersionState.QUARANTINED)
     add(store)
     for version, state in ((1, "quarantined"), (2, "written")):
@@ -448,7 +452,7 @@ def test_what_may_not_be_served_is_not_pinned(desk: DraftDesk, store: DraftStore
 
 
 def test_an_exported_version_is_a_checkpoint_as_sglang_loads_it(
-    desk: DraftDesk, store: DraftStore, tmp_path: Path
+    desk: DraftOperator, store: DraftStore, tmp_path: Path
 ) -> None:
     add(store, *TO_SCORED, seed=3)
     folder = desk.export(1, tmp_path / "new" / "draft", actor="operator:me")
@@ -463,7 +467,7 @@ def test_an_exported_version_is_a_checkpoint_as_sglang_loads_it(
     assert events(store)[-1] == ("export", "operator:me", 1)
 
 
-def test_an_export_overwrites_nothing(desk: DraftDesk, store: DraftStore, tmp_path: Path) -> None:
+def test_an_export_overwrites_nothing(desk: DraftOperator, store: DraftStore, tmp_path: Path) -> None:
     add(store, *TO_SCORED)
     desk.export(1, tmp_path / "out", actor="operator:me")
     (tmp_path / "file").touch()
@@ -474,7 +478,7 @@ def test_an_export_overwrites_nothing(desk: DraftDesk, store: DraftStore, tmp_pa
     assert len(list(desk.export(1, tmp_path / "empty", actor="operator:me").iterdir())) == 2
 
 
-def test_pruning_spares_the_pinned_version(desk: DraftDesk, store: DraftStore) -> None:
+def test_pruning_spares_the_pinned_version(desk: DraftOperator, store: DraftStore) -> None:
     for _ in range(4):
         add(store, *TO_SCORED)
     assert store.prune(1, pinned=2) == [1, 3]

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from speculator.errors import StreamError
 from speculator.versions.lifecycle import Lifecycle, VersionState
 from trainer.metrics import TrainerMetrics
-from trainer.release.live_review import LOOK_INTERVAL_S, MAX_PAUSE_S, RollbackWatch, pause_s
+from trainer.release.live_review import MAX_PAUSE_S, POLL_INTERVAL_S, RollbackWatch, pause_s
 
 PAUSE_S = 300.0
 
@@ -50,9 +50,9 @@ class Desk:
     def roll_back(self, version: int, *, actor: str = "engine:0") -> None:
         self.make(version, VersionState.LIVE, VersionState.ROLLED_BACK, VersionState.QUARANTINED, actor=actor)
 
-    def look(self, version: int, *, after_s: float = LOOK_INTERVAL_S) -> int | None:
+    def poll(self, version: int, *, after_s: float = POLL_INTERVAL_S) -> int | None:
         self.now_s += after_s
-        return self.watch.look(version)
+        return self.watch.poll(version)
 
     @property
     def gauge(self) -> float | None:
@@ -73,65 +73,65 @@ def test_the_pause_doubles_with_each_rollback_up_to_a_day() -> None:
 
 
 def test_weights_of_a_barred_version_are_given_up_for_the_last_good_one(desk: Desk) -> None:
-    assert desk.look(1) is None
+    assert desk.poll(1) is None
     desk.roll_back(2)
-    assert desk.look(2) == 1
+    assert desk.poll(2) == 1
     desk.make(3, VersionState.LIVE, VersionState.PROMOTED)
     desk.make(4)
     desk.lifecycle.move(4, VersionState.QUARANTINED, actor="operator:ann")
-    assert desk.look(4) == 3
-    assert desk.look(3) is None
+    assert desk.poll(4) == 3
+    assert desk.poll(3) is None
     assert not desk.watch.paused
 
 
 def test_it_looks_now_and_then_and_at_once_at_another_version(desk: Desk) -> None:
     desk.make(2)
-    assert desk.look(2) is None
+    assert desk.poll(2) is None
     desk.roll_back(2)
-    assert desk.look(2, after_s=LOOK_INTERVAL_S / 2) is None
-    assert desk.look(2, after_s=LOOK_INTERVAL_S / 2) == 1
+    assert desk.poll(2, after_s=POLL_INTERVAL_S / 2) is None
+    assert desk.poll(2, after_s=POLL_INTERVAL_S / 2) == 1
     desk.roll_back(3)
-    assert desk.look(3, after_s=0.0) == 1
+    assert desk.poll(3, after_s=0.0) == 1
 
 
 def test_where_no_version_is_good_there_is_nothing_to_go_back_to(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     desk.lifecycle.move(1, VersionState.QUARANTINED, actor="operator:ann")
-    assert desk.look(1) is None
+    assert desk.poll(1) is None
 
 
 def test_two_rollbacks_in_a_row_pause_publishing_and_it_begins_again_with_one_on_trial(desk: Desk) -> None:
     desk.roll_back(2)
-    assert desk.look(2) == 1
+    assert desk.poll(2) == 1
     assert (desk.watch.paused, desk.gauge) == (False, 0)
     desk.roll_back(3)
-    assert desk.look(3) == 1
+    assert desk.poll(3) == 1
     assert (desk.watch.paused, desk.gauge) == (True, 1)
-    desk.look(1, after_s=PAUSE_S - 10)
+    desk.poll(1, after_s=PAUSE_S - 10)
     assert desk.watch.paused
-    desk.look(1, after_s=20)
+    desk.poll(1, after_s=20)
     assert (desk.watch.paused, desk.gauge) == (False, 0)
 
     desk.make(4)
     desk.published = 4
-    desk.look(4)
+    desk.poll(4)
     assert desk.watch.paused, "one at a time"
     desk.roll_back(4)
-    assert desk.look(4) == 1
+    assert desk.poll(4) == 1
     last_s = desk.lifecycle.history(4)[-1].at_ms / 1000
     desk.now_s = last_s + 1.9 * PAUSE_S
-    desk.look(1)
+    desk.poll(1)
     assert desk.watch.paused, "twice as long"
     desk.now_s = last_s + 2.1 * PAUSE_S
-    desk.look(1)
+    desk.poll(1)
     assert not desk.watch.paused
 
     desk.make(5, VersionState.LIVE)
     desk.published = 5
-    desk.look(5)
+    desk.poll(5)
     assert desk.watch.paused
     desk.lifecycle.move(5, VersionState.PROMOTED, actor="engine:0")
-    desk.look(5)
+    desk.poll(5)
     assert not desk.watch.paused
     assert desk.kinds() == 3 * ["publishing_paused", "publishing_resumed"]
 
@@ -141,10 +141,10 @@ def test_a_trial_without_a_verdict_holds_up_publishing_for_as_long_as_a_pause_an
         desk.roll_back(version)
     desk.make(4, VersionState.LIVE)  # and its engine goes away
     desk.published = 4
-    desk.look(4, after_s=2 * PAUSE_S)
-    desk.look(4, after_s=PAUSE_S - 10)
+    desk.poll(4, after_s=2 * PAUSE_S)
+    desk.poll(4, after_s=PAUSE_S - 10)
     assert desk.watch.paused
-    desk.look(4, after_s=20)
+    desk.poll(4, after_s=20)
     assert not desk.watch.paused
 
 
@@ -153,10 +153,10 @@ def test_a_trial_begins_when_its_version_is_announced(desk: Desk) -> None:
         desk.roll_back(version)
     desk.make(4)
     desk.is_redis_away = True
-    desk.look(4, after_s=2 * PAUSE_S)
-    desk.look(4, after_s=2 * PAUSE_S)
+    desk.poll(4, after_s=2 * PAUSE_S)
+    desk.poll(4, after_s=2 * PAUSE_S)
     desk.is_redis_away, desk.published = False, 4
-    desk.look(4)
+    desk.poll(4)
     assert desk.watch.paused, "no engine has seen it before"
 
 
@@ -165,36 +165,36 @@ def test_nobody_waits_for_a_trial_of_what_was_never_published(desk: Desk) -> Non
         desk.roll_back(version)
     desk.published = 1
     desk.make(4)  # and the trainer is killed
-    desk.look(4, after_s=2 * PAUSE_S)
+    desk.poll(4, after_s=2 * PAUSE_S)
     assert not desk.watch.paused
     desk.is_redis_away = True
-    desk.look(4)
+    desk.poll(4)
     assert desk.watch.paused, "nothing could be published anyway"
 
 
 def test_an_operators_promotion_ends_the_pause(desk: Desk) -> None:
     for version in (2, 3, 4):
         desk.roll_back(version)
-    desk.look(4)
+    desk.poll(4)
     assert desk.watch.paused
     desk.lifecycle.move(1, VersionState.PROMOTED, actor="operator:ann")
-    desk.look(1)
+    desk.poll(1)
     assert not desk.watch.paused
 
 
 def test_rollbacks_by_operators_pause_nothing(desk: Desk) -> None:
     for version in (2, 3, 4):
         desk.roll_back(version, actor="operator:ann")
-    assert desk.look(4) == 1
+    assert desk.poll(4) == 1
     assert not desk.watch.paused
 
 
 def test_rollbacks_by_the_trainers_own_look_count_and_the_promotions_before_them_do_not(desk: Desk) -> None:
     desk.roll_back(2)
     desk.make(3, VersionState.LIVE, VersionState.PROMOTED)
-    desk.look(3)
+    desk.poll(3)
     desk.lifecycle.bar(3, actor="trainer:review", reason="worse after all")
-    assert desk.look(3) == 1
+    assert desk.poll(3) == 1
     assert desk.watch.paused
 
 
@@ -202,12 +202,12 @@ def test_a_pause_survives_a_restart(desk: Desk) -> None:
     desk.roll_back(2)
     desk.roll_back(3)
     after = desk.new_watch(CollectorRegistry())
-    assert after.look(1) is None
+    assert after.poll(1) is None
     assert after.paused
 
 
 def test_states_that_cannot_be_read_stop_nothing(desk: Desk) -> None:
     desk.roll_back(2)
     (desk.lifecycle.root / "states" / "000002.json").write_text("damaged")
-    assert desk.look(2) is None
+    assert desk.poll(2) is None
     assert not desk.watch.paused

@@ -6,48 +6,48 @@ import errno
 from pathlib import Path
 
 from speculator.host import sync
-from trainer.replay.trace_source import Shelf
+from trainer.replay.trace_source import TraceFiles
 
 
 def test_what_was_put_is_there_for_the_next_process(tmp_path: Path) -> None:
     folder = tmp_path / "replay"
-    assert Shelf(folder).take_over("a") is None
-    Shelf(folder).put("a", b"first")
-    Shelf(folder).put("a", b"again")
-    Shelf(folder).put("../../etc/b", b"a producer's word")
-    assert Shelf(folder).take_over("a") == b"again"
-    assert Shelf(folder).take_over("../../etc/b") == b"a producer's word"
+    assert TraceFiles(folder).take_over("a") is None
+    TraceFiles(folder).put("a", b"first")
+    TraceFiles(folder).put("a", b"again")
+    TraceFiles(folder).put("../../etc/b", b"a producer's word")
+    assert TraceFiles(folder).take_over("a") == b"again"
+    assert TraceFiles(folder).take_over("../../etc/b") == b"a producer's word"
     assert len(list(folder.iterdir())) == 2
     assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_a_process_removes_what_it_put_or_took_over_and_nothing_else(tmp_path: Path) -> None:
-    one, other = Shelf(tmp_path), Shelf(tmp_path)
+    one, other = TraceFiles(tmp_path), TraceFiles(tmp_path)
     for trace_id in "abc":
         one.put(trace_id, b"")
     other.put("d", b"")
     other.keep([])
     one.keep(["b"])
-    left = Shelf(tmp_path)
+    left = TraceFiles(tmp_path)
     assert [left.take_over(trace_id) is not None for trace_id in "abcd"] == [False, True, False, False]
     left.keep([])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_start_sweeps_what_no_checkpoint_lists(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path / "replay")
+    shelf = TraceFiles(tmp_path / "replay")
     shelf.sweep([])
     for trace_id in "ab":
         shelf.put(trace_id, b"")
     (tmp_path / "replay" / "x.123.tmp").write_bytes(b"half")
-    Shelf(tmp_path / "replay").sweep(["b"])
+    TraceFiles(tmp_path / "replay").sweep(["b"])
     assert len(list((tmp_path / "replay").iterdir())) == 1
     assert shelf.take_over("b") == b""
 
 
 def test_what_a_checkpoint_lists_is_synced_once(tmp_path: Path) -> None:
     synced: list[Path] = []
-    shelf = Shelf(tmp_path, synced.append)
+    shelf = TraceFiles(tmp_path, synced.append)
     for trace_id in "abc":
         shelf.put(trace_id, b"")
     shelf.sync(["a", "b", "unknown"])
@@ -67,10 +67,10 @@ def test_a_disk_that_refuses_is_no_failure(tmp_path: Path) -> None:
             raise failures.pop()
 
     (tmp_path / "file").write_bytes(b"")
-    shelf = Shelf(tmp_path / "file")
+    shelf = TraceFiles(tmp_path / "file")
     shelf.put("a", b"payload")
     assert shelf.take_over("a") is None
-    other = Shelf(tmp_path / "replay", refuse_once)
+    other = TraceFiles(tmp_path / "replay", refuse_once)
     other.put("a", b"payload")
     other.sync(["a"])
     other.sync(["a"])
@@ -84,7 +84,7 @@ def test_a_file_that_somebody_else_removed_keeps_no_other_from_the_disk(tmp_path
         sync(path)
         synced.append(path)
 
-    shelf = Shelf(tmp_path, counted)
+    shelf = TraceFiles(tmp_path, counted)
     for trace_id in "abc":
         shelf.put(trace_id, trace_id.encode())
     next(path for path in tmp_path.iterdir() if path.read_bytes() == b"b").unlink()

@@ -28,7 +28,7 @@ HOUR_S = 3600.0
 
 @pytest.fixture(autouse=True)
 def _always_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "LOOK_S", 0.0)
+    monkeypatch.setattr(admission, "POLL_S", 0.0)
 
 
 def mixed(traces: list[Trace], created_s: float | None = None) -> list[Trace]:

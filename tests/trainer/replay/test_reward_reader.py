@@ -52,14 +52,14 @@ def test_weights_compare_samples_with_their_siblings() -> None:
 def test_rewards_are_read_once_and_later_ones_take_the_place_of_earlier_ones(stream: RewardStream) -> None:
     weights = Reader(stream)
     stream.append([group("k/a", 1, 0), group("k/b", 0, 0)])
-    weights.look()
+    weights.poll()
     assert [weight(weights, f"k/a/{number}") for number in (0, 1, 2)] == [2.0, 0.5, 1.0]
     assert weight(weights, "k/b/0") == 1.0
     assert weight(weights, "k/a/0", tenant="other") == 1.0, "nobody rewards another's traces"
     assert [weight(weights, name) for name in ("k/a", "k/a/", "k/a/x", "k/a/²", "")] == [1.0] * 5
     stream.append([GroupRewards(tenant="t", group_id="k/a", rewards={1: 2.0})])
     weights.now_s += 10
-    weights.look()
+    weights.poll()
     assert [weight(weights, f"k/a/{number}") for number in (0, 1)] == [0.5, 2.0]
     assert weights.metric("rewarded_samples_total") == 5, "each of them once"
 
@@ -73,14 +73,14 @@ def test_who_starts_again_reads_what_is_kept_and_passes_over_what_is_no_reward(
     redis_client.xadd(key, {"other": b"1"})
     stream.append([group("a", 1, 0)])
     for weights in (Reader(stream), Reader(stream)):
-        weights.look()
+        weights.poll()
         assert weight(weights, "a/0") == 2.0
 
 
 def test_with_a_bound_of_one_nothing_is_read(stream: RewardStream) -> None:
     stream.append([group("a", 1, 0)])
     weights = Reader(stream, bound=1.0)
-    weights.look()
+    weights.poll()
     assert weight(weights, "a/0") == 1.0
 
 
@@ -89,7 +89,7 @@ def test_the_oldest_groups_are_forgotten(stream: RewardStream, redis_client: red
     for numbers in (range(first), range(first, MAX_GROUPS + first)):
         stream.append([group(str(number), 1, 0) for number in numbers])
         weights.now_s += 10
-        weights.look()
+        weights.poll()
     assert redis_client.xlen(RedisKeys(model_key="toy").rewards) == MAX_GROUPS
     assert [weight(weights, f"{number}/0") for number in (0, 1, 2, MAX_GROUPS)] == [1.0, 1.0, 2.0, 2.0]
 
@@ -105,21 +105,21 @@ def test_a_tenants_rewards_are_removed(stream: RewardStream) -> None:
 def test_without_redis_nothing_is_lost_but_time(redis_client: redis.Redis, stream: RewardStream) -> None:
     redis_client.set(RedisKeys(model_key="toy").rewards, "somebody else's")
     weights = Reader(stream)
-    weights.look()
+    weights.poll()
     assert weights.metric("stream_errors_total", operation="rewards") == 1
     redis_client.flushall()
     stream.append([group("a", 1, 0)])
-    weights.look()
+    weights.poll()
     assert weight(weights, "a/0") == 1.0, "not at once again"
     weights.now_s += 10
-    weights.look()
+    weights.poll()
     assert weight(weights, "a/0") == 2.0
 
 
 def test_the_replay_draws_by_reward(stream: RewardStream) -> None:
     weights = Reader(stream)
     stream.append([group("g", 1, 0, tenant="default")])
-    weights.look()
+    weights.poll()
     replay = Replay(
         max_bytes=10**8,
         max_waiting=8,

@@ -25,7 +25,7 @@ from speculator.trace import Trace, TraceHeader, encode_trace
 from trainer.learning.batch import make_example
 from trainer.learning.labels import draft_ids_by_target_id
 from trainer.metrics import TrainerMetrics
-from trainer.replay.trace_source import RETRY_S, Shelf, TraceSource, consumer_name
+from trainer.replay.trace_source import RETRY_S, TraceFiles, TraceSource, consumer_name
 
 
 class Desk:
@@ -55,7 +55,7 @@ class Desk:
             self._make_example,
             target_fingerprint=self._fingerprint,
             used_trace_ids=used_trace_ids or [],
-            shelf=Shelf(self.folder),
+            shelf=TraceFiles(self.folder),
             metrics=self.metrics,
             retry_s=retry_s,
         )

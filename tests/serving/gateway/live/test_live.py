@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 from serving.capture.recorder import RecorderStats
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
-from serving.gateway.live.live import RANGES, Board, Live
+from serving.gateway.live.live import RANGES, Live, PublicDrafts
 from serving.gateway.metrics import GatewayMetrics
 from serving.metrics import EngineMetrics, ServingCollector
 from serving.speedup import BASELINE, NOTHING_MEASURED, SUFFIX_ONLY, Speedup, SpeedupMeter
@@ -100,7 +100,7 @@ class Served:
             accepted=(accepted,),
             from_head=(from_head,),
             accepted_text=texts,
-            look=None,
+            sample=None,
             expected=(0.0, 0.0),
         )
         self.meter.add(batch=1, drafted=drafted, seconds=seconds, committed=accepted + 1)
@@ -139,7 +139,7 @@ def test_accepted_tokens_are_told_by_who_proposed_them() -> None:
         served.round(drafted=True, seconds=0.01, accepted=2)
         texts = [TextSource.OWN, TextSource.TENANT]
         served.round(drafted=True, seconds=0.01, accepted=2, from_head=False, texts=texts)
-    live.look()
+    live.sample()
     sources = {source: count for source, count in live.document()["sources"].items() if count}
     assert sources == {"head": 120, "own": 60, "tenant": 60}
 
@@ -160,15 +160,15 @@ def test_rates_are_of_the_last_seconds() -> None:
         point = live.document()["history"][-1]
         return point.accept_length, point.tokens_per_s, point.draft_version
 
-    live.look()
+    live.sample()
     assert newest()[0] is None
     for _ in range(10):
         served.round(drafted=True, seconds=0.01, accepted=2)
     now_s += 5
-    live.look()
+    live.sample()
     assert newest()[:2] == (pytest.approx(3), pytest.approx(30 / 5))
     now_s += 100
-    live.look()
+    live.sample()
     assert newest()[0] is None, "the verifications are older than the window"
     assert [tuple(row.values()) for row in live.document()["positions"]] == [
         ("head", 1, 10, 10),
@@ -176,7 +176,7 @@ def test_rates_are_of_the_last_seconds() -> None:
         ("head", 3, 10, 0),
     ]
     now_s += 100
-    live.look()
+    live.sample()
     assert live.document()["positions"] == []
 
 
@@ -185,7 +185,7 @@ def test_the_history_of_a_range_has_means_and_an_end() -> None:
     live = Live(host, served.registry, shows_tokens=True, clock=lambda: time_ms / 1000, clock_ms=lambda: time_ms)
     for second in range(1, 25):
         time_ms, host.draft_version = 1000 * second, second
-        live.look()
+        live.sample()
         served.round(drafted=True, seconds=0.01, accepted=second)
     by_second = live.document()["history"]
     assert [point.at_ms for point in by_second] == [1000 * second for second in range(1, 25)]
@@ -199,7 +199,7 @@ def test_the_history_of_a_range_has_means_and_an_end() -> None:
     assert live.document(spans="day")["history"] == []
     for _ in range(400):
         time_ms += 240_000
-        live.look()
+        live.sample()
     for name, (_, num_points) in RANGES.items():
         points = live.document(spans=name)["history"]
         assert len(points) == num_points
@@ -207,14 +207,14 @@ def test_the_history_of_a_range_has_means_and_an_end() -> None:
 
 
 def test_the_range_is_named_in_the_query() -> None:
-    async def look(path: str) -> dict[str, Any]:
+    async def sample(path: str) -> dict[str, Any]:
         async with serve(Served().app()) as server, httpx.AsyncClient(base_url=server.url) as client:
             return (await client.get(path)).json()  # type: ignore[no-any-return]
 
-    day = asyncio.run(look("/slipstream/live?range=day"))
+    day = asyncio.run(sample("/slipstream/live?range=day"))
     assert day["history"] == []
     assert day["newest"][0] > 0
-    assert len(asyncio.run(look("/slipstream/live?range=century"))["history"]) == 1
+    assert len(asyncio.run(sample("/slipstream/live?range=century"))["history"]) == 1
 
 
 def test_first_tokens_have_quantiles_of_the_last_minute() -> None:
@@ -223,7 +223,7 @@ def test_first_tokens_have_quantiles_of_the_last_minute() -> None:
     live = Live(DoubleEngine(), registry, shows_tokens=True, clock=lambda: now_s)
 
     def newest() -> tuple[float | None, float | None]:
-        live.look()
+        live.sample()
         point = live.document()["newest"]
         return point.first_token_median_s, point.first_token_p95_s
 
@@ -259,14 +259,14 @@ def test_a_trainer_that_is_kept_is_told_of() -> None:
 def test_an_engine_that_reports_late_has_figures_once_it_does() -> None:
     served, registry, now_s = Served(), CollectorRegistry(), 0.0
     live = Live(DoubleEngine(), registry, shows_tokens=True, clock=lambda: now_s)
-    live.look()
+    live.sample()
     registry.register(served.registry)  # type: ignore[arg-type]
     for _ in range(2):
         now_s += 1
-        live.look()
+        live.sample()
         served.round(drafted=True, seconds=0.01, accepted=2)
     now_s += 1
-    live.look()
+    live.sample()
     newest = live.document()["history"][-1]
     assert newest.accept_length == pytest.approx(3)
     assert newest.tokens_per_s == pytest.approx(6 / 2)
@@ -279,11 +279,11 @@ def test_a_counter_that_begins_anew_is_no_rate() -> None:
     registry = CollectorRegistry()
     registry.register(first.registry)  # type: ignore[arg-type]
     live = Live(DoubleEngine(), registry, shows_tokens=True, clock=lambda: now_s)
-    live.look()
+    live.sample()
     registry.unregister(first.registry)  # type: ignore[arg-type]
     registry.register(second.registry)  # type: ignore[arg-type]
     now_s += 1
-    live.look()
+    live.sample()
     newest = live.document()["history"][-1]
     assert (newest.tokens_per_s, newest.accept_length) == (None, None)
 
@@ -304,10 +304,10 @@ def test_the_server_reads_on_by_itself_and_tells_only_what_is_new() -> None:
 
 
 def test_behind_sglang_what_is_not_known_is_null() -> None:
-    async def look(client: httpx.AsyncClient) -> dict[str, Any]:
+    async def sample(client: httpx.AsyncClient) -> dict[str, Any]:
         return (await client.get("/slipstream/live")).json()
 
-    live = passage.talk(FakeSglang(), look)
+    live = passage.talk(FakeSglang(), sample)
     assert live["model"] == MODEL
     assert live["shows_tokens"] is False
     assert live["speedup"] == live["end_to_end"] == dict.fromkeys(("ratio", "lower", "upper", "baseline"))
@@ -425,7 +425,7 @@ def test_versions_and_events_without_a_key_and_without_secrets() -> None:
 
 def test_many_readers_are_one_reader_of_the_store() -> None:
     desk, now_s = DeskDouble(), 0.0
-    board = Board(desk, clock=lambda: now_s)  # type: ignore[arg-type]
+    board = PublicDrafts(desk, clock=lambda: now_s)  # type: ignore[arg-type]
 
     async def read() -> None:
         nonlocal now_s

@@ -17,7 +17,7 @@ from pydantic import SecretStr
 from serving.engine import TargetReport
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
-from serving.gateway.rollouts.book import RolloutBook
+from serving.gateway.rollouts.book import RolloutRegistry
 from serving.gateway.rollouts.schema import MAX_GROUPS
 from serving.rollout.samples import MAX_SAMPLES
 from speculator.errors import EngineBusyError, EngineDeadError, StreamError
@@ -193,7 +193,7 @@ def test_a_client_that_lost_its_connection_goes_on_where_it_was() -> None:
 
 
 class Moved:
-    """Stands for `TargetDesk`: every announcement is right."""
+    """Stands for `TargetUpdater`: every announcement is right."""
 
     def announce(self, version: int, path: str | None) -> TargetReport:
         return TargetReport(version=version, previous=0, stall_ms=0.0)
@@ -264,7 +264,7 @@ def test_a_client_that_reads_or_asks_is_there() -> None:
     async def run() -> None:
         nonlocal now_s
         settings = GatewaySettings(rollout_grace_s=60)
-        book = RolloutBook([SeededEngine("x", num_slots=0)], settings, clock=lambda: now_s)
+        book = RolloutRegistry([SeededEngine("x", num_slots=0)], settings, clock=lambda: now_s)
         rollout = book.submit("t", "r", "key", {"a": work("key/a", samples=1)})
         with book.reading(rollout):
             now_s = 1000.0

@@ -12,7 +12,7 @@ import torch
 
 from serving.sglang.capture.assembler import Gathering
 from serving.sglang.capture.device_reads import HostCopy
-from serving.sglang.capture.request import RequestSpan, Ticket
+from serving.sglang.capture.request import CaptureState, RequestSpan
 from speculator.trace import Trace, check_trace
 from tests.fixtures.waiting import wait_until
 from tests.serving.sglang.harness import Request, end, make_capture, prefill, settle, verify
@@ -105,7 +105,7 @@ def test_what_cannot_be_read_costs_its_own_traces_alone(monkeypatch: pytest.Monk
 
 def test_an_end_that_cannot_be_taken_is_counted() -> None:
     capture, unlike_a_span = make_capture([]), cast(RequestSpan, SimpleNamespace(num_bytes=0))
-    capture.assembler.end(Ticket(unlike_a_span), [1, 2, 3])
+    capture.assembler.end(CaptureState(unlike_a_span), [1, 2, 3])
     settle(capture)
     assert capture.assembler.dropped == {"failed": 1}
 

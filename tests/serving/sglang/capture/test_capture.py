@@ -17,7 +17,7 @@ from fastapi import HTTPException
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from serving.capture.sampling import BRANCH_ROOM, CaptureSampler
-from serving.request_metadata import HEADER, OTHER_TARGET, Marks
+from serving.request_metadata import HEADER, OTHER_TARGET, RequestMetadata
 from serving.sglang.capture.assembler import Gathering
 from serving.sglang.capture.capture import ByteBudget, StepCapture, TracePipeline
 from serving.sglang.capture.device_reads import DraftProbe, TextRows
@@ -618,7 +618,7 @@ def test_a_server_refuses_what_is_for_another_target_whether_the_header_or_the_b
 ) -> None:
     """A router may lose either."""
     monkeypatch.setattr(hooks, "_target_fingerprint", "own")
-    marks = Marks(rid="r", cache_salt="t", policy={"target": meant})
+    marks = RequestMetadata(rid="r", cache_salt="t", policy={"target": meant})
     body = SimpleNamespace(custom_params=None if has_header else {"slipstream": marks.policy})
     raw_request = SimpleNamespace(headers=marks.to_header() if has_header else {})
     if meant == "own":
@@ -633,7 +633,7 @@ def test_a_server_refuses_what_is_for_another_target_whether_the_header_or_the_b
 def test_a_response_is_marked_by_the_header_alone(monkeypatch: pytest.MonkeyPatch, meant: str) -> None:
     """Its body has no field for what the gateway adds."""
     monkeypatch.setattr(hooks, "_target_fingerprint", "own")
-    marks = Marks(rid="r", cache_salt="t/s", policy={"target": meant, "tenant": "t"})
+    marks = RequestMetadata(rid="r", cache_salt="t/s", policy={"target": meant, "tenant": "t"})
     params: dict[str, Any] = {"temperature": 0.5}
     generation = SimpleNamespace(rid="resp_r", cache_salt=None, extra_key=None, sampling_params=params)
     raw_request = SimpleNamespace(headers=marks.to_header())
@@ -658,7 +658,7 @@ def test_a_response_that_came_past_the_gateway_is_left_as_it_is() -> None:
 
 
 def test_a_header_stands_for_what_a_router_lost() -> None:
-    marks = Marks(rid="r", cache_salt="t", policy={"capture": False, "tenant": "t"})
+    marks = RequestMetadata(rid="r", cache_salt="t", policy={"capture": False, "tenant": "t"})
     body = SimpleNamespace(rid=None, cache_salt=None, custom_params={"mine": 1})
     mark(body, marks.to_header()[HEADER])
     assert (body.rid, body.cache_salt) == ("r", "t")

@@ -23,7 +23,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from serving.request_metadata import HEADER, Marks
+from serving.request_metadata import HEADER, RequestMetadata
 
 MODEL = "fake/model-8B"
 CONTEXT_LENGTH = 4096
@@ -161,7 +161,7 @@ class FakeSglang:
                 pass
             self.left.set()
         if self.heeds_marks:
-            marks = Marks.of_header(self.headers[-1][HEADER])
+            marks = RequestMetadata.of_header(self.headers[-1][HEADER])
             return JSONResponse({**json.loads(WHOLE), "id": marks.rid})
         return Response(self.whole, media_type="application/json")
 

@@ -114,7 +114,7 @@ def test_whether_seeds_have_an_effect_stands_in_the_report(scene: Scene) -> None
     assert not scene.client.info.heeds_seed, "nobody has said so yet"
     for said, heeds in ((1, True), (0, False)):
         scene.pointer.report_engine(ENGINE, {**REPORT, "heeds_seed": said})
-        scene.client.look()
+        scene.client.poll()
         assert scene.client.info.heeds_seed is heeds
 
 
@@ -136,7 +136,7 @@ def test_nothing_there(redis_client: redis.Redis) -> None:
 def test_health_counts_requests_and_notices_the_end_of_the_process(scene: Scene) -> None:
     assert scene.client.health().alive
     scene.fake.loads = {"loads": [{"num_running_reqs": 2, "num_waiting_reqs": 1}]}
-    scene.client.look()
+    scene.client.poll()
     state = scene.client.health()
     assert (state.alive, state.ready, state.num_running, state.num_waiting) == (True, True, 2, 1)
     scene.alive[0] = False
@@ -147,7 +147,7 @@ def test_health_counts_requests_and_notices_the_end_of_the_process(scene: Scene)
 def test_a_target_that_somebody_has_moved_is_in_service_once_the_plugin_says_so(scene: Scene) -> None:
     reports: dict[str, str | int | float] = {**REPORT, "target_version": 4, "target_label": 4}
     scene.pointer.report_engine(ENGINE, reports)
-    scene.client.look()
+    scene.client.poll()
     assert scene.client.least_target_version == 4
     threading.Timer(
         0.3, lambda: scene.pointer.report_engine(ENGINE, {**reports, "target_version": 6, "target_label": 6})
@@ -213,20 +213,20 @@ def test_an_sglang_without_load_figures_is_healthy(scene: Scene, pass_time: Call
     scene.fake.loads = {"detail": "Not Found"}
     pass_time(1000)
     assert not scene.client.health().alive
-    scene.client.look()
+    scene.client.poll()
     assert scene.client.health().alive
 
 
 def test_health_lasts_over_a_pause_and_not_for_ever(scene: Scene, pass_time: Callable[[float], None]) -> None:
     scene.fake.status = 503
-    scene.client.look()
+    scene.client.poll()
     assert scene.client.health().alive
     pass_time(client_module._ANSWER_LASTS_S)
-    scene.client.look()
+    scene.client.poll()
     assert scene.client.health().detail == "SGLang does not answer"
     scene.fake.status = 200
     assert not scene.client.health().alive
-    scene.client.look()
+    scene.client.poll()
     assert scene.client.health().alive
 
 
@@ -241,7 +241,7 @@ def test_a_thread_looks_by_itself(scene: Scene) -> None:
 
 
 def test_no_report_yet(scene: Scene) -> None:
-    scene.client.look()
+    scene.client.poll()
     assert scene.client.report is None
     assert scene.client.draft_version == 4
     text = metrics_of(scene.client)
@@ -253,7 +253,7 @@ def test_no_report_yet(scene: Scene) -> None:
 def test_a_report_becomes_metrics(scene: Scene) -> None:
     scene.pointer.report_engine("another", {"version": 99})
     scene.pointer.report_engine(ENGINE, REPORT)
-    scene.client.look()
+    scene.client.poll()
     text = metrics_of(scene.client)
     for line in (
         "slipstream_draft_version 7.0",
@@ -297,7 +297,7 @@ def test_a_report_becomes_metrics(scene: Scene) -> None:
 
 def test_what_the_watch_says_is_in_the_report(scene: Scene) -> None:
     scene.pointer.report_engine(ENGINE, REPORT)
-    scene.client.look()
+    scene.client.poll()
     report = scene.client.report
     assert report is not None
     assert (report.role, report.draft_accept_length) == ("canary", 2.25)
@@ -308,7 +308,7 @@ def test_what_the_watch_says_is_in_the_report(scene: Scene) -> None:
 
 def test_a_report_of_another_version_of_the_plugin_is_read_as_far_as_it_goes(scene: Scene) -> None:
     scene.pointer.report_engine(ENGINE, {"version": 8, "swaps": "many", "speedup": "nan?", "heeds_seed": 0, "new": "x"})
-    scene.client.look()
+    scene.client.poll()
     report = scene.client.report
     assert report is not None
     assert (report.version, report.swaps, report.speedup, report.heeds_seed) == (8, None, None, False)
@@ -323,7 +323,7 @@ def test_a_look_that_fails_is_not_the_last_one(scene: Scene, redis_client: redis
     scene.pointer.report_engine(ENGINE, REPORT)
     redis_client.hset(scene.pointer._keys.engine(ENGINE), "version", b"\xff")
     with pytest.raises(UnicodeDecodeError):
-        scene.client.look()
+        scene.client.poll()
     scene.client.start()
     wait_until(lambda: scene.client.health().num_running == 3)
     scene.fake.loads = {"loads": [{"num_running_reqs": 5, "num_waiting_reqs": 0}]}
@@ -334,9 +334,9 @@ def test_a_look_that_fails_is_not_the_last_one(scene: Scene, redis_client: redis
 
 def test_a_report_that_expired_is_none(scene: Scene, redis_client: redis.Redis) -> None:
     scene.pointer.report_engine(ENGINE, REPORT)
-    scene.client.look()
+    scene.client.poll()
     redis_client.delete(scene.pointer._keys.engine(ENGINE))
-    scene.client.look()
+    scene.client.poll()
     assert scene.client.report is None
     assert scene.client.draft_version == 7
     assert scene.client.health().alive
@@ -346,16 +346,16 @@ def test_while_redis_is_away_the_last_report_stands_until_it_would_have_expired(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene.pointer.report_engine(ENGINE, REPORT)
-    scene.client.look()
+    scene.client.poll()
 
     def away() -> dict[str, dict[str, str]]:
         raise StreamError("Redis cannot be reached")
 
     monkeypatch.setattr(scene.pointer, "engines", away)
-    scene.client.look()
+    scene.client.poll()
     assert scene.client.report is not None
     monkeypatch.setattr(client_module, "ENGINE_TTL_S", 0.0)
-    scene.client.look()
+    scene.client.poll()
     assert scene.client.report is None
     assert scene.client.health().ready
 

@@ -75,28 +75,28 @@ def test_what_is_served_stands_in_the_reports(scene: Scene, redis_client: redis.
 
 
 def test_a_seed_has_an_effect_where_every_engine_heeds_it(scene: Scene) -> None:
-    scene.client.look()
+    scene.client.poll()
     assert not scene.client.info.heeds_seed
     for name, heeds in (("a", False), ("b", False), ("c", True)):
         scene.engine(name, heeds_seed=1)
-        scene.client.look()
+        scene.client.poll()
         assert scene.client.info.heeds_seed is heeds
 
 
 def test_a_part_that_is_off_is_told_until_its_engine_is_started_again(scene: Scene) -> None:
     line = 'slipstream_plugin_failures_total{part="capture",reason="TypeError"} 1.0'
     scene.engine("a", failures="capture:TypeError=1")
-    scene.client.look()
+    scene.client.poll()
     assert line in metrics_of(scene.client)
     scene.pointer.report_engine("a", report("a:2"))
-    scene.client.look()
+    scene.client.poll()
     assert line not in metrics_of(scene.client)
 
 
 def test_counts_are_summed_and_the_commonest_version_is_the_pools(scene: Scene) -> None:
     scene.engine("c", version=5, speedup=1.5)
     scene.engine("b", speedup=1.1)
-    scene.client.look()
+    scene.client.poll()
     assert scene.client.draft_version == 4
     assert scene.client.health().num_running == 6
     lines = metrics_of(scene.client)
@@ -156,7 +156,7 @@ def test_what_one_engine_says_of_itself_is_not_said_of_the_pool(scene: Scene) ->
     scene.engine("a", version=5, role="canary", draft_accept_length=3.0, capture_share=0.2)
     scene.engine("b", role="waiting", draft_accept_length=1.5, capture_share=1.0)
     scene.engine("c", role="waiting", draft_accept_length=2.5, capture_share=0.6)
-    scene.client.look()
+    scene.client.poll()
     lines = metrics_of(scene.client)
     assert not [line for line in lines if line.startswith("slipstream_engine_role{")]
     assert "slipstream_draft_accept_length 2.0" in lines, "of the version that most run"
@@ -176,20 +176,20 @@ def test_a_pool_is_ready_while_one_of_its_routers_is(redis_client: redis.Redis) 
     pointer.report_engine("a", report("a:1"))
     client = PoolClient((one, other), pointer, draft_version=1)
 
-    def look(*statuses: int) -> tuple[bool, list[tuple[str, str]]]:
+    def poll(*statuses: int) -> tuple[bool, list[tuple[str, str]]]:
         """Whether it was found to serve, and what was said of which router."""
         first.status, second.status = statuses
         client._answered_s = float("-inf")
         with capture_logs() as logs:
-            client.look()
+            client.poll()
         return client.health().ready, [(line["event"], line["router"]) for line in logs if "router" in line]
 
     away, back = "router away, or without an engine", "router back"
-    assert look(200, 200) == (True, [])
-    assert look(503, 200) == (True, [(away, one)])
-    assert look(503, 503) == (False, [(away, other)])
-    assert look(503, 503) == (False, [])
-    assert look(200, 503) == (True, [(back, one)])
+    assert poll(200, 200) == (True, [])
+    assert poll(503, 200) == (True, [(away, one)])
+    assert poll(503, 503) == (False, [(away, other)])
+    assert poll(503, 503) == (False, [])
+    assert poll(200, 503) == (True, [(back, one)])
     client.stop()
     stop_one()
     stop_other()
@@ -243,7 +243,7 @@ def test_new_weights_go_to_every_server_that_a_router_lists(
         assert all(server.calls[-1] == "/continue_generation" and not server.is_paused for server in servers)
         for name, label in (("a", 6), ("b", 0), ("c", 6)):
             scene.engine(name, target_version=label, target_label=label)
-        scene.client.look()
+        scene.client.poll()
         assert (scene.client.target_version, scene.client.least_target_version) == (0, 6)
         servers[1].refuses_weights = ""
         threading.Timer(0.3, lambda: scene.engine("b", target_version=6, target_label=6)).start()

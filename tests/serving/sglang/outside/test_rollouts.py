@@ -108,7 +108,7 @@ async def staged(wires: Wiring, *servers: RolloutServer, chunk_tokens: int = 16)
         front = await opened.enter_async_context(serve(router(workers), grace_s=0))
         results = Results()
         driver = Driver([], Policy(order=ContextAware(), chunk_tokens=chunk_tokens), on_ended=results.take)
-        pool = ServerPool((front.url,), True, wires, look_s=0.02)
+        pool = ServerPool((front.url,), True, wires, poll_s=0.02)
         async with pool.running(driver.set_engines):
             stage = Stage(driver, pool, results, workers)
             await stage.until(lambda: driver.has_engine)

@@ -13,7 +13,7 @@ import pytest
 from serving.engine import Proposed, Stratum, WatchedRound
 from serving.sglang.device import Device, HostDevice
 from serving.sglang.proposals.depth import DepthControl, TimedStep
-from serving.sglang.proposals.draft_sleep import LOOK_EVERY_STEPS, SLEEP_AFTER_STEPS, Dormancy
+from serving.sglang.proposals.draft_sleep import LOOK_EVERY_STEPS, SLEEP_AFTER_STEPS, DraftSleep
 from serving.sglang.proposals.remembered_text import Continuations
 from serving.sglang.proposals.step_clock import RoundTally, StepClock
 from serving.sglang.report import EngineReport
@@ -39,7 +39,7 @@ def make_control(
         StepClock(device or HostDevice()),
         SpeedupMeter(),
         head_depth=3,
-        dormancy=Dormancy(is_fresh=is_fresh),
+        dormancy=DraftSleep(is_fresh=is_fresh),
         version=1,
         control=ControlShare(control_share),
         plain_share=plain_share,
@@ -194,7 +194,7 @@ def test_a_fixed_depth_is_measured_too() -> None:
         head_depth=3,
         version=1,
         control=ControlShare(0.0),
-        dormancy=Dormancy(is_fresh=True),
+        dormancy=DraftSleep(is_fresh=True),
     )
     control.started()
     control.launched(requests(1), 3)
@@ -348,7 +348,7 @@ def make_long_control(seen: list[WatchedRound], *, is_fresh: bool = False) -> De
         StepClock(HostDevice()),
         SpeedupMeter(),
         head_depth=3,
-        dormancy=Dormancy(is_fresh=is_fresh),
+        dormancy=DraftSleep(is_fresh=is_fresh),
         version=1,
         control=ControlShare(0),
         is_alone=False,
