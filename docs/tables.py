@@ -101,7 +101,7 @@ def _value(name: str, value: Any) -> str:
     return f"{int(value)}" if isinstance(value, bool) else f"{value}"
 
 
-_SHARED_BY = 3
+_SHARED_BY = 2
 """An option with one meaning in so many commands is explained once."""
 
 
@@ -115,20 +115,21 @@ def command_line() -> str:
     defaults = defaultdict[tuple[str, str, str], Counter[str]](Counter)
     for names, variable, default, meaning in chain.from_iterable(options.values()):
         defaults[names, variable, meaning][default] += 1
-    usual: dict[str, tuple[str, ...]] = {}
-    for (names, variable, meaning), each in sorted(defaults.items(), key=lambda one: one[1].total()):
-        if each.total() >= _SHARED_BY:
-            # Of two options with one name the one that more commands have.
-            usual[names] = (names, variable, each.most_common(1)[0][0], meaning)
+    usual: dict[str, list[tuple[str, ...]]] = defaultdict(list)
+    for (names, variable, meaning), each in sorted(defaults.items(), key=lambda one: -one[1].total()):
+        row = (names, variable, each.most_common(1)[0][0], meaning)
+        # Of two options with one name the one that more commands have comes first; the default tells them apart.
+        if each.total() >= _SHARED_BY and row[2] not in (other[2] for other in usual[names]):
+            usual[names].append(row)
     head = ("option", "variable", "default", "meaning")
-    parts = ["## Shared options\n", table(head, (usual[names] for names in sorted(usual)))]
+    parts = ["## Shared options\n", table(head, (row for names in sorted(usual) for row in usual[names]))]
     for name, command in found.items():
         parts.append(f"## `{name}`\n\n{' '.join((command.help or '').split())}\n")
         if arguments := [each for each in command.params if each.param_type_name == "argument"]:
             parts += [*(f"* `{each.metavar or each.name.upper()}`: {each.help}" for each in arguments), ""]
-        shared = [row for row in options[name] if row[1::2] == usual.get(row[0], ())[1::2]]
+        shared = [row for row in options[name] if row[1::2] in (other[1::2] for other in usual[row[0]])]
         own = [row for row in options[name] if row not in shared]
-        said = [row[0] if row in usual.values() else f"{row[0]} ({row[2]})" for row in shared]
+        said = [row[0] if row == usual[row[0]][0] else f"{row[0]} ({row[2]})" for row in shared]
         parts += [f"[Shared](#shared-options): {', '.join(said)}\n"] * bool(said) + [table(head, own)] * bool(own)
     return "\n".join(parts)
 

@@ -293,7 +293,7 @@ class ServingCollector(Collector):
         yield from _with_interval(
             "slipstream_speedup_head_ratio",
             "Gain of the draft head: time per token with earlier text alone over that with both, same batch sizes, "
-            "recent window; needs its A/B",
+            "last 20 stretches; needs its A/B",
             SUFFIX_ONLY,
             self._head(),
         )
@@ -401,14 +401,14 @@ def speedup_metrics(measured: Speedup, end_to_end: Speedup, estimated: float | N
     """
     yield from _with_interval(
         "slipstream_speedup_measured_ratio",
-        "Measured speedup: time per token without drafts over that with drafts, same batch sizes, recent window",
+        "Measured speedup: time per token without drafts over that with drafts, same batch sizes, last two minutes",
         BASELINE,
         measured,
     )
     yield from _with_interval(
         "slipstream_speedup_end_to_end_ratio",
         "End-to-end speedup: time per token, prompts included, in plainly served stretches over that elsewhere; "
-        "recent window",
+        "last 20 stretches",
         SERVED_PLAINLY,
         end_to_end,
     )

@@ -64,7 +64,7 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     """`temperature`, `top_p`, `top_k`."""
     verification: Verification = "coupled"
-    """`coupled`, `target_only`, `rejection` or `block`."""
+    """How proposals of sampled requests are judged: see above."""
     tenant: str = "default"
     group_id: str = ""
     domain: str = ""
@@ -149,16 +149,16 @@ class Trace:
     token_ids: np.ndarray = field(repr=False)
     """[T] int32: end of the prompt, then the completion."""
     aux_hidden: Tensor = field(repr=False)
-    """[T, 3d] float8_e4m3 or bfloat16: inputs of the three aux layers."""
+    """[T, 3d] float8_e4m3 or bfloat16: features, the hidden states that enter three of the target's layers."""
     target_topk_ids: np.ndarray = field(repr=False)
     """[T, K] int32: likeliest first; −1 without a distribution (leading prompt positions)."""
     target_topk_logprobs: np.ndarray = field(repr=False)
     """[T, K] float16: their logprobs; −inf without a distribution."""
     constrained: np.ndarray = field(repr=False)
-    """[T] bool: not the model's own distribution; do not distil."""
+    """[T] bool: a grammar or a penalty changed the distribution; no distillation."""
     rounds: VerifyRounds = field(repr=False)
     aux_scale: Tensor | None = field(default=None, repr=False)
-    """[T] float16: with float8 features."""
+    """[T] float16: with float8 features, their factor."""
     branches: BranchRows | None = field(default=None, repr=False)
 
     @property

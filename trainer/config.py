@@ -67,7 +67,8 @@ class TrainerConfig(BaseSettings):
     """Where the trainer keeps its own checkpoint; several processes share one."""
 
     stream_max_bytes: int = Field(default=0, ge=0)
-    """Byte cap of the stream; engines have their own. 0 allows 160,000 tokens of the target, at least 512 MiB."""
+    """Bytes of acknowledged traces that a start reads again to fill the replay; the engines cap the stream. 0: 160,000
+    tokens of the target, at least 512 MiB."""
     trace_ttl_hours: float = Field(default=0, ge=0)
     """Hours until traces are deleted from stream, replay, disk and evaluation sets; 0: never.
     SLIPSTREAM_TRACE_TTL_HOURS sets it for every service."""
@@ -85,9 +86,11 @@ class TrainerConfig(BaseSettings):
     max_tenant_share: float = Field(default=0.6, gt=0, le=1)
     """Maximum share of memory and training batches for one of several tenants; 1: no cap."""
     max_priority: float = Field(default=2.0, ge=1)
-    """How much more often badly accepted traces are drawn, and how much less well accepted ones; 1: all alike."""
+    """Badly accepted traces are drawn up to so many times as often, well accepted ones so many times more rarely; 1:
+    all alike."""
     max_reward_weight: float = Field(default=2.0, ge=1)
-    """How much rewards change how often a rollout's samples are drawn within their group; 1: not at all."""
+    """A group's best samples are drawn up to so many times as often, its worst so many times more rarely; 1: all
+    alike."""
     max_draft_lag: int = Field(default=4, ge=0)
     """Proposals of drafts up to this many versions old count fully, from twice that on not at all."""
     max_target_lag: int = Field(default=4, ge=0)
@@ -108,7 +111,7 @@ class TrainerConfig(BaseSettings):
     """Proposals in a row that training unrolls (training-time test)."""
     loss: str = DEFAULT_LOSS
     """Losses with weights, such as `forward_kl=1,discard=0.5,correction=topr`, or your own as MODULE:FUNCTION
-    (examples/own_loss.py)."""
+    (examples/own_loss.py). Read at the start."""
     learning_rate: float = Field(default=1e-3, gt=0)
     """AdamW's learning rate; constant after the warm-up."""
     warmup_steps: int = Field(default=20, ge=1)
@@ -118,8 +121,8 @@ class TrainerConfig(BaseSettings):
     autocast: bool = True
     """Multiply matrices in bfloat16, on a CPU if oneDNN can; weights and optimiser stay in float32."""
     max_passes: float = Field(default=10.0, gt=0)
-    """Average passes over the replay without a new trace until the trainer sleeps; fewer if training changes nothing.
-    """
+    """Passes over the replay after the last new trace; then training waits for the next. Fewer while training changes
+    little."""
 
     holdout_share: float = Field(default=0.125, gt=0, le=0.5)
     """Share of texts held out to judge candidates before they are learned from. Held-out and golden traces may each
@@ -148,7 +151,7 @@ class TrainerConfig(BaseSettings):
     publish_interval_s: float = Field(default=30.0, ge=0)
     """Minimum seconds between candidates."""
     publish_min_tokens: int = Field(default=2000, ge=1)
-    """Minimum completion tokens to learn from between versions."""
+    """Minimum completion tokens in steps between versions; a token counts each time that it is learned from."""
     publish_pause_s: float = Field(default=300.0, ge=0)
     """Seconds without publishing after engines rolled back two versions in a row; each further one doubles it."""
     keep_versions: int = Field(default=20, ge=2)

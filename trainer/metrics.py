@@ -173,13 +173,14 @@ class TrainerMetrics:
         # Stream and checkpoint.
         self.stream_lag = gauge(
             "slipstream_trainer_stream_entries",
-            "Stream entries at the last checkpoint: undelivered and pending wait; acked, lost, dead_lettered, "
-            "erased (before an ack) and expired (acked or lost) count since the stream began. By other clients: "
-            "skipped (unacked, not to be delivered), redelivered (acked again), foreign (theirs)",
+            "Stream entries at the last checkpoint. Each is in one state: undelivered, pending (read, not "
+            "acknowledged) or skipped (hidden by another client); or, since the stream began, acked, lost or erased. "
+            "Counted besides: dead_lettered (of acked), expired (of acked and lost), redelivered, foreign (not ours)",
             ["state"],
         )
         self.stream_bytes = gauge(
-            "slipstream_trainer_stream_bytes", "Payload bytes in the stream at the last checkpoint, history included"
+            "slipstream_trainer_stream_bytes",
+            "Payload bytes in the stream at the last checkpoint, acknowledged entries included",
         )
         self.checkpoint_seconds = gauge("slipstream_trainer_checkpoint_seconds", "Duration of the last checkpoint")
 
