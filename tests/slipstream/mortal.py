@@ -189,7 +189,7 @@ def _train(order: Order, reach: Callable[[str], None]) -> None:
     trainer.process.train_until = told
     trainer.process.Trainer = functools.partial(Trainer, decide=promote)  # type: ignore[misc,assignment]
     trainer.loop.IDLE_BLOCK_MS = 20
-    trainer.release.live_review.LOOK_INTERVAL_S = 0.02
+    trainer.release.live_review.POLL_INTERVAL_S = 0.02
     model_dir = Path(order.model_dir)
     run_trainer(
         config_for(

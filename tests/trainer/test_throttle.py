@@ -265,7 +265,7 @@ GIVE_WAY = (
 
 @pytest.mark.parametrize(
     ("leads", "nice", "said", "share"),
-    [(True, 19, "", "19"), (True, 0, "", "0"), (False, 19, "setsid", "0"), (True, 5, "stays as it is", None)],
+    [(True, 19, "", "19"), (True, 0, "", "0"), (False, 19, "setsid", "0"), (True, 5, "cannot lower", None)],
 )
 def test_a_session_of_its_own_is_made_as_nice(
     tmp_path: Path, leads: bool, nice: int, said: str, share: str | None

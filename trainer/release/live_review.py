@@ -350,7 +350,7 @@ class RollbackWatch:
 
     def poll(self, version: int) -> int | None:
         """The version to restart training from where `version`, from which the weights descend, is barred; else None.
-        Reads the states at most every LOOK_INTERVAL_S.
+        Reads the states at most every POLL_INTERVAL_S.
         """
         now_s, before = self._clock(), self._looked
         if version == before[0] and now_s - before[1] < POLL_INTERVAL_S:

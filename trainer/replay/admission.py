@@ -10,7 +10,7 @@ When the target moves, only traces of its newest version judge drafts. Older hel
 replay, and the next traces take their places. An operator's recording stays, and may veto.
 
 `RetentionPolicy` says which traces must go: those of an erased tenant from before its erasure order, and those that are
-too old. It reads the erasure orders from Redis every LOOK_S; in between it uses those that it read last.
+too old. It reads the erasure orders from Redis every POLL_S; in between it uses those that it read last.
 """
 
 from __future__ import annotations
@@ -310,7 +310,7 @@ class RetentionPolicy:
         return bool(self._orders) or not self._are_known
 
     def poll(self) -> bool:
-        """Read the erasure orders, every LOOK_S. True where that was due: remove the traces that have a `reason`, then
+        """Read the erasure orders, every POLL_S. True where that was due: remove the traces that have a `reason`, then
         `report`. Without Redis the known orders hold.
         """
         now_s = time.monotonic()

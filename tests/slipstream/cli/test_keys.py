@@ -83,4 +83,4 @@ def test_what_cannot_be_done_is_one_line(refused: Refused, keys: Callable[..., s
     assert "cannot be read" in refused("keys", "list", "--file", tmp_path / "none")
     (tmp_path / "keys.json").write_text("{")
     for words in (("list",), ("add", "bob"), ("revoke", "alice")):
-        assert "no file with API keys" in refused("keys", *words)
+        assert "is not a file of API keys" in refused("keys", *words)

@@ -35,8 +35,8 @@ from trainer.release.live_review import (
     ACTOR,
     ALPHA,
     DOUBT,
-    LOOK_INTERVAL_S,
     MIN_KEPT,
+    POLL_INTERVAL_S,
     Review,
     ReviewOutcome,
     review_outcome,
@@ -97,7 +97,7 @@ class Scene:
             self.states.move(version, state, actor=actor)
 
     def turn(self) -> None:
-        self.now_s += LOOK_INTERVAL_S
+        self.now_s += POLL_INTERVAL_S
         self.review.take_turn()
 
     def serve(self, num_traces: int = 2 * NUM_TRACES) -> None:
@@ -423,7 +423,7 @@ def test_a_real_trainer_rolls_back_noise_that_was_forced_into_service(
     store = DraftStore(tmp_path / "store")
 
     def turn() -> None:
-        now_s[0] += LOOK_INTERVAL_S
+        now_s[0] += POLL_INTERVAL_S
         trainer.read(block_ms=0)
         trainer.review.take_turn()
         trainer.heed_rollbacks()

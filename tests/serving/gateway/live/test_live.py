@@ -100,7 +100,7 @@ class Served:
             accepted=(accepted,),
             from_head=(from_head,),
             accepted_text=texts,
-            sample=None,
+            probe=None,
             expected=(0.0, 0.0),
         )
         self.meter.add(batch=1, drafted=drafted, seconds=seconds, committed=accepted + 1)
