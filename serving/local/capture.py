@@ -122,11 +122,12 @@ class LocalCapture:
         length = len(aux_hidden)
         kept = TopK.unknown(start, length, generation.topk[0].ids.shape[1])
         for top in generation.topk:
-            # If the answer ended inside a round, the rest of that round's rows lie past the span.
-            rows = min(len(top.ids), start + length - top.position)
-            if rows > 0:
-                at = top.position - start
-                kept.ids[at : at + rows], kept.logprobs[at : at + rows] = top.ids[:rows], top.logprobs[:rows]
+            # A short context window begins behind the first rows of the prompt. If the answer ended inside a round, the
+            # rest of that round's rows lie past the span.
+            first, rows = max(start - top.position, 0), min(len(top.ids), start + length - top.position)
+            if rows > first:
+                at = slice(top.position + first - start, top.position + rows - start)
+                kept.ids[at], kept.logprobs[at] = top.ids[first:rows], top.logprobs[first:rows]
         rounds = _rounds(generation.rounds)
         branches = BranchRows.within(generation.rejected, rounds, start + length)
         constrained = np.zeros(length, np.bool_)

@@ -174,6 +174,7 @@ def toy_engine(
     head_off_share: float = 0.0,
     slots: int = 4,
     context_length: int = 256,
+    context_window: int = 20,
     suffix_depth: int = LocalEngineConfig.suffix_depth,
     branch_share: float = LocalEngineConfig.branch_share,
     on_round: Callable[[WatchedRound], object] | None = None,
@@ -200,7 +201,7 @@ def toy_engine(
         context_length=context_length,
         prefill_chunk=8,
         capture_topk=8,
-        context_window=20,
+        context_window=context_window,
         prompt_labels=12,
         num_threads=1,
     )

@@ -207,6 +207,22 @@ def test_a_trace_holds_what_the_model_computes(model_dir: Path) -> None:
     assert decode_trace(encode_trace(trace)).token_ids.tolist() == trace.token_ids.tolist()
 
 
+def test_a_context_window_shorter_than_the_labelled_prompt_keeps_its_last_positions(model_dir: Path) -> None:
+    """The engine computes distributions for the last 12 positions of a prompt."""
+    traces = {}
+    for window in (4, 20):
+        with fixed_engine(model_dir, context_window=window) as harness:
+            request = harness.request("a prompt that is longer than both of these windows are")
+            harness.ask(request)
+            wait_until(lambda harness=harness: harness.traces)
+            assert harness.metric("slipstream_capture_failures_total") == 0
+            traces[window] = harness.traces[0]
+    short, long = traces[4], traces[20]
+    assert short.header.first_position == len(request.prompt_token_ids) - 4
+    assert np.array_equal(short.token_ids, long.token_ids[16:])
+    assert np.array_equal(short.target_topk_ids, long.target_topk_ids[16:])
+
+
 def test_nothing_is_captured_for_a_request_that_opted_out(harness: Harness) -> None:
     before = len(harness.traces)
     harness.ask(harness.request("private", policy=CapturePolicy(capture=False)))
@@ -293,7 +309,7 @@ class OnlyLooks(FixedPlanner):
         return Plan(batch=len(domains), num_keys=num_keys, look=len(domains) - 1)
 
 
-def test_a_look_is_what_verification_would_have_said_of_that_requests_next_token(model_dir: Path) -> None:
+def test_a_probe_is_what_verification_would_have_said_of_that_requests_next_token(model_dir: Path) -> None:
     draft = random_draft(model_dir, seed=1)
     looked: list[Verification] = []
     sampling = SamplingParams(temperature=5.0)  # so hot that both are nearly uniform: shared noise makes them agree
