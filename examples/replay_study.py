@@ -4,6 +4,7 @@ python -m examples.replay_study traffic.rec --model DIR_OR_ID --seeds 3 --loss m
 """
 
 import argparse
+import sys
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -28,9 +29,9 @@ def main(words: list[str] | None = None) -> dict[str, list[float]]:
     # The seed sets the fresh draft, the held-out traces and the order: compare losses only within a seed.
     for seed in range(given.seeds):
         for loss in losses:
-            lengths[loss].append(
-                replay(ReplayOptions(**same, depths=[1, 2, 3, 4], loss=loss, seed=seed))["accept_length"]
-            )
+            length = replay(ReplayOptions(**same, depths=[1, 2, 3, 4], loss=loss, seed=seed))["accept_length"]
+            print(f"seed {seed}: {length:.3f}  {loss}", file=sys.stderr, flush=True)
+            lengths[loss].append(length)
     for loss, found in lengths.items():
         gains = [one / first - 1 for one, first in zip(found, lengths[losses[0]], strict=True)]
         spread = f" ± {stdev(gains):.1%}" if len(gains) > 1 else ""

@@ -76,7 +76,7 @@ def _train(
     trainer = Trainer(config, registry, ranks=ranks, device=device)
     if port is not None:
         trainer.metrics.serve(config.metrics_host, port)
-    log.info("training", device=str(device), num_steps=trainer.learner.num_steps)
+    log.info("training", device=str(device), num_steps=trainer.learner.num_steps, loss=config.loss)
     on_training()
     # The thread that answers Prometheus runs already and keeps its priority; this one starts those that compute.
     give_way_in_the_kernel(config.nice, ranks.size)
