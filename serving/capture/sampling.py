@@ -142,7 +142,7 @@ class CaptureSampler:
         return (of_buffer, "sampled_buffer") if of_buffer < self._looked_at[0] else self._looked_at
 
     def follows(self) -> bool:
-        """Whether to follow an answer that begins now."""
+        """Draw whether to capture the answer that begins now."""
         return not self._at_start or self._rng.random() < self.share
 
     def keeps(self) -> bool:

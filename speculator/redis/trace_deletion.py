@@ -161,7 +161,8 @@ class Remover:
         deadline = time.monotonic() + _COMPACT_TIMEOUT_S
         while (state := self._persistence())["aof_rewrite_in_progress"] or state["aof_rewrite_scheduled"]:
             if time.monotonic() > deadline:
-                raise redis.exceptions.TimeoutError(f"the append-only file took more than {_COMPACT_TIMEOUT_S:.0f} s")
+                within = f"within {_COMPACT_TIMEOUT_S:.0f} s"
+                raise redis.exceptions.TimeoutError(f"Redis did not rewrite its append-only file {within}: try again")
             time.sleep(0.02)
         if state["aof_last_bgrewrite_status"] != "ok":
             raise redis.exceptions.ResponseError("the append-only file could not be rewritten")

@@ -149,7 +149,8 @@ def check_lineage(
     if (texts := list(texts)) and d2t_sha256(draft_vocab_of(model_dir, config, texts)) != manifest.d2t_sha256:
         # A warning only: such files grow while a service runs, and it must restart with the same options.
         log.warning(
-            "the draft vocabulary stays as other texts than those of --vocab-from chose it", store=str(store.root)
+            "--vocab-from has no effect: other texts chose the vocabulary of the stored draft",
+            store=str(store.root),
         )
     if seed is not None:
         first = store.manifest(FIRST).info.get("seed") if FIRST in store.versions() else None

@@ -119,7 +119,8 @@ class DraftStore:
         try:
             manifest = msgspec.json.decode(self._read(version, _MANIFEST), type=Manifest)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise DraftFileError(f"draft version {version}: the manifest is damaged ({error})") from error
+            remedy = "restore it from a backup, or bar the version"
+            raise DraftFileError(f"draft version {version}: the manifest is damaged ({error}): {remedy}") from error
         if manifest.version != version:
             raise DraftFileError(f"draft version {version}: the manifest belongs to version {manifest.version}")
         return manifest
