@@ -129,7 +129,7 @@ def check_model(name: str, *, local: bool) -> Iterator[Finding]:
     if local:
         model = check_model(model_dir)
         load_tokenizer(model_dir, vocab_size=model.config.vocab_size)
-        way = "our own forward pass" if fusible(model) else "Hugging Face's code"
+        way = "fused layers" if fusible(model) else "Hugging Face's code"
         yield ok("local engine", f"runs {type(model).__name__} with {way}")
 
 
