@@ -91,8 +91,8 @@ class Child:
     def resume(self) -> None:
         self._process.send_signal(signal.SIGCONT)
 
-    def stop(self, timeout_s: float = 30.0) -> None:
-        """Send SIGTERM, and SIGKILL after `timeout_s`."""
+    def stop(self, timeout_s: float = 60.0) -> None:
+        """Send SIGTERM, and SIGKILL after `timeout_s`: on a busy machine a trainer takes most of a minute to end its step."""
         if self.returncode is None:
             self._process.terminate()
             self.resume()  # a stopped process does not handle SIGTERM
