@@ -92,7 +92,7 @@ class Child:
         self._process.send_signal(signal.SIGCONT)
 
     def stop(self, timeout_s: float = 60.0) -> None:
-        """Send SIGTERM, and SIGKILL after `timeout_s`: on a busy machine a trainer takes most of a minute to end its step."""
+        """Send SIGTERM, and SIGKILL after `timeout_s`: a trainer on a busy machine may take most of a minute."""
         if self.returncode is None:
             self._process.terminate()
             self.resume()  # a stopped process does not handle SIGTERM
