@@ -211,7 +211,7 @@ def _engine(deployment: Deployment) -> Iterator[None]:
 
     def report() -> None:
         while not stop.wait(0.05):
-            pointer.report_engine("e", {"version": 1, **watch.preview()})
+            pointer.report_engine("e", {"version": 1, **watch.poll()})
 
     reporter = threading.Thread(target=report)
     reporter.start()

@@ -306,7 +306,7 @@ class OnlyLooks(FixedPlanner):
         head_depth: int,
         unread: Sequence[int],
     ) -> Plan:
-        return Plan(batch=len(domains), num_keys=num_keys, look=len(domains) - 1)
+        return Plan(batch=len(domains), num_keys=num_keys, probe=len(domains) - 1)
 
 
 def test_a_probe_is_what_verification_would_have_said_of_that_requests_next_token(model_dir: Path) -> None:

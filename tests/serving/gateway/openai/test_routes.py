@@ -253,7 +253,7 @@ def test_too_many_samples_name_the_limit() -> None:
     error = error_of(response)
     assert response.status_code == 400
     assert error["param"] == "n"
-    assert error["message"].startswith("9 samples")
+    assert error["message"].startswith("The request has 9 samples")
     assert "at most 8" in error["message"]
     assert engine.requests == []
     assert post(engine, COMPLETIONS, {"prompt": ["a", "b"], "n": 4}, max_samples=8).status_code == 200
