@@ -206,11 +206,11 @@ class LengthPlanner:
         times = self.times if uses_head or not num_proposals else self.text_times
         return times.verify_s(batch, num_proposals, 0)
 
-    def look_again(self) -> None:
+    def probe_again(self) -> None:
         """Probe the draft again after it was not used for a while."""
         self._granted = LOOKS_AFTER_RENEWAL
 
     def renew(self) -> None:
         """Probe a new draft version, even if the last one did not pay."""
         self.positions.fade(RENEWED_WEIGHT)
-        self.look_again()
+        self.probe_again()

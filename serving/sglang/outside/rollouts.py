@@ -42,7 +42,7 @@ log = structlog.get_logger(__name__)
 
 POLL_S = 0.5
 _TIMEOUT_S = 5.0
-_MISSED_LOOKS = 6
+_MISSED_POLLS = 6
 """Failed polls in a row after which a server counts as dead: one that reads a long prompt may answer late."""
 _MOST_OPEN = 100_000
 """So many connections that only the scheduler limits the requests of a server."""
@@ -127,7 +127,7 @@ class SglangRolloutEngine:
         self._numbers = itertools.count()
         self._num_open = 0
         """Requests of ours that are under way."""
-        self._num_missed = _MISSED_LOOKS
+        self._num_missed = _MISSED_POLLS
         self.target_label = 0
         """The version of its weights, where SGLang's label for them says it."""
         self._num_behind = 0
@@ -157,7 +157,7 @@ class SglangRolloutEngine:
 
     @property
     def is_alive(self) -> bool:
-        return max(self._num_missed, self._num_behind) < _MISSED_LOOKS
+        return max(self._num_missed, self._num_behind) < _MISSED_POLLS
 
     def drop(self, tenant: str, group_id: str) -> None:
         self._wiring.end_group(tenant, group_id)
@@ -172,7 +172,7 @@ class SglangRolloutEngine:
         """Poll how much room there is. Without an answer the last figures stand, until the server counts as dead."""
         num_open = self._num_open
         try:
-            if self._num_missed >= _MISSED_LOOKS:
+            if self._num_missed >= _MISSED_POLLS:
                 settings = (await self._http.get("/server_info")).raise_for_status().json()
                 lowest = _LAST if settings["schedule_low_priority_values_first"] else -_LAST
                 self._priority = lowest if settings["enable_priority_scheduling"] else None
@@ -207,7 +207,7 @@ class SglangRolloutEngine:
                             return
             raise EngineError("the stream ended before the answer did")
         except EngineDeadError:
-            self._num_missed = _MISSED_LOOKS
+            self._num_missed = _MISSED_POLLS
             raise
         finally:
             self._num_open -= 1

@@ -285,7 +285,7 @@ class EngineRuntime:
         """Note new weights of the target, under this label if any."""
         self._target.updated(label, self.steps)
 
-    # -- within the fences ------------------------------------------------------------------------------------------
+    # -- guarded parts ----------------------------------------------------------------------------------------------
 
     def _launched(self, batch: Any) -> None:
         self.depth.launched(batch.reqs, self._worker.speculative_num_steps)
@@ -399,7 +399,7 @@ class EngineRuntime:
             StepClock(device),
             self.meter,
             head_depth=self._head_depth,
-            dormancy=DraftSleep(is_fresh=manifest.info.get("origin") == "fresh"),
+            draft_sleep=DraftSleep(is_fresh=manifest.info.get("origin") == "fresh"),
             version=manifest.version,
             control=ControlShare(settings.control_share),
             plain_share=settings.plain_share,
@@ -446,7 +446,7 @@ class EngineRuntime:
             **self._served,
             **self._target.status(),
             **self._erasures.poll(),
-            **of_fences((self._capturing, self._choosing, self._remembering, self._splicing, self._meeting)),
+            **failed_parts((self._capturing, self._choosing, self._remembering, self._splicing, self._meeting)),
             **({} if self.text is None else self.text.report()),
             **({} if self.text is None or self.text.sharing is None else of_group_text(self.text.sharing.metrics)),
             **of_swaps(self._follower.log),
@@ -582,6 +582,6 @@ class PartGuard:
         return None
 
 
-def of_fences(fences: tuple[PartGuard, ...]) -> dict[str, str]:
+def failed_parts(guards: tuple[PartGuard, ...]) -> dict[str, str]:
     """The field of the engine's report: parts that are off, by the error that turned them off."""
-    return {"failures": ",".join(f"{fence.part}:{fence.reason}=1" for fence in fences if fence.is_off)}
+    return {"failures": ",".join(f"{guard.part}:{guard.reason}=1" for guard in guards if guard.is_off)}

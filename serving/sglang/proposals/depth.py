@@ -110,7 +110,7 @@ class DepthControl:
         meter: SpeedupMeter,
         *,
         head_depth: int,
-        dormancy: DraftSleep,
+        draft_sleep: DraftSleep,
         version: int,
         control: ControlShare,
         plain_share: float = 0.0,
@@ -120,7 +120,7 @@ class DepthControl:
         """`depths` are those that can be chosen, 0 first; where 0 is not among them, the depth is fixed. Those beyond
         `head_depth` are for earlier text alone.
 
-        `dormancy` lets a draft that does not pay sleep. `version` is the draft in service, `control` the share of
+        `draft_sleep` lets a draft that does not pay sleep. `version` is the draft in service, `control` the share of
         control steps, `plain_share` that of plain stretches. Several ranks all learn the same times at meetings:
         `take_times`, `learn_times`. `on_round` is called with what each step says about the draft and must not block.
         """
@@ -130,7 +130,7 @@ class DepthControl:
         self._times: list[TimedStep] = []
         self._estimated = EstimatedSpeedup()
         self.tally = RoundTally()
-        self._dormancy, self._version, self._control, self._on_round = dormancy, version, control, on_round
+        self._draft_sleep, self._version, self._control, self._on_round = draft_sleep, version, control, on_round
         self._is_control = False
         self.end_to_end = AbSpeedup(plain_share)
         self._arm = NO_AB
@@ -181,22 +181,22 @@ class DepthControl:
 
     @property
     def is_asleep(self) -> bool:
-        return self._planner is not None and self._dormancy.is_asleep
+        return self._planner is not None and self._draft_sleep.is_asleep
 
     def needs_no_reading(self, requests: Sequence[Any]) -> bool:
         """Whether the draft may skip the tokens that a step without its chains commits to these requests."""
-        return self.is_asleep or (self._planner is not None and self._dormancy.are_cold(requests))
+        return self.is_asleep or (self._planner is not None and self._draft_sleep.are_cold(requests))
 
     def reads_prompt_of(self, requests: list[Any]) -> bool:
         """Whether the draft reads a prefill of these requests; where it does not, they go cold."""
-        reads = self._planner is None or self._dormancy.reads_prompts
+        reads = self._planner is None or self._draft_sleep.reads_prompts
         if not reads:
-            self._dormancy.mark(requests)
+            self._draft_sleep.mark(requests)
         return reads
 
     def arrived(self, request: Any) -> None:
         """Choose the prefix cache of a request, before SGLang looks for its prefix."""
-        namespace = "" if self._planner is None else self._dormancy.prefix_namespace
+        namespace = "" if self._planner is None else self._draft_sleep.prefix_namespace
         if namespace:
             request.extra_key = f"{request.extra_key}|{namespace}" if request.extra_key else namespace
 
@@ -220,7 +220,7 @@ class DepthControl:
         """Note a decode step with `depth` proposals a request that has been launched; leave out prefills."""
         self.depth = depth
         if self.is_asleep:
-            self._dormancy.mark(requests)
+            self._draft_sleep.mark(requests)
         plan = self.plan
         if self._planner is None or depth != plan.num_proposals:
             plan = LengthPlan(batch=len(requests), num_proposals=depth, uses_head=depth > 0)
@@ -231,14 +231,14 @@ class DepthControl:
             plan,
             self._is_control,
             self._arm,
-            cold=tuple(self._dormancy.is_cold(request) for request in requests),
+            cold=tuple(self._draft_sleep.is_cold(request) for request in requests),
             requests=list(requests),
             facts=tuple(_facts_of(request) for request in requests),
             text=self.text if plan.from_text else None,
         )
-        self._are_cold = self._dormancy.are_cold(requests)
-        if self._planner is not None and self._dormancy.is_asleep and self._dormancy.slept():
-            self._planner.look_again()
+        self._are_cold = self._draft_sleep.are_cold(requests)
+        if self._planner is not None and self._draft_sleep.is_asleep and self._draft_sleep.count_step():
+            self._planner.probe_again()
         self._is_control = False
         self._rounds.append(round_)
         self._present = round_.requests
@@ -317,16 +317,16 @@ class DepthControl:
         if self.is_asleep or all(done.cold) or not plain_s:
             return
         if not done.uses_head:
-            self._dormancy.saved(-self._reading[done.depth].value)
+            self._draft_sleep.add_saving(-self._reading[done.depth].value)
             return
         took_s = planner.seconds(done.batch, done.depth, uses_head=True)
         headless_s = done.plan.headless_s or plain_s / done.batch
-        self._dormancy.saved(((done.batch + num_accepted) * headless_s - took_s) / plain_s)
+        self._draft_sleep.add_saving(((done.batch + num_accepted) * headless_s - took_s) / plain_s)
 
     def renewed(self, version: int) -> None:
         """Another draft version is in service."""
         self._version = version
-        self._dormancy.wake()
+        self._draft_sleep.wake()
         if self._planner is not None:
             self._planner.renew()
 

@@ -22,7 +22,7 @@ SLEEP_AFTER_STEPS = 100
 """Steps in which a draft may show what it is worth before it may sleep."""
 _MEMORY = 0.99
 """Weight of a step's saving after each later step: half after 69."""
-LOOK_EVERY_STEPS = 4000
+PROBE_EVERY_STEPS = 4000
 _COLD = "_slipstream_cold"
 
 
@@ -48,15 +48,15 @@ class DraftSleep:
         """Separates prefixes that the draft has read from older ones in SGLang's cache; empty where no such are."""
         return "read-by-draft" if self._began_fresh and not self._is_fresh else ""
 
-    def slept(self) -> bool:
+    def count_step(self) -> bool:
         """Count a decode step while it is asleep; returns whether it woke the draft."""
         self._steps += 1
-        if not self._is_fresh and self._steps >= LOOK_EVERY_STEPS:
+        if not self._is_fresh and self._steps >= PROBE_EVERY_STEPS:
             self.wake()
             return True
         return False
 
-    def saved(self, share: float) -> None:
+    def add_saving(self, share: float) -> None:
         """Count what a step while it is awake has saved, in plain steps; negative where it has cost time.
 
         Leave out steps in which all requests are cold: they do not show how good the draft is.

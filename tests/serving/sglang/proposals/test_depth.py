@@ -13,7 +13,7 @@ import pytest
 from serving.engine import Proposed, Stratum, WatchedRound
 from serving.sglang.device import Device, HostDevice
 from serving.sglang.proposals.depth import DepthControl, TimedStep
-from serving.sglang.proposals.draft_sleep import LOOK_EVERY_STEPS, SLEEP_AFTER_STEPS, DraftSleep
+from serving.sglang.proposals.draft_sleep import PROBE_EVERY_STEPS, SLEEP_AFTER_STEPS, DraftSleep
 from serving.sglang.proposals.remembered_text import Continuations
 from serving.sglang.proposals.step_clock import RoundTally, StepClock
 from serving.sglang.report import EngineReport
@@ -39,7 +39,7 @@ def make_control(
         StepClock(device or HostDevice()),
         SpeedupMeter(),
         head_depth=3,
-        dormancy=DraftSleep(is_fresh=is_fresh),
+        draft_sleep=DraftSleep(is_fresh=is_fresh),
         version=1,
         control=ControlShare(control_share),
         plain_share=plain_share,
@@ -66,7 +66,7 @@ def step(control: DepthControl, batch: list[Any], *, accepts: bool = False) -> i
 
 def test_a_fresh_draft_is_never_run_until_there_is_another_version() -> None:
     control, batch = make_control(is_fresh=True), requests(2)
-    assert {step(control, batch) for _ in range(2 * LOOK_EVERY_STEPS)} == {0}
+    assert {step(control, batch) for _ in range(2 * PROBE_EVERY_STEPS)} == {0}
     assert control.is_asleep
     control.renewed(2)
     assert not control.is_asleep
@@ -95,7 +95,7 @@ def test_a_useless_draft_falls_asleep_and_is_looked_at_again() -> None:
         step(control, batch)
         steps += 1
         assert steps < 4 * SLEEP_AFTER_STEPS
-    for _ in range(LOOK_EVERY_STEPS):
+    for _ in range(PROBE_EVERY_STEPS):
         step(control, batch)
     assert not control.is_asleep
     assert control.needs_no_reading(batch)
@@ -194,7 +194,7 @@ def test_a_fixed_depth_is_measured_too() -> None:
         head_depth=3,
         version=1,
         control=ControlShare(0.0),
-        dormancy=DraftSleep(is_fresh=True),
+        draft_sleep=DraftSleep(is_fresh=True),
     )
     control.started()
     control.launched(requests(1), 3)
@@ -348,7 +348,7 @@ def make_long_control(seen: list[WatchedRound], *, is_fresh: bool = False) -> De
         StepClock(HostDevice()),
         SpeedupMeter(),
         head_depth=3,
-        dormancy=DraftSleep(is_fresh=is_fresh),
+        draft_sleep=DraftSleep(is_fresh=is_fresh),
         version=1,
         control=ControlShare(0),
         is_alone=False,
