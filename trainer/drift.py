@@ -239,7 +239,7 @@ class LearningCurve:
         self._sums = (self._sums[0] + accept_length, self._sums[1] + loss)
 
     def mark(self) -> None:
-        """End a point of the curve: a candidate was made from the steps since the last one."""
+        """Average the steps since the last candidate into a point of the curve; call it when a candidate is made."""
         if self._num_steps:
             point = tuple(total / self._num_steps for total in self._sums)
             self._points = [*self._points, point][-2 * WINDOW :]
