@@ -107,7 +107,7 @@ class Scheduler:
         return sum(host.promise(sample) for sample in host.running.values()) if host else 0
 
     def free_tokens(self, engine: str) -> int:
-        """An engine's KV-cache room, in tokens, that running samples neither hold nor have reserved, as last reported."""
+        """An engine's KV-cache room in tokens that running samples neither hold nor have reserved, as reported."""
         return self._hosts[engine].free_tokens
 
     def engine_lost(self, engine: str) -> list[SampleId]:

@@ -68,7 +68,7 @@ class KVSlots:
         self._storage[:, destination, :, :length] = self._storage[:, source, :, :length]
 
     def keep_path(self, slot: int, start: int, path: Sequence[int]) -> None:
-        """Move keys and values of a tree's accepted tokens together; `path` are their indices behind cache place `start`."""
+        """Move keys and values of a tree's accepted tokens together; `path` are their indices behind `start`."""
         heads = self._storage[:, slot]
         for to, place in enumerate(path, start):
             if (source := start + place) != to:
