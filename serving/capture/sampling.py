@@ -119,7 +119,7 @@ class CaptureSampler:
         self._buffer_share = buffer_share
         self._clock, self._rng = clock, rng or random.Random()
         self._looked_at = 1.0, SAMPLING_REASONS[0]
-        """The smallest share of the last look, and which of SAMPLING_REASONS asked for it."""
+        """The smallest share at the last poll, and which of SAMPLING_REASONS asked for it."""
         self._stream: WatchedStream | None = None
         self._polled_s = -math.inf
         self._last: tuple[int, int, float] | None = None
@@ -150,9 +150,9 @@ class CaptureSampler:
         return self._at_start or self._rng.random() < self.share
 
     def poll(self) -> None:
-        """Set the share anew where the last look is old enough. Raises nothing: whatever fails, the share stands.
+        """Set the share anew where the last poll is old enough. Raises nothing: whatever fails, the share stands.
 
-        Call it also while no trace comes: a share below 1 must recover, and the trainer's speed shows only in looks
+        Call it also while no trace comes: a share below 1 must recover, and the trainer's speed shows only in polls
         that are close together.
         """
         now_s = self._clock()
@@ -166,7 +166,7 @@ class CaptureSampler:
             log.debug("the capture share is not updated: %s", error)
         except Exception as error:
             log.error("the capture share is not updated, the stream cannot be read: %s", type_and_place(error))
-        # After the look: one that waits for a Redis that is away must not be due again at once.
+        # Set after the poll: one that waits for an unreachable Redis must not be due again at once.
         self._polled_s = self._clock()
 
     def _decide(self, lag: StreamLag, max_bytes: int, memory_share: float | None, now_s: float) -> None:

@@ -123,7 +123,7 @@ class DraftFollower:
         self._installer = Installer(engine, watch, self._record, self._canary, self.log)
         self._pinned: int | None = None
         self._waiting: int | None = None
-        """The version that was desired at the last look, where it was to be tried."""
+        """The version that was desired at the last poll, where it was to be tried."""
         self._refused: set[int] = set()
         self._reported_s, self._num_attempts_reported = float("-inf"), 0
         self._stop = threading.Event()

@@ -1,6 +1,6 @@
 """Review of versions in service on arriving traces, and what rollbacks mean for training.
 
-**Review** (second look). An engine compares accept lengths of different requests (serving/hotswap/breaker.py). Requests
+**Review.** An engine compares accept lengths of different requests (serving/hotswap/breaker.py). Requests
 differ more from each other than drafts do, so it rolls back only what is clearly worse. Here both drafts decode the
 same traces again, as at the gate; some twenty traces show a change of a tenth. The gate judges versions in the same
 way, on other traces. The review covers traffic that the gate did not see, and versions that never passed the gate,
