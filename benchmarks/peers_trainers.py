@@ -52,7 +52,7 @@ from benchmarks.common.peer_trainers import Plan
 from benchmarks.common.report import Target, fill_in, finish, parser
 from slipstream.demo.topics import Prompt
 from slipstream.models import resolve_model
-from slipstream.replay import Feed, held_out_scores, read_split
+from slipstream.replay import BatchSampler, held_out_scores, read_split
 from speculator.draft.checkpoint import apply_state, draft_state, read_target_tensor
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.initialization import fresh_draft
@@ -196,11 +196,11 @@ def read_task(path: Path, model_dir: Path, *, domain: str, seed: int, tokens: in
     examples, held_out = usable(split.learnt), usable(split.held_out)
     if len(examples) < _LEAST_TRACES or not held_out:
         raise ConfigError(f"{path} has {len(examples)} usable traces of {domain} to learn from: record more answers")
-    probe = Feed(examples, config, num_steps=len(examples), seed=seed)
+    probe = BatchSampler(examples, config, num_steps=len(examples), seed=seed)
     usual = statistics.fmean(sum(w.num_bases for w in probe.draw(step)) for step in range(len(examples)))
     num_steps = max(round(tokens / usual), 1)
-    feed = Feed(examples, config, num_steps=num_steps, seed=seed)
-    steps = [feed.draw(step) for step in range(num_steps)]
+    sampler = BatchSampler(examples, config, num_steps=num_steps, seed=seed)
+    steps = [sampler.draw(step) for step in range(num_steps)]
     return Task(
         domain=domain,
         seed=seed,
@@ -246,9 +246,9 @@ def train_ours(task: Task, model_dir: Path, most_s: float) -> dict[str, Any]:
 def _endless(task: Task) -> Iterator[Sequence[Window]]:
     """The task's steps, then endless further ones over the same traces."""
     yield from task.steps
-    feed = Feed(task.examples, task.config, num_steps=1, seed=task.seed + 1)
+    sampler = BatchSampler(task.examples, task.config, num_steps=1, seed=task.seed + 1)
     while True:
-        yield feed.draw(0)
+        yield sampler.draw(0)
 
 
 class _Peers:

@@ -63,7 +63,7 @@ from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks
 from trainer.release.gate import predict_acceptance
 from trainer.release.live_review import ACTOR, Review
-from trainer.replay.memory import Stored, provenance_of
+from trainer.replay.reservoirs import Stored, provenance_of
 
 POLL_S = 0.5
 """Virtual seconds between two polls of the follower: its default."""
@@ -142,7 +142,7 @@ class Shifts:
         self._fingerprint, self._client, self._folder = fingerprint, client, folder
         self._table = Table()
 
-    def try_out(self, told: str, before: float, after: float, *, seed: int) -> Tried:
+    def run_trial(self, told: str, before: float, after: float, *, seed: int) -> Tried:
         """Try the better draft until it is kept or rolled back. Raises TimeoutError."""
         store, good = DraftStore(self._folder / told), self._good
         first = Eagle3Draft(good.config, good.embed, good.d2t)
@@ -167,7 +167,7 @@ class Shifts:
         shift_s, late_s = math.inf, random.Random(seed).uniform(0, LATEST_SHIFT_S)
         while engine.clock_s < LONGEST_TRIAL_S:
             engine.run_until(engine.clock_s + POLL_S)
-            follower.follow()
+            follower.poll()
             if engine.draft_version == version:
                 shift_s = min(shift_s, engine.clock_s + late_s)
             if engine.clock_s >= shift_s:
@@ -194,14 +194,14 @@ class Trials:
     arrived: list[Stored]
     is_alone: bool
 
-    def try_out(self, state: dict[str, Tensor], *, told: str) -> Tried:
+    def run_trial(self, state: dict[str, Tensor], *, told: str) -> Tried:
         """Try a version with these weights until it is kept or rolled back. Raises TimeoutError."""
         version = add_version(self.store, state, self.good, self.fingerprint)
         self.pointer.publish(version)
         end_s = self.engine.clock_s + LONGEST_TRIAL_S
         while self.engine.clock_s < end_s:
             self.engine.run_until(self.engine.clock_s + POLL_S)
-            self.follower.follow()
+            self.follower.poll()
             self.review.arrived(self.arrived)
             self.arrived.clear()
             self.review.take_turn()
@@ -278,7 +278,7 @@ def main() -> None:
             "worse": _all(trials, arguments.worse, "accept length −10%", lambda number: worse[number][0]),
             "random": _all(trials, arguments.random, "random weights", lambda n: noisy(good, float("inf"), seed=n)),
             **{
-                told: [shifts.try_out(f"{told}, {n + 1}", *shares, seed=n) for n in range(arguments.repeats)]
+                told: [shifts.run_trial(f"{told}, {n + 1}", *shares, seed=n) for n in range(arguments.repeats)]
                 for told, shares in SHIFTS.items()
             },
         }
@@ -292,7 +292,7 @@ def _config(model_dir: Path, *, alone: bool) -> TrainerConfig:
 
 
 def _all(trials: Trials, count: int, told: str, state: Callable[[int], dict[str, Tensor]]) -> list[Tried]:
-    return [trials.try_out(state(number), told=f"{told}, {number + 1} of {count}") for number in range(count)]
+    return [trials.run_trial(state(number), told=f"{told}, {number + 1} of {count}") for number in range(count)]
 
 
 def _finish(

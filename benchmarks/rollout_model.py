@@ -184,7 +184,7 @@ class _Engine:
     def admit(self) -> None:
         free_slots = self._setup.slots - len(self.runs)
         if free_slots:
-            promised = self._scheduler.promised_tokens(self.name) if self.runs else 0
+            promised = self._scheduler.reserved_tokens(self.name) if self.runs else 0
             leases = self._scheduler.next_for(self.name, free_slots, self._setup.memory_tokens - promised)
             for lease in leases:
                 self._begin(lease)

@@ -28,7 +28,7 @@ from benchmarks.common.report import Target, fill_in, finish, parser
 from serving.acceptance import SOURCES
 from slipstream.children import Child, running_child
 from slipstream.demo.servers import Scrape, wait_until_ready
-from slipstream.demo.topics import Prompt, built_in_prompts, endless, read_prompts
+from slipstream.demo.topics import Prompt, built_in_prompts, cycle_prompts, read_prompts
 from slipstream.demo.traffic import Traffic
 from slipstream.models import resolve_model
 from speculator.host import free_port
@@ -155,7 +155,7 @@ def _run(start: str, head: Path | None, prompts: list[Prompt], arguments: argpar
             url = f"http://127.0.0.1:{port}"
             wait_until_ready(url, [serve], timeout_s=_READY_S)
             with running_child("train", training, folder) as train:
-                return asyncio.run(_observed(start, url, endless(prompts, 0), [serve, train], arguments))
+                return asyncio.run(_observed(start, url, cycle_prompts(prompts, 0), [serve, train], arguments))
 
 
 async def _observed(

@@ -36,7 +36,7 @@ from benchmarks.answers import RECORDING_DEFAULTS, add_recording_options, in_tur
 from benchmarks.common.paired import Runs, all_runs
 from benchmarks.common.report import Target, fill_in, finish, parser
 from serving.local.draft import Pairs, PairSpan, ServingDraft
-from serving.local.kernels.library import compute_with
+from serving.local.kernels.library import set_num_threads
 from serving.local.request import DraftSource
 from serving.local.target.model import Target as TargetModel
 from slipstream.models import resolve_model
@@ -137,7 +137,7 @@ def learnt(name: str, seed: int, path: Path, model_dir: Path, num_steps: int) ->
 @torch.inference_mode()
 def shares(arms: Sequence[str], model_dir: Path, *, num_rounds: int, threads: int) -> tuple[Costs, dict[int, float]]:
     """(time of each arm's proposals as a share of a target's step, milliseconds of the step by batch size)."""
-    compute_with(threads)
+    set_num_threads(threads)
     clock = time.thread_time if threads == 1 else time.perf_counter
     most = max(BATCHES)
     target = TargetModel(model_dir, num_slots=most, context_length=_CONTEXT + 16, cache_margin=16)

@@ -24,7 +24,7 @@ from serving.gateway.access import ACCESS
 from serving.gateway.app import Rollouts, create_app, create_passthrough_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.metrics import GatewayMetrics, HealthCollector, RolloutCollector
-from serving.gateway.rollouts.book import RolloutRegistry
+from serving.gateway.rollouts.registry import RolloutRegistry
 from serving.hotswap.follower import SwapLog
 from serving.metrics import EngineMetrics, GroupTextMetrics, ServingCollector, TargetMetrics, VerdictCollector
 from serving.sglang.gateway_metrics import PoolCollector, SglangCollector

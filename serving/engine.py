@@ -1,7 +1,7 @@
 """The engine protocol: what the gateway and the hot swap need of an engine.
 
-The local engine and the test double implement all of it; the SGLang client is a `DraftHost`, since SGLang speaks the
-OpenAI protocol itself. Everything here is plain data, so the gateway can use it without torch.
+The local engine and the test double implement all of it; the SGLang client is a `SwappableDraft`, since SGLang speaks
+the OpenAI protocol itself. Everything here is plain data, so the gateway can use it without torch.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class Tokenizer(Protocol):
         """
 
 
-class DraftHost(Protocol):
+class SwappableDraft(Protocol):
     """An engine whose draft can be swapped while it serves; need not implement `generate`."""
 
     @property
@@ -263,7 +263,7 @@ class UpdatableTarget(Protocol):
     @property
     def target_version(self) -> int: ...
 
-    def move_target(self, version: int, folder: Path | None) -> TargetReport:
+    def update_target(self, version: int, folder: Path | None) -> TargetReport:
         """Serve the target in this version: load the weights in `folder`; without a folder, the weights are already in
         place. Blocks the calling thread, never the decode loop.
 
@@ -272,7 +272,7 @@ class UpdatableTarget(Protocol):
         """
 
 
-class Engine(DraftHost, Protocol):
+class Engine(SwappableDraft, Protocol):
     """Generates from token ids: the gateway validates, tokenises and formats for it."""
 
     @property

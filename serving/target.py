@@ -67,7 +67,7 @@ class TargetUpdater:
         if version <= in_service:
             raise TargetError(f"version {version} is not newer than {in_service}, which is in service")
         folder = None if path is None else self._allowed(path)
-        return self._host.move_target(version, folder)
+        return self._host.update_target(version, folder)
 
     def _allowed(self, path: str) -> Path:
         """The folder that a caller names, links resolved; it must lie below the allowed one."""

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from speculator.errors import SlipstreamError
-from speculator.host import end_with
+from speculator.host import end_with_parent
 
 
 class ChildError(SlipstreamError):
@@ -66,7 +66,7 @@ class Child:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 process_group=0,
-                preexec_fn=partial(end_with, os.getpid()) if ends_with_us else None,
+                preexec_fn=partial(end_with_parent, os.getpid()) if ends_with_us else None,
             )
 
     @property

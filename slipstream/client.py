@@ -155,7 +155,7 @@ class _Progress:
         self._is_known = True
         return _Call("POST", "/v1/rollouts", self._body)
 
-    def heard(self, line: bytes) -> Sample | Turn | None:
+    def on_line(self, line: bytes) -> Sample | Turn | None:
         """Process a line of the response stream; returns the sample or turn in it."""
         self._was_there = True
         said = decoded(line, dict[str, Any], self._url) if line else {}
@@ -172,7 +172,7 @@ class _Progress:
             self.why = said["error"]["message"]
         return None
 
-    def refused(self, call: _Call, response: httpx.Response) -> None:
+    def on_refusal(self, call: _Call, response: httpx.Response) -> None:
         """Process a response that is not 200. Raises ConfigError or EngineError where a retry would not help."""
         self._was_there = True
         self.why = message_of(response)
@@ -186,7 +186,7 @@ class _Progress:
         elif not is_new:
             raise EngineError(f"the server lost the rollout after {self._num_heard} samples: {self.why}")
 
-    def broke(self, failure: httpx.TransportError) -> None:
+    def on_disconnect(self, failure: httpx.TransportError) -> None:
         """Process a broken connection. Raises ConfigError where the server has never answered."""
         if not self._was_there and isinstance(failure, httpx.ConnectError | httpx.UnsupportedProtocol):
             raise ConfigError(f"nothing answers at {self._url}: start the server, or check --url") from None
@@ -361,13 +361,13 @@ class Rollout:
                 with http.stream(call.method, call.path, json=body) as response:
                     if response.status_code == 200:
                         for line in split_lines(response.iter_bytes()):
-                            if (said := progress.heard(line)) is not None:
+                            if (said := progress.on_line(line)) is not None:
                                 yield _answered(said)
                     else:
                         response.read()
-                        progress.refused(call, response)
+                        progress.on_refusal(call, response)
             except httpx.TransportError as failure:
-                progress.broke(failure)
+                progress.on_disconnect(failure)
             if not progress.has_ended:
                 time.sleep(progress.pause_s())
 
@@ -432,13 +432,13 @@ class AsyncRollout:
                 async with http.stream(call.method, call.path, json=body) as response:
                     if response.status_code == 200:
                         async for line in asplit_lines(response.aiter_bytes()):
-                            if (said := progress.heard(line)) is not None:
+                            if (said := progress.on_line(line)) is not None:
                                 yield said
                     else:
                         await response.aread()
-                        progress.refused(call, response)
+                        progress.on_refusal(call, response)
             except httpx.TransportError as failure:
-                progress.broke(failure)
+                progress.on_disconnect(failure)
             if not progress.has_ended:
                 await asyncio.sleep(progress.pause_s())
 
@@ -460,7 +460,7 @@ class AsyncRollout:
             try:
                 response = await self._client.http.post(url, json={"observations": [said]})
             except httpx.TransportError as broken:
-                progress.broke(broken)
+                progress.on_disconnect(broken)
             else:
                 if response.status_code not in _LATER:
                     _check(response)

@@ -22,7 +22,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from structlog.typing import EventDict, Processor
 
 from speculator.errors import SlipstreamError
-from speculator.host import unusable
+from speculator.host import invalid_setting
 
 ENV_PREFIX = "SLIPSTREAM_LOG_"
 
@@ -49,7 +49,7 @@ def load_settings() -> LogSettings:
     try:
         return LogSettings()
     except ValidationError as invalid:
-        raise unusable(ENV_PREFIX, invalid) from None
+        raise invalid_setting(ENV_PREFIX, invalid) from None
 
 
 def configure_logs() -> None:
@@ -72,7 +72,7 @@ def configure_logs() -> None:
         logger_factory=lambda *_: structlog.WriteLogger(sys.stderr),
     )
     _configure_libraries([*shared, _first_line], renderer)
-    _tell_what_nobody_catches()
+    _log_uncaught_exceptions()
     # Transformers reads this at import. It would log advice on loading quantised weights, which we convert instead.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if as_json:
@@ -99,22 +99,22 @@ def _configure_libraries(shared: list[Processor], renderer: Processor) -> None:
     root.setLevel(logging.WARNING)
 
 
-def _tell_what_nobody_catches() -> None:
+def _log_uncaught_exceptions() -> None:
     """Log uncaught exceptions like other events: Python's own hook would print their messages."""
-    sys.excepthook = _tell_uncaught
+    sys.excepthook = _log_uncaught
     # Keep a hook that another set: a test runner collects exceptions of threads.
     if threading.excepthook is threading.__excepthook__:
-        threading.excepthook = _tell_uncaught_in_thread
+        threading.excepthook = _log_uncaught_in_thread
 
 
-def _tell_uncaught(kind: type[BaseException], failure: BaseException, frames: TracebackType | None) -> None:
+def _log_uncaught(kind: type[BaseException], failure: BaseException, frames: TracebackType | None) -> None:
     if isinstance(failure, Exception):
         structlog.get_logger().critical("uncaught exception", exc_info=failure)
     else:
         sys.__excepthook__(kind, failure, frames)
 
 
-def _tell_uncaught_in_thread(failed: threading.ExceptHookArgs) -> None:
+def _log_uncaught_in_thread(failed: threading.ExceptHookArgs) -> None:
     if isinstance(failed.exc_value, Exception):
         name = None if failed.thread is None else failed.thread.name
         structlog.get_logger().critical("uncaught exception", thread=name, exc_info=failed.exc_value)

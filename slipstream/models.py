@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.terminal import working
+from slipstream.terminal import spinner
 from speculator.errors import ConfigError
 from speculator.host import cache_root
 from speculator.target_folder import reading
@@ -40,7 +40,7 @@ def resolve_model(name: str) -> Path:
     if name == BUNDLED_MODEL:
         return _bundled_model()
     if name.count("/") != 1 or name.startswith(("/", ".", "~")):
-        raise ConfigError(f"model directory {name} does not exist: pass --model {_what_is_there(path)}")
+        raise ConfigError(f"model directory {name} does not exist: pass --model {_suggestions(path)}")
     return _hub_model(name)
 
 
@@ -57,7 +57,7 @@ def resolve_head(name: str) -> Path:
     return _hub_model(name)
 
 
-def _what_is_there(path: Path) -> str:
+def _suggestions(path: Path) -> str:
     """Names to suggest: models in the same directory, and the bundled one where its package is installed."""
     beside = sorted(str(found.parent) for found in path.parent.glob("*/config.json"))[:_MOST_OFFERED]
     offered = [*beside, *([BUNDLED_MODEL] if find_spec(_PACKAGE) else [])]
@@ -84,7 +84,7 @@ def _bundled_model() -> Path:
         source = bundled_file().parent
         home.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=home.parent) as scratch:
-            with working(f"unpacking {BUNDLED_MODEL}, once"), reading(source):
+            with spinner(f"unpacking {BUNDLED_MODEL}, once"), reading(source):
                 _convert_gguf(source, Path(scratch) / "model")
             # Another process may have finished the same conversion first, with the same result.
             if not home.exists():

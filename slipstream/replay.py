@@ -103,9 +103,9 @@ def replay(
     trained_tokens = trained_branches = num_skipped = 0
     losses: list[float] = []
     order_seed = options.seed if options.order_seed is None else options.order_seed
-    feed = Feed(split.learnt, config, num_steps=num_steps, seed=order_seed)
+    sampler = BatchSampler(split.learnt, config, num_steps=num_steps, seed=order_seed)
     for step in range(num_steps):
-        windows = feed.draw(step)
+        windows = sampler.draw(step)
         report = learner.step(pack(windows, max_context=config.max_context))
         num_skipped += not report.applied
         trained_tokens += sum(window.num_bases for window in windows) if report.applied else 0
@@ -213,7 +213,7 @@ def _held_out(examples: Sequence[Example], seed: int) -> set[int]:
     return chosen
 
 
-class Feed:
+class BatchSampler:
     """Chooses the windows that each step learns from."""
 
     def __init__(self, examples: Sequence[Example], config: TrainerConfig, *, num_steps: int, seed: int) -> None:
@@ -241,7 +241,7 @@ class Feed:
 
 
 @contextmanager
-def _as_the_gate(draft: Eagle3Draft, config: TrainerConfig) -> Iterator[None]:
+def _gate_precision(draft: Eagle3Draft, config: TrainerConfig) -> Iterator[None]:
     """Multiply matrices as the gate does (trainer/release/gate.py): by default in bfloat16 where that is fast."""
     # Autocast caches the converted weights only of parameters that require a gradient.
     draft.requires_grad_(True)
@@ -256,7 +256,7 @@ def held_out_scores(
     draft: Eagle3Draft, examples: Sequence[Example], config: TrainerConfig, *, depths: Sequence[int]
 ) -> list[dict[int, Acceptance]]:
     """What the draft would commit on each of these traces, by depth, computed as the gate does."""
-    with _as_the_gate(draft, config):
+    with _gate_precision(draft, config):
         return [predict_acceptance(draft, [example], depths=depths) for example in examples]
 
 

@@ -9,7 +9,7 @@
 Where all rewards of a group are equal every advantage of GRPO is 0, and the group teaches nothing. It is dropped, and
 further groups of the rollout replace it (dynamic sampling, DAPO, arXiv 2503.14476). A group whose first samples all
 have one reward will most likely end so: it is given up early. Kept groups may be learnt from again while their target
-version is recent enough (`Replay`; the bound is ROLL Flash's α, arXiv 2510.11345).
+version is recent enough (`GroupReplayBuffer`; the bound is ROLL Flash's α, arXiv 2510.11345).
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _num_samples(group: Mapping[str, Any]) -> int:
     return len(group.get("seeds") or ()) or (group.get("n") or 1) + (group.get("redundant") or 0)
 
 
-class Replay:
+class GroupReplayBuffer:
     """Kept groups to learn from again: the newest `capacity`, at most `max_staleness` target versions old."""
 
     def __init__(self, *, capacity: int, max_staleness: int, seed: int = 0) -> None:

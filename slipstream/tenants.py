@@ -21,12 +21,12 @@ import redis
 from serving.group_cache.texts import GroupTexts
 from speculator.errors import ConfigError, DraftFileError, TraceError, UnknownDraftError
 from speculator.redis.control_plane import DraftPointer
-from speculator.redis.trace_deletion import Erasures, Remover, remove_from_recording
+from speculator.redis.trace_deletion import ErasureOrders, TraceRemover, remove_from_recording
 from speculator.redis.trace_stream import RewardStream
 from speculator.trace import TraceHeader, read_header
 from speculator.versions.lineage import counts_of
 from speculator.versions.store import DraftStore
-from trainer.replay.trace_source import TEMPORARY, shelf_folder
+from trainer.replay.trace_source import TEMPORARY, trace_folder
 
 _POLL_S = 0.2
 
@@ -57,10 +57,10 @@ class Eraser:
 
         Raises StreamError, StoreError or ConfigError.
         """
-        at_ms = Erasures(self.client, self.model_key).order(self.tenant)
-        engines, trainers = self._answers(at_ms)
+        at_ms = ErasureOrders(self.client, self.model_key).order(self.tenant)
+        engines, trainers = self._await_reports(at_ms)
         removed = self._remove(dry_run=False)
-        compacted = Remover(self.client, self.model_key).compact()
+        compacted = TraceRemover(self.client, self.model_key).compact()
         left = [f"{name} has not confirmed it" for name, done in {**engines, **trainers}.items() if not done]
         if not compacted:
             left.append("Redis's append-only file: this user may not rewrite it; run BGREWRITEAOF as one who may")
@@ -83,23 +83,23 @@ class Eraser:
 
     def _remove(self, *, dry_run: bool) -> dict[str, Any]:
         return {
-            "redis": asdict(Remover(self.client, self.model_key).remove(self._is_theirs, dry_run=dry_run)),
+            "redis": asdict(TraceRemover(self.client, self.model_key).remove(self._is_of_tenant, dry_run=dry_run)),
             "rewards": RewardStream(self.client, self.model_key).remove(self.tenant, dry_run=dry_run),
             "group_texts": GroupTexts(self.client, self.model_key).erase(self.tenant, dry_run=dry_run),
-            "trainer_files": remove_files(self.state, self._is_theirs, dry_run=dry_run),
+            "trainer_files": remove_files(self.state, self._is_of_tenant, dry_run=dry_run),
             "recordings": {
-                str(path): asdict(remove_from_recording(path, self._is_theirs, dry_run=dry_run))
+                str(path): asdict(remove_from_recording(path, self._is_of_tenant, dry_run=dry_run))
                 for path in self.recordings
             },
         }
 
-    def _is_theirs(self, header: TraceHeader) -> bool:
+    def _is_of_tenant(self, header: TraceHeader) -> bool:
         return header.tenant == self.tenant
 
-    def _answers(self, at_ms: int) -> tuple[dict[str, bool], dict[str, bool]]:
+    def _await_reports(self, at_ms: int) -> tuple[dict[str, bool], dict[str, bool]]:
         """(running engines, running trainers): whether each has carried the order out, by name. Waits `timeout_s`."""
         deadline = time.monotonic() + self.timeout_s
-        pointer, erasures = DraftPointer(self.client, self.model_key), Erasures(self.client, self.model_key)
+        pointer, erasures = DraftPointer(self.client, self.model_key), ErasureOrders(self.client, self.model_key)
         while True:
             engines = {
                 f"engine {name}": int(report.get("erased_ms", 0)) >= at_ms for name, report in pointer.engines().items()
@@ -148,7 +148,9 @@ def remove_files(state: Path, is_theirs: IsTheirs, *, dry_run: bool, written_s: 
 
     A trainer may take `written_s` to write one trace; an older temporary file was left by a killed process.
     """
-    paths = [path for path in shelf_folder(state).glob("*") if path.is_file() and _goes(path, is_theirs, written_s)]
+    paths = [
+        path for path in trace_folder(state).glob("*") if path.is_file() and _must_remove(path, is_theirs, written_s)
+    ]
     try:
         for path in paths if not dry_run else ():
             path.unlink(missing_ok=True)
@@ -159,7 +161,7 @@ def remove_files(state: Path, is_theirs: IsTheirs, *, dry_run: bool, written_s: 
     return len(paths)
 
 
-def _goes(path: Path, is_theirs: IsTheirs, written_s: float) -> bool:
+def _must_remove(path: Path, is_theirs: IsTheirs, written_s: float) -> bool:
     """Whether to remove a file: it has a trace of the tenant, or no readable one and no process is writing it."""
     deadline = time.monotonic() + (written_s if path.suffix == TEMPORARY else 0)
     while True:

@@ -27,7 +27,7 @@ console = Console(stderr=True)
 
 
 @contextlib.contextmanager
-def working(what: str) -> Iterator[Callable[[], None]]:
+def spinner(what: str) -> Iterator[Callable[[], None]]:
     """Show a spinner with the elapsed time, on a terminal only. Yields a function that ends it before the end of the
     block.
     """
@@ -37,7 +37,7 @@ def working(what: str) -> Iterator[Callable[[], None]]:
 
 
 @contextlib.contextmanager
-def counting(what: str) -> Iterator[Callable[[int, int | None], None]]:
+def progress_bar(what: str) -> Iterator[Callable[[int, int | None], None]]:
     """Show a progress bar, on a terminal only. Yields a function that sets (number done, total or None)."""
     with _progress(what, BarColumn(), MofNCompleteColumn()) as bar:
         task = bar.add_task(what, total=None)
@@ -50,7 +50,7 @@ def _progress(what: str, *columns: ProgressColumn) -> Progress:
     return Progress(*shown, console=console, disable=not console.is_terminal, transient=True)
 
 
-def say(line: str) -> None:
+def print_status(line: str) -> None:
     """Print a line on standard error, without markup."""
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 

@@ -114,7 +114,7 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
 
-def end_with(parent_pid: int) -> None:
+def end_with_parent(parent_pid: int) -> None:
     """`preexec_fn` for a child process: it gets SIGTERM when the thread that started it ends. Linux only."""
     if sys.platform == "linux":
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -122,7 +122,7 @@ def end_with(parent_pid: int) -> None:
         os._exit(1)
 
 
-def unusable(prefix: str, invalid: ValidationError) -> ConfigError:
+def invalid_setting(prefix: str, invalid: ValidationError) -> ConfigError:
     """A ConfigError for the first invalid setting: names the environment variable, and does not quote its value."""
     first = invalid.errors(include_url=False)[0]
     place = "_".join(str(part) for part in first["loc"]).upper()
@@ -176,7 +176,7 @@ def sync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def exclusive(lock: Path) -> Iterator[None]:
+def exclusive_lock(lock: Path) -> Iterator[None]:
     """Hold a lock file exclusively. Excludes threads of this process too; a crash releases it."""
     with lock.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -184,7 +184,7 @@ def exclusive(lock: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def shared(lock: Path) -> Iterator[None]:
+def shared_lock(lock: Path) -> Iterator[None]:
     """Hold a lock file shared with other readers. Needs no write access; does nothing if the file does not exist."""
     try:
         file = lock.open("rb")

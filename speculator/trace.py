@@ -176,7 +176,7 @@ class Trace:
         return self.header.first_position + self.num_tokens - self.header.num_prompt_tokens
 
 
-def judge(trace: Trace) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def judge_proposals(trace: Trace) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Compare the proposals of a trace, chains and trees, with its text. Returns three arrays [R, P]: int64 depth, 0
     for the root's children; bool, whether the proposal's position is inside the span and its parent committed; bool,
     whether it also is the committed token.
@@ -344,7 +344,7 @@ def _check_branches(trace: Trace, branches: BranchRows) -> None:
     _require(((at_N[1] >= 0) & (at_N[1] < P)).all(), "branch_node is no proposal of its round")
     _require((np.diff(at_N[0] * P + at_N[1]) > 0).all(), "the rows behind rejections are not in order")
     _require((trace.rounds.draft_tokens[at_N] >= 0).all(), "branch_node is no proposal of its round")
-    _, _, known_RP = judge(trace)
+    _, _, known_RP = judge_proposals(trace)
     known_RP[at_N] = True
     parent_N = trace.rounds.draft_parents[at_N].astype(np.int64)
     _require(((parent_N < 0) | known_RP[at_N[0], parent_N]).all(), "a row behind a rejection has no known parent")

@@ -61,7 +61,7 @@ def span(
             raise
 
 
-def received(headers: Iterable[tuple[bytes, bytes]]) -> Parent:
+def parent_of(headers: Iterable[tuple[bytes, bytes]]) -> Parent:
     """The parent span in a received request's W3C `traceparent` header; an empty context without one."""
     carrier = {key.decode("latin-1"): value.decode("latin-1") for key, value in headers}
     return _W3C.extract(carrier, Context())
@@ -72,7 +72,7 @@ def current() -> Parent | None:
     return _sampled(get_current())
 
 
-def joined(headers: Mapping[str, str]) -> Parent | None:
+def remote_parent(headers: Mapping[str, str]) -> Parent | None:
     """The span of another process, from its `outgoing_headers`; None where they have none, or it is not sampled."""
     return _sampled(_W3C.extract(headers, Context()))
 
@@ -92,7 +92,7 @@ def outgoing_headers() -> dict[str, str]:
     return headers
 
 
-def is_wanted() -> bool:
+def is_enabled() -> bool:
     """Whether the environment turns spans on. Raises ConfigError for a value but 1 and 0, or without the extra."""
     match os.environ.get(VARIABLE, "0"):
         case "" | "0":
@@ -111,17 +111,17 @@ def is_wanted() -> bool:
 
 def configure_spans(service: str) -> None:
     """Send spans over OTLP, configured by OTEL_* variables, if the environment turns them on. Raises ConfigError."""
-    if is_wanted():
+    if is_enabled():
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         try:
-            give_spans_to(BatchSpanProcessor(OTLPSpanExporter()), service=service)
+            start_spans(BatchSpanProcessor(OTLPSpanExporter()), service=service)
         except ValueError as invalid:
             raise ConfigError(f"an OTEL_* variable is not usable: {invalid}") from None
 
 
-def give_spans_to(processor: SpanProcessor, *, service: str) -> None:
+def start_spans(processor: SpanProcessor, *, service: str) -> None:
     """Turn spans on; `processor` gets the ended ones. OTEL_* variables take precedence over `service`."""
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
     from opentelemetry.sdk.trace import TracerProvider

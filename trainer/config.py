@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from speculator.errors import ConfigError
-from speculator.host import unusable
+from speculator.host import invalid_setting
 from trainer.learning.losses.mix import DEFAULT_LOSS, LossMix
 from trainer.statistics import MIN_TRACES
 
@@ -186,4 +186,4 @@ def load_config(**values: Any) -> TrainerConfig:
     try:
         return TrainerConfig(**values)
     except ValidationError as invalid:
-        raise unusable(ENV_PREFIX, invalid) from None
+        raise invalid_setting(ENV_PREFIX, invalid) from None

@@ -146,7 +146,7 @@ class AcceptanceSeries(msgspec.Struct, kw_only=True):
         if self.alarm:
             self.num_alarmed += 1
             if self.num_alarmed > MAX_ALARM:
-                self._start_over()
+                self._reset_long_average()
 
     def _judge(self) -> bool:
         fall, margin = self.long - self.short, self.margin
@@ -157,7 +157,7 @@ class AcceptanceSeries(msgspec.Struct, kw_only=True):
             self.num_alarmed = 1
             return True
         elif fall < -margin:
-            self._start_over()
+            self._reset_long_average()
         return False
 
     def _leave(self, acceptance: float) -> None:
@@ -181,7 +181,7 @@ class AcceptanceSeries(msgspec.Struct, kw_only=True):
         # The requests of the alarm are no example of the normal level.
         self.num_passing = len(self.recent)
 
-    def _start_over(self) -> None:
+    def _reset_long_average(self) -> None:
         """Set the long average to the short one."""
         self.long, self.num_long, self.last = self.short, len(self.recent), None
         self._end_alarm()

@@ -18,8 +18,8 @@ from prometheus_client import CollectorRegistry
 
 from speculator.draft.checkpoint import target_fingerprint
 from speculator.redis.client import connect
-from speculator.redis.control_plane import DraftPointer, card_id
-from speculator.redis.trace_deletion import Erasures, Remover
+from speculator.redis.control_plane import DraftPointer, gpu_id
+from speculator.redis.trace_deletion import ErasureOrders, TraceRemover
 from speculator.redis.trace_stream import RewardStream, TraceStream, cap_for
 from speculator.tracing import prefixed, span
 from speculator.versions.store import DraftStore
@@ -35,9 +35,9 @@ from trainer.release.candidate import Candidates
 from trainer.release.gate import Decide, Gate, decide
 from trainer.release.live_review import Review
 from trainer.replay.admission import Intake, RetentionPolicy
-from trainer.replay.buffer import Replay, RewardWeights
+from trainer.replay.buffer import ReplayBuffer, RewardWeights
 from trainer.replay.eval_sets import HeldOut, golden_set
-from trainer.replay.trace_source import TraceFiles, TraceSource, consumer_name, shelf_folder
+from trainer.replay.trace_source import TraceFiles, TraceSource, consumer_name, trace_folder
 from trainer.session import Training
 from trainer.throttle import Throttle
 
@@ -45,7 +45,7 @@ _LEAST_PRESSURE = 0.1
 """Below this pressure more training hardly changes the draft (trainer/drift.py)."""
 
 
-class _Stock(NamedTuple):
+class _ReplayTotals(NamedTuple):
     """What the replays of all ranks hold, and how many ranks see a drift alarm."""
 
     num_waiting: int
@@ -85,7 +85,7 @@ class Trainer:
             RewardStream(self._redis, config.model_key), bound=config.max_reward_weight, metrics=self.metrics
         )
         rng = random.Random(config.seed + self.ranks.rank)
-        self.replay = Replay(
+        self.replay = ReplayBuffer(
             max_bytes=config.replay_max_bytes,
             max_waiting=config.max_waiting_traces,
             recent_share=config.replay_recent_share,
@@ -109,8 +109,8 @@ class Trainer:
         )
         progress = self.training.resume()
         self._forgetting = RetentionPolicy(
-            Erasures(self._redis, config.model_key),
-            Remover(self._redis, config.model_key),
+            ErasureOrders(self._redis, config.model_key),
+            TraceRemover(self._redis, config.model_key),
             name=consumer_name(self.ranks.rank),
             ttl_s=self._ttl_s,
             metrics=self.metrics,
@@ -124,7 +124,7 @@ class Trainer:
             feature_width=draft.fc.in_features,
             window=draft.config.max_position_embeddings,
         )
-        self._shelf = TraceFiles(shelf_folder(config.state_dir))
+        self._trace_files = TraceFiles(trace_folder(config.state_dir))
         self.source = self._open_source(progress)
         self.intake = self._open_intake(progress)
         pointer = DraftPointer(self._redis, config.model_key)
@@ -157,15 +157,15 @@ class Trainer:
             self.metrics,
             busy_share=config.busy_share,
             card_share=config.card_share,
-            card="" if device is None else card_id(device),
+            gpu="" if device is None else gpu_id(device),
             may_gain=lambda: self.pressure >= _LEAST_PRESSURE,
-            tell_resting=pointer.tell_resting,
+            set_trainer_resting=pointer.set_trainer_resting,
         )
         self._saved_s, self._saved_steps = time.monotonic(), self.learner.num_steps
         self.metrics.healthy.set(self.training.guard.healthy)
         self.source.observe_lag()
         self._forgetting.report()
-        self._survey()
+        self._sum_replays()
 
     @property
     def learner(self) -> Learner:
@@ -179,19 +179,19 @@ class Trainer:
         arrivals = self.intake.read(block_ms)
         newest = self.intake.target_version
         if newest > previous:
-            self.learner.target_moved()
+            self.learner.after_target_update()
         self.review.arrived(one for one in arrivals.traces if one.provenance.target_version == newest)
         num_news, num_repeated_tokens = self.ranks.sum([arrivals.is_news, arrivals.num_repeated_tokens])
         repeated = int(self.config.max_passes * num_repeated_tokens)
         since_news = max(self.training.tokens_since_news - repeated, 0)
         self.training.tokens_since_news = 0 if num_news else since_news
-        self._survey()
+        self._sum_replays()
         self.metrics.pressure.set(self.pressure if self.has_work else 0.0)
 
     @property
     def pressure(self) -> float:
         """From 0 to 1: how much more training is worth its compute (trainer/drift.py)."""
-        return training_pressure(alarm=self._stock.num_alarms > 0, gain=self.training.curve.gain)
+        return training_pressure(alarm=self._replay_totals.num_alarms > 0, gain=self.training.curve.gain)
 
     @property
     def has_work(self) -> bool:
@@ -199,10 +199,10 @@ class Trainer:
         owed = tokens_owed(
             pressure=self.pressure,
             max_passes=self.config.max_passes,
-            replay_tokens=self._stock.num_tokens,
+            replay_tokens=self._replay_totals.num_tokens,
             tokens_since_news=self.training.tokens_since_news,
         )
-        return self._stock.num_waiting > 0 or owed > 0
+        return self._replay_totals.num_waiting > 0 or owed > 0
 
     def step(self) -> None:
         """One optimiser step on a batch from the replay of every rank."""
@@ -222,8 +222,8 @@ class Trainer:
         self.source.mark_used(draw.batch + draw.passed_over)
         if report.applied:
             for stored, counts in zip(draw.batch[: draw.num_new], report.first_steps, strict=False):
-                self.intake.met(stored, *counts)
-        self._survey()
+                self.intake.record_prediction(stored, *counts)
+        self._sum_replays()
         self.metrics.admissions.labels("passed_over").inc(len(draw.passed_over))
         self.metrics.proposal_weight.set(draw.proposal_weight)
         self.metrics.observe_step(
@@ -256,15 +256,15 @@ class Trainer:
         self.training.ensure_finite()
         # `ensure_finite` may have replaced the learner by one with the last good weights.
         learner, progress = self.learner, self._progress()
-        self._shelf.sync(progress.trace_ids)
+        self._trace_files.sync(progress.trace_ids)
         parts = [msgspec.json.decode(part, type=Progress) for part in self.ranks.gather(msgspec.json.encode(progress))]
 
         def save() -> None:
             state = {name: tensor.cpu() for name, tensor in {**learner.state(), "d2t": learner.draft.d2t}.items()}
             save_checkpoint(self.config.state_dir, state, joined(parts))
 
-        self.ranks.lead(save)
-        self._shelf.keep({*progress.trace_ids, *self.source.trace_ids_in_hand})
+        self.ranks.run_on_leader(save)
+        self._trace_files.keep({*progress.trace_ids, *self.source.unused_trace_ids})
         self._saved_s, self._saved_steps = time.monotonic(), learner.num_steps
         self.metrics.checkpoint_seconds.set(self._saved_s - start_s)
 
@@ -272,9 +272,9 @@ class Trainer:
         """Tell Redis about the traces that the last checkpoint lists."""
         self.source.ack_used()
 
-    def heed_rollbacks(self) -> None:
+    def restart_after_rollback(self) -> None:
         """Restart training from the last good version where the one in training was rolled back or barred."""
-        if self.candidates.heed_rollbacks():
+        if self.candidates.restart_after_rollback():
             # The checkpoint on disk still has the weights of the barred version.
             self.checkpoint()
             self.ack()
@@ -308,7 +308,7 @@ class Trainer:
             self._to_example,
             target_fingerprint=self._fingerprint,
             used_trace_ids=progress.used_trace_ids,
-            shelf=self._shelf,
+            trace_files=self._trace_files,
             metrics=self.metrics,
             max_known=config.max_known_traces,
             reason_to_forget=self._forgetting.reason,
@@ -318,9 +318,9 @@ class Trainer:
         def tidy() -> None:
             """Before any rank reads: take over pending entries of processes that are gone, remove their files."""
             source.take_over()
-            self._shelf.sweep(progress.trace_ids)
+            self._trace_files.sweep(progress.trace_ids)
 
-        self.ranks.lead(tidy)
+        self.ranks.run_on_leader(tidy)
         return source
 
     def _open_intake(self, progress: Progress) -> Intake:
@@ -345,7 +345,7 @@ class Trainer:
     def _progress(self) -> Progress:
         """This rank's part of the checkpoint."""
         training, intake = self.training, self.intake
-        num_traces, new_tokens = intake.settled
+        num_traces, new_tokens = intake.progress_counts
         return Progress(
             target_fingerprint=self._fingerprint,
             learnt_tokens=training.learnt_tokens,
@@ -376,14 +376,14 @@ class Trainer:
         is_golden_gone = self._forgetting.reason_in_recording if is_recording else self._forgetting.reason
         gone = self.intake.forget(self._forgetting.reason, is_golden_gone=is_golden_gone)
         self.review.forget(self._forgetting.reason)
-        self._shelf.remove(stored.trace_id for stored in gone)
+        self._trace_files.remove(stored.trace_id for stored in gone)
         self._forgetting.removed(gone)
         self._forgetting.report()
 
-    def _survey(self) -> None:
+    def _sum_replays(self) -> None:
         """Sum up the replays of all ranks: the sums decide whether all ranks take a step."""
         counts = (self.replay.num_waiting, self.replay.num_tokens, self.intake.drift.alarm)
-        self._stock = _Stock(*map(int, self.ranks.sum(counts)))
+        self._replay_totals = _ReplayTotals(*map(int, self.ranks.sum(counts)))
 
 
 IDLE_BLOCK_MS = 1000
@@ -395,8 +395,8 @@ def train_until(stop: threading.Event, trainer: Trainer) -> None:
     Waits for: new traces, and only when no training on old ones is due (`Trainer.has_work`): a blocking Redis read of
     up to IDLE_BLOCK_MS at a time. After each turn it rests for busy engines (trainer/throttle.py).
     Unblocked by: the next trace, or `stop`.
-    When behind: it reads no more than `Replay.room` traces, so the backlog stays in Redis under the stream's byte cap,
-    which drops and counts the oldest; batches are then made of new traces only.
+    When behind: it reads no more than `ReplayBuffer.room` traces, so the backlog stays in Redis under the stream's byte
+    cap, which drops and counts the oldest; batches are then made of new traces only.
     When Redis is away: reads come back empty, learning goes on from the replay, acks and the pointer wait.
     Shutdown: stop reading → finish the step → checkpoint → ack → close.
     All ranks take each turn together: where one has work, all take the step, and where one must stop, all stop.
@@ -410,7 +410,7 @@ def train_until(stop: threading.Event, trainer: Trainer) -> None:
             trainer.checkpoint()
             trainer.ack()
         trainer.review.take_turn()
-        trainer.heed_rollbacks()
+        trainer.restart_after_rollback()
         if trainer.candidates.due:
             trainer.publish()
         trainer.throttle.rest(time.monotonic() - began_s, stop)

@@ -44,7 +44,7 @@ def run_trainer(config: TrainerConfig, *, on_training: Callable[[], None] = lamb
     """
     os.environ.setdefault(*_KERNEL_CACHE)
     _end_with_torchrun()
-    give_way_as_a_session(os.nice(config.nice))
+    set_session_niceness(os.nice(config.nice))
     torch.set_num_threads(config.num_threads)
     device = choose_device(config.device)
     if device.type == "cuda":
@@ -79,7 +79,7 @@ def _train(
     log.info("training", device=str(device), num_steps=trainer.learner.num_steps, loss=config.loss)
     on_training()
     # The thread that answers Prometheus runs already and keeps its priority; this one starts those that compute.
-    give_way_in_the_kernel(config.nice, ranks.size)
+    use_idle_scheduler(config.nice, ranks.size)
     train_until(stop, trainer)
     log.info("trainer ended", num_steps=trainer.learner.num_steps)
 
@@ -124,7 +124,7 @@ def _end_with_torchrun() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def give_way_in_the_kernel(nice: int, num_ranks: int) -> None:
+def use_idle_scheduler(nice: int, num_ranks: int) -> None:
     """Give this thread, and those that it starts, Linux's SCHED_IDLE: they run only where no other wants the core.
 
     Only for a single process at the lowest priority: of several ranks one could stall on a busy machine until the
@@ -138,7 +138,7 @@ def give_way_in_the_kernel(nice: int, num_ranks: int) -> None:
         log.warning("this system refuses SCHED_IDLE: the trainer stays at its niceness", error=str(error))
 
 
-def give_way_as_a_session(nice: int, autogroup: Path = Path("/proc/self/autogroup")) -> None:
+def set_session_niceness(nice: int, autogroup: Path = Path("/proc/self/autogroup")) -> None:
     """Give the session that this process leads the niceness `nice`.
 
     With `sched_autogroup_enabled` Linux divides a core among sessions first: a trainer at niceness 19 takes half of the

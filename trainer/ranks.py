@@ -53,7 +53,7 @@ class Ranks:
         self.rank, self.size = rank, size
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Rank 0: it alone writes the checkpoint, the store and the pointer."""
         return self.rank == 0
 
@@ -71,11 +71,11 @@ class Ranks:
     def any(self, value: bool) -> bool:
         return self.sum([value])[0] > 0
 
-    def agree(self, *values: float) -> bool:
+    def all_equal(self, *values: float) -> bool:
         """All ranks gave the same numbers."""
         return self.size == 1 or all(row == list(map(float, values)) for row in self._rows(values))
 
-    def lead(self, action: Callable[[], int | None]) -> int:
+    def run_on_leader(self, action: Callable[[], int | None]) -> int:
         """Run `action` on rank 0 while the others wait; all return its result, and 0 for None.
 
         Where it raises, rank 0 raises the same and the others StoreError, so that none goes on as if it were done.
@@ -83,7 +83,7 @@ class Ranks:
         if self.size == 1:
             return action() or 0
         result, error = 0, None
-        if self.leads:
+        if self.is_leader:
             try:
                 result = action() or 0
             except Exception as raised:
@@ -101,12 +101,12 @@ class Ranks:
             return [data]
         sizes = [int(row[0]) for row in self._rows([len(data)])]
         padded = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
-        received = [torch.empty_like(padded) for _ in sizes] if self.leads else None
+        received = [torch.empty_like(padded) for _ in sizes] if self.is_leader else None
         with _exchange():
             dist.gather(padded, received)
         return [part.numpy().tobytes()[:size] for part, size in zip(received or [], sizes, strict=False)]
 
-    def add_up(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def sum_tensors(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Each tensor's sum over the ranks, as views of one new buffer; the given ones stay. Alone: the given ones.
 
         DistributedDataParallel does not fit: it reduces during the backward pass of one forward call, and expects the

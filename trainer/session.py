@@ -2,7 +2,7 @@
 
 **Weights** descend from a version of the store. `resume` loads them from the trainer's checkpoint, or from that version
 where there is no checkpoint. Where engines or the review rolled that version back, training goes on from the last good
-one: `start_over` in a running trainer, `resume` after a restart.
+one: `restart_from` in a running trainer, `resume` after a restart.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from trainer.learning.batch import cut, pack
 from trainer.learning.optimizer_step import Guard, Learner, StepReport
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks
-from trainer.replay.buffer import Replay
-from trainer.replay.memory import Stored, without_stale
+from trainer.replay.buffer import ReplayBuffer
+from trainer.replay.reservoirs import Stored, without_stale
 
 log = structlog.get_logger()
 
@@ -39,7 +39,7 @@ class Training:
         config: TrainerConfig,
         ranks: Ranks,
         store: DraftStore,
-        replay: Replay,
+        replay: ReplayBuffer,
         metrics: TrainerMetrics,
         *,
         target_fingerprint: str,
@@ -52,8 +52,8 @@ class Training:
         """
         self._config, self._ranks, self._store, self._replay = config, ranks, store, replay
         self._metrics, self._fingerprint, self._rng = metrics, target_fingerprint, rng
-        self.version = ranks.lead(self._ensure_lineage)
-        """The version that the weights descend from: the last published one, or the one that `start_over` loaded."""
+        self.version = ranks.run_on_leader(self._ensure_lineage)
+        """The version that the weights descend from: the last published one, or the one that `restart_from` loaded."""
         # The draft goes where its embedding is.
         self._embed_Vd = read_target_tensor(config.model_dir, "model.embed_tokens.weight").to(device)
         self.learner = self._new_learner()
@@ -69,7 +69,7 @@ class Training:
         """Load the last checkpoint, where there is one; not its weights where their version is barred meanwhile."""
         saved = load_checkpoint(self._config.state_dir)
         num_steps = -1 if saved is None else int(saved[0]["num_steps"])
-        if not self._ranks.agree(num_steps):
+        if not self._ranks.all_equal(num_steps):
             raise ConfigError(
                 f"the ranks found different checkpoints in {self._config.state_dir}: set {ENV_PREFIX}STATE_DIR or "
                 "--state to a folder that all machines share"
@@ -88,16 +88,16 @@ class Training:
         self.learnt_tokens, self.tokens_since_news = progress.learnt_tokens, progress.tokens_since_news
         self.curve = LearningCurve(progress.curve)
         states = self._store.lifecycle
-        if self._ranks.lead(lambda: states.state(progress.version) in BARRED):
-            good = self._ranks.lead(lambda: states.last_good() or self.version)
-            self.start_over(good)
+        if self._ranks.run_on_leader(lambda: states.state(progress.version) in BARRED):
+            good = self._ranks.run_on_leader(lambda: states.last_good() or self.version)
+            self.restart_from(good)
         else:
             self.learner.load_state(state)
             self.tenants = self._tenants_of(progress)
         log.info("trainer resumed", num_steps=self.learner.num_steps, num_traces=progress.num_traces)
         return progress
 
-    def start_over(self, version: int) -> None:
+    def restart_from(self, version: int) -> None:
         """Go on from a version's weights, with a fresh optimiser and the same replay."""
         log.error(
             "training restarts from another version: its own was barred", descended_from=self.version, back_to=version
@@ -181,10 +181,10 @@ class Training:
         log.error("the last good weights were taken back", num_steps=self.learner.num_steps)
 
     def _tenants_of_version(self) -> TenantCounts:
-        return counts_of(self._store.manifest(self.version).info) if self._ranks.leads else TenantCounts()
+        return counts_of(self._store.manifest(self.version).info) if self._ranks.is_leader else TenantCounts()
 
     def _tenants_of(self, progress: Progress) -> TenantCounts:
-        if not self._ranks.leads:
+        if not self._ranks.is_leader:
             return TenantCounts()
         return progress.tenants or TenantCounts(complete=not progress.learnt_tokens)
 

@@ -78,7 +78,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     upper: float | None
 
 
-def _for_one_look(count: int) -> float:
+def _for_one_test(count: int) -> float:
     return student_t_quantile(CONFIDENCE, count - 1)
 
 
@@ -91,7 +91,7 @@ def by_prompt(answers: Iterable[PromptScores]) -> list[PairedScores]:
 
 
 def compare(
-    pairs: Sequence[PairedScores], *, quantile: Callable[[int], float] = _for_one_look, doubt: float = 0.0
+    pairs: Sequence[PairedScores], *, quantile: Callable[[int], float] = _for_one_test, doubt: float = 0.0
 ) -> Comparison:
     """The relative change of the accept length, with bounds. They come from the linearised ratio of sums, in which the
     residual of a trace is

@@ -24,7 +24,7 @@ from contextlib import suppress
 from functools import partial
 
 from speculator.errors import StreamError
-from speculator.redis.control_plane import are_heads_asleep, busiest_here, is_card_busy
+from speculator.redis.control_plane import are_heads_asleep, busiest_local_engine, is_gpu_busy
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks
 
@@ -53,18 +53,18 @@ class Throttle:
         *,
         busy_share: float,
         card_share: float = 1.0,
-        card: str = "",
+        gpu: str = "",
         may_gain: Callable[[], bool] = lambda: True,
-        tell_resting: Callable[[bool], None] = lambda is_resting: None,
+        set_trainer_resting: Callable[[bool], None] = lambda is_resting: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`engines` gives the engines' reports or raises StreamError. `busy_share` is the trainer's share of time
-        beside an engine that is always busy, `card_share` that on a GPU (`card`) shared with one, both in (0, 1].
+        beside an engine that is always busy, `card_share` that on a GPU (`gpu`) shared with one, both in (0, 1].
         `clock` gives seconds.
         """
         self._engines, self._ranks, self._metrics, self._clock = engines, ranks, metrics, clock
-        self._busy_share, self._card_share, self._card = busy_share, card_share, card
-        self._may_gain, self._tell_resting = may_gain, tell_resting
+        self._busy_share, self._card_share, self._gpu = busy_share, card_share, gpu
+        self._may_gain, self._tell_resting = may_gain, set_trainer_resting
         self._share, self._longest_s = 1.0, LONGEST_REST_S
         self._asleep_s: float | None = None
         """When all engines had stopped using the head, by `clock`; None while one uses it."""
@@ -75,8 +75,8 @@ class Throttle:
     def rest(self, worked_s: float, stop: threading.Event) -> None:
         """Rest after a turn of `worked_s` seconds; not once `stop` is set."""
         began_s, rested_s = self._clock(), 0.0
-        while pause_s := self._ranks.lead(partial(self._pause_ms, worked_s, rested_s)) / 1000:
-            # A rank with `stop` set does not wait here, and still calls `lead` as often as the other ranks.
+        while pause_s := self._ranks.run_on_leader(partial(self._pause_ms, worked_s, rested_s)) / 1000:
+            # A rank with `stop` set does not wait here, and still calls `run_on_leader` as often as the other ranks.
             stop.wait(pause_s)
             # Reading the engines' reports takes time, too, where Redis hangs.
             rested_s = max(rested_s + pause_s, self._clock() - began_s)
@@ -94,10 +94,10 @@ class Throttle:
             return
         with suppress(StreamError):
             reports = self._engines()
-            self._share, self._longest_s = 1 - busiest_here(reports) * (1 - self._busy_share), LONGEST_REST_S
-            if self._card_share < self._share and is_card_busy(reports, self._card):
+            self._share, self._longest_s = 1 - busiest_local_engine(reports) * (1 - self._busy_share), LONGEST_REST_S
+            if self._card_share < self._share and is_gpu_busy(reports, self._gpu):
                 self._share, self._longest_s = self._card_share, LONGEST_CARD_REST_S
-            was_resting, self._is_resting = self._is_resting, self._is_unasked(reports)
+            was_resting, self._is_resting = self._is_resting, self._is_head_unused(reports)
             if self._is_resting:
                 self._share = min(self._share, RESTING_SHARE)
             self._metrics.resting.set(self._is_resting)
@@ -106,7 +106,7 @@ class Throttle:
         self._polled_s = self._clock()
         self._metrics.time_share.set(self._share)
 
-    def _is_unasked(self, reports: Mapping[str, Mapping[str, str]]) -> bool:
+    def _is_head_unused(self, reports: Mapping[str, Mapping[str, str]]) -> bool:
         """Whether no engine has used the head for `ASLEEP_S`, and more training would hardly change that."""
         if not are_heads_asleep(reports):
             self._asleep_s = None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.demo.report import host
-from slipstream.demo.topics import Prompt, built_in_prompts, endless, read_prompts
+from slipstream.demo.topics import Prompt, built_in_prompts, cycle_prompts, read_prompts
 from slipstream.models import BUNDLED_MODEL
 
 
@@ -38,7 +38,7 @@ def fill_in(arguments: argparse.Namespace, defaults: Mapping[str, tuple[Any, Any
 
 def pick_prompts(path: Path | None, count: int, seed: int = 0) -> list[Prompt]:
     """`count` prompts in a random order that is the same for the same seed."""
-    source = endless(read_prompts(path) if path else built_in_prompts(), seed)
+    source = cycle_prompts(read_prompts(path) if path else built_in_prompts(), seed)
     return [next(source) for _ in range(count)]
 
 

@@ -32,7 +32,7 @@ import trainer.process
 from slipstream.cli.main import main
 from speculator.redis.trace_stream import TraceStream
 from trainer.checkpoint import Progress
-from trainer.replay.memory import Stored
+from trainer.replay.reservoirs import Stored
 from trainer.replay.trace_source import TraceSource
 from trainer.session import Training
 
@@ -72,7 +72,7 @@ def watch(notes: int) -> None:
 
     def marked(self: TraceSource, traces: Iterable[Stored]) -> None:
         traces = list(traces)
-        in_hand = [stored.trace_id for stored in traces if stored.trace_id in self.trace_ids_in_hand]
+        in_hand = [stored.trace_id for stored in traces if stored.trace_id in self.unused_trace_ids]
         mark_used(self, traces)
         for trace_id in dict.fromkeys(in_hand):
             note("used", trace_id)

@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from serving.sglang.capture.assembler import Gathering
 from serving.sglang.capture.capture import StepCapture
-from serving.sglang.capture.device_reads import DraftProbe
+from serving.sglang.capture.device_reads import DraftLogprobRecorder
 from serving.sglang.capture.verification_rows import TopTokens
-from serving.sglang.device import HostDevice, device_layer
+from serving.sglang.device import CpuDevice, device_layer
 from serving.sglang.proposals.remembered_text import RememberedText, ring_size
 from serving.sglang.proposals.splice import CommittedTokens, TextSplice
 from speculator.proposals.length_planner import LengthPlanner
@@ -33,7 +33,7 @@ _NARROW = (8, 128, 1)
 """Width, vocabulary, kept tokens; so few that the blocks of the vocabulary are more than those."""
 
 
-class Elsewhere(HostDevice):
+class Elsewhere(CpuDevice):
     """Stands in for a GPU: its tensors are not on the host."""
 
     is_host = False
@@ -84,7 +84,7 @@ def decode_step(
     width, vocab, topk = sizes
     layer = device_layer(device) if device.type == "cuda" else Elsewhere(device)
     num_nodes = DEPTH + 1
-    probe = DraftProbe(num_slots=batch, max_batch=batch, max_proposals=DEPTH, topk=1, device=device)
+    probe = DraftLogprobRecorder(num_slots=batch, max_batch=batch, max_proposals=DEPTH, topk=1, device=device)
     capture = make_capture([], device=layer, probe=probe, capture_topk=topk)
     capture.assembler.close(5)
     capture.assembler = _Drain()  # type: ignore[assignment]
@@ -150,10 +150,10 @@ def cost(device: torch.device, width: int, batch: int, captured: int, steps: int
     layer = device_layer(device if is_gpu else torch.device("cpu"))
     host_ms, device_ms = [], []
     for _ in range(5 + steps):
-        begin, begun_s = layer.mark(), time.perf_counter()
+        begin, begun_s = layer.record_event(), time.perf_counter()
         step()
         host_ms.append(1000 * (time.perf_counter() - begun_s))
-        end = layer.mark()
+        end = layer.record_event()
         end.wait()
         device_ms.append(1000 * end.seconds_since(begin))
     found["host_ms"] = round(statistics.median(host_ms[5:]), 4)
@@ -168,7 +168,7 @@ def assembling_us(batch: int, steps: int) -> float:
     The whole batch is captured, for `steps` verifications at once, with tiny tensors.
     """
     device = torch.device("cpu")
-    probe = DraftProbe(num_slots=batch, max_batch=batch, max_proposals=DEPTH, topk=1, device=device)
+    probe = DraftLogprobRecorder(num_slots=batch, max_batch=batch, max_proposals=DEPTH, topk=1, device=device)
     waiting = Gathering(seconds=3600, num_bytes=1 << 40, behind_bytes=1 << 40)
     capture = make_capture([], device=Elsewhere(device), probe=probe, gathering=waiting)
     requests = [Request([1] * 8, str(number)) for number in range(batch)]
@@ -240,9 +240,9 @@ def top_tokens_ms(device: torch.device, rows: int, steps: int) -> dict[str, Any]
     )
     times = []
     for _ in range(steps):
-        begin = layer.mark()
+        begin = layer.record_event()
         top_tokens(logits)
-        end = layer.mark()
+        end = layer.record_event()
         end.wait()
         times.append(1000 * end.seconds_since(begin))
     return {"rows": rows, "vocab": VOCAB, "device_ms": round(statistics.median(times), 4)}

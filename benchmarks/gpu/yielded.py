@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.gpu.launch import DEPTH, Elsewhere
 from serving.sglang.capture.capture import TracePipeline
-from serving.sglang.capture.device_reads import DraftProbe
+from serving.sglang.capture.device_reads import DraftLogprobRecorder
 from serving.sglang.capture.request import Origin
 from serving.sglang.settings import PluginSettings
 from speculator.redis.client import connect
@@ -48,7 +48,7 @@ def measure(*, num_requests: int = 64, prompt: int = 2000, answer: int = 500) ->
             model_key="yield",
             model_dir=model_dir,
             device=device,
-            probe=DraftProbe(
+            probe=DraftLogprobRecorder(
                 num_slots=num_requests, max_batch=num_requests, max_proposals=DEPTH, topk=1, device=torch.device("cpu")
             ),
         )

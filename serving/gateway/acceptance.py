@@ -55,7 +55,7 @@ class _Named(msgspec.Struct):
     message: _Named | None = None
 
 
-class AcceptanceNotes:
+class AcceptanceRewriter:
     """Rewrites one answer, whole or streamed. Content of an unexpected form passes unchanged."""
 
     def __init__(self, *, keep: bool, hide_usage: bool) -> None:

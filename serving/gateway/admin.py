@@ -133,8 +133,8 @@ class TargetVersionBody(Strict):
     """Folder with the new weights, below the one that is allowed; left out where the engine moves by itself."""
 
 
-def target_routes(targets: Targets, settings: GatewaySettings, on_moved: Callable[[int], object]) -> APIRouter:
-    """`on_moved` is called on the event loop with each version that has come into service."""
+def target_routes(targets: Targets, settings: GatewaySettings, on_target_update: Callable[[int], object]) -> APIRouter:
+    """`on_target_update` is called on the event loop with each version that has come into service."""
     router = APIRouter()
 
     @router.post("/v1/target-version", openapi_extra=request_body(TargetVersionBody))
@@ -152,7 +152,7 @@ def target_routes(targets: Targets, settings: GatewaySettings, on_moved: Callabl
         except (EngineError, StreamError) as error:
             # The message names the server that did not take the weights.
             raise unavailable(str(error), code="target_unavailable") from error
-        on_moved(report.version)
+        on_target_update(report.version)
         return reply(report)
 
     return router

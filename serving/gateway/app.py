@@ -12,7 +12,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from serving.engine import DraftHost, Engine, Tokenizer
+from serving.engine import Engine, SwappableDraft, Tokenizer
 from serving.gateway.access import AccessControl
 from serving.gateway.admin import Drafts, Targets, admin_routes, target_routes
 from serving.gateway.config import GatewaySettings
@@ -23,7 +23,7 @@ from serving.gateway.metrics import GatewayMetrics, HealthCollector, RolloutColl
 from serving.gateway.openai.generation import Gateway
 from serving.gateway.openai.routes import completion_routes
 from serving.gateway.passthrough import passthrough_routes
-from serving.gateway.rollouts.book import RolloutRegistry
+from serving.gateway.rollouts.registry import RolloutRegistry
 from serving.gateway.rollouts.routes import SendRewards, rollout_routes
 from serving.gateway.telemetry import Telemetry, exchange_of
 from serving.gateway.upstream import Upstream
@@ -64,15 +64,15 @@ def create_app(
     rollout_engine = InProcessEngine(
         "local", engine, share=settings.rollout_slots_share, num_interactive=lambda: gateway.num_samples
     )
-    book = RolloutRegistry([rollout_engine], settings)
-    gateway.on_change = book.driver.wake
-    registry.register(RolloutCollector(book.driver, book.ended))
+    rollout_registry = RolloutRegistry([rollout_engine], settings)
+    gateway.on_change = rollout_registry.driver.dispatch
+    registry.register(RolloutCollector(rollout_registry.driver, rollout_registry.ended))
     rollouts = rollout_routes(
-        book, info=engine.info, tokenizer=engine.tokenizer, settings=settings, send_rewards=send_rewards
+        rollout_registry, info=engine.info, tokenizer=engine.tokenizer, settings=settings, send_rewards=send_rewards
     )
     routers = [completion_routes(gateway), rollouts]
     if targets is not None:
-        routers.append(target_routes(targets, settings, on_moved=book.driver.set_target_version))
+        routers.append(target_routes(targets, settings, on_target_update=rollout_registry.driver.set_target_version))
     app = _assemble(
         routers,
         engine,
@@ -82,9 +82,9 @@ def create_app(
         drafts,
         trainer_status,
         shows_tokens=True,
-        beside=book.running,
+        background=rollout_registry.running,
     )
-    app.state.erase = book.erase
+    app.state.erase = rollout_registry.erase
     return app
 
 
@@ -98,7 +98,7 @@ class Rollouts:
 
 
 def create_passthrough_app(
-    host: DraftHost,
+    host: SwappableDraft,
     upstream: Upstream,
     *,
     settings: GatewaySettings,
@@ -116,27 +116,29 @@ def create_passthrough_app(
     """
     metrics = GatewayMetrics(registry, host.info.model)
     routers = [passthrough_routes(host, upstream, settings, metrics, target, least_version)]
-    on_moved: Callable[[int], None] = _ignore
+    on_target_update: Callable[[int], None] = _ignore
     erase: Callable[[Collection[str]], None] = _ignore
     running: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
     if rollouts is not None:
-        book, pool = RolloutRegistry([], settings), rollouts.pool
-        on_moved, erase = book.driver.set_target_version, book.erase
-        registry.register(RolloutCollector(book.driver, book.ended))
+        rollout_registry, pool = RolloutRegistry([], settings), rollouts.pool
+        on_target_update, erase = rollout_registry.driver.set_target_version, rollout_registry.erase
+        registry.register(RolloutCollector(rollout_registry.driver, rollout_registry.ended))
         tokenizer, send_rewards = rollouts.tokenizer, rollouts.send_rewards
         routers.append(
-            rollout_routes(book, info=host.info, tokenizer=tokenizer, settings=settings, send_rewards=send_rewards)
+            rollout_routes(
+                rollout_registry, info=host.info, tokenizer=tokenizer, settings=settings, send_rewards=send_rewards
+            )
         )
 
         @asynccontextmanager
         async def running() -> AsyncIterator[None]:
-            async with book.running(), pool.running(book.driver.set_engines):
+            async with rollout_registry.running(), pool.running(rollout_registry.driver.set_engines):
                 yield
 
     if targets is not None:
-        routers.append(target_routes(targets, settings, on_moved=on_moved))
+        routers.append(target_routes(targets, settings, on_target_update=on_target_update))
     app = _assemble(
-        routers, host, settings, metrics, registry, drafts, trainer_status, shows_tokens=False, beside=running
+        routers, host, settings, metrics, registry, drafts, trainer_status, shows_tokens=False, background=running
     )
     app.state.erase = erase
     return app
@@ -148,7 +150,7 @@ def _ignore(_: object) -> None:
 
 def _assemble(
     routers: Sequence[APIRouter],
-    host: DraftHost,
+    host: SwappableDraft,
     settings: GatewaySettings,
     metrics: GatewayMetrics,
     registry: CollectorRegistry,
@@ -156,15 +158,15 @@ def _assemble(
     trainer_status: ReadTrainerStatus | None,
     *,
     shows_tokens: bool,
-    beside: Callable[[], AbstractAsyncContextManager[None]],
+    background: Callable[[], AbstractAsyncContextManager[None]],
 ) -> FastAPI:
-    """`beside` runs while the app is served. `shows_tokens`, `trainer_status`: see `Live`."""
+    """`background` runs while the app is served. `shows_tokens`, `trainer_status`: see `Live`."""
     registry.register(HealthCollector(host.health, host.info.model))
     live = Live(host, registry, shows_tokens=shows_tokens, trainer_status=trainer_status)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with live.lifespan(), beside():
+        async with live.lifespan(), background():
             yield
 
     # No documentation pages: the framework's load scripts from other sites. The schema stays at /openapi.json.

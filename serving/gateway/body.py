@@ -131,7 +131,7 @@ def changes_nothing(value: object, neutral: tuple[object, ...] | EllipsisType) -
     return any(plain == each and isinstance(plain, bool) == isinstance(each, bool) for each in neutral)
 
 
-def asked_fields(
+def requested_fields(
     model: type[Strict], fields: Mapping[str, Any], ignored: Ignored | None, *within: int
 ) -> dict[str, Any]:
     """The fields of a body that this server acts on. Raises for an unsupported field whose value would change the
@@ -192,7 +192,7 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral_fields(cls, fields: object, info: ValidationInfo) -> object:
-        return asked_fields(cls, fields, info.context) if isinstance(fields, dict) else fields
+        return requested_fields(cls, fields, info.context) if isinstance(fields, dict) else fields
 
 
 def request_body(model: type[BaseModel], *, served: str = "", is_strict: bool = True) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from speculator.errors import ConfigError
-from speculator.host import read_secret, unusable
+from speculator.host import invalid_setting, read_secret
 
 ENV_PREFIX = "SLIPSTREAM_GATEWAY_"
 _SPARE_CONNECTIONS = 200
@@ -99,7 +99,7 @@ def load_settings(*, api_key: str | None = None, root_path: str | None = None) -
     try:
         settings = GatewaySettings(**given)
     except ValidationError as invalid:
-        raise unusable(ENV_PREFIX, invalid) from None
+        raise invalid_setting(ENV_PREFIX, invalid) from None
     if settings.api_key is not None and settings.keys_file is not None:
         raise ConfigError(f"--api-key (SLIPSTREAM_API_KEY) and {ENV_PREFIX}KEYS_FILE are both set: leave one out")
     file, variable = settings.admin_key_file, f"{ENV_PREFIX}ADMIN_KEY_FILE"

@@ -23,7 +23,7 @@ from msgspec import Meta
 from pydantic import SecretStr
 
 from speculator.errors import ConfigError
-from speculator.host import exclusive, sync, write_synced
+from speculator.host import exclusive_lock, sync, write_synced
 
 Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 """Name of a key or a tenant; tenants are labels of metrics."""
@@ -109,7 +109,7 @@ def change_keys(file: Path, change: Callable[[tuple[ApiKey, ...]], Iterable[ApiK
     """
     file = file.resolve()
     try:
-        with exclusive(file.with_name(f".{file.name}.lock")):
+        with exclusive_lock(file.with_name(f".{file.name}.lock")):
             exists = file.exists()
             _replace(file, change(read_keys(file) if exists else ()), file.stat() if exists else None)
     except OSError as error:

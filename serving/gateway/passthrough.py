@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import httpx
 from fastapi import APIRouter, Request, Response
 
-from serving.engine import DraftHost
-from serving.gateway.acceptance import AcceptanceNotes
+from serving.engine import SwappableDraft
+from serving.gateway.acceptance import AcceptanceRewriter
 from serving.gateway.body import parse, read_json, request_body
 from serving.gateway.config import GatewaySettings
 from serving.gateway.errors import ApiError, deadline
@@ -40,7 +40,7 @@ from serving.gateway.openai.generation import check_completion_tokens, check_lim
 from serving.gateway.openai.routes import CHAT, COMPLETIONS
 from serving.gateway.openai.stream import DONE, EVENTS, Emit, EventStream, Framing, event, until_disconnect
 from serving.gateway.telemetry import MESSAGES, Exchange, exchange_of
-from serving.gateway.upstream import Upstream, failure_in, has_begun, refusal_in, room_in
+from serving.gateway.upstream import Upstream, completion_room, failure_in, has_begun, refusal_in
 from serving.request_metadata import TARGET_KEY, TARGET_VERSION_KEY
 from speculator.errors import EngineError
 
@@ -84,7 +84,7 @@ ENDPOINTS = {
 
 
 def passthrough_routes(
-    host: DraftHost,
+    host: SwappableDraft,
     upstream: Upstream,
     settings: GatewaySettings,
     metrics: GatewayMetrics,
@@ -114,7 +114,7 @@ def passthrough_routes(
             limit_s=settings.max_request_s,
             headers=marks.to_header(),
             body=partial(rewrite, raw, body, marks),
-            notes=AcceptanceNotes(keep=body.keeps_details, hide_usage=not body.has_usage),
+            notes=AcceptanceRewriter(keep=body.keeps_details, hide_usage=not body.has_usage),
             num_samples=body.num_samples,
             max_tokens=None if limit is None else body.limit_to_add(limit, exchange.route, host.info),
         )
@@ -148,7 +148,7 @@ class _UpstreamCall:
     """Makes the body to send, with `max_tokens` if that is a number."""
     max_tokens: int | None
     """The limit that the gateway adds; None where the request has one."""
-    notes: AcceptanceNotes
+    notes: AcceptanceRewriter
     num_samples: int
 
     async def whole(self) -> Response:
@@ -166,7 +166,7 @@ class _UpstreamCall:
                 try:
                     return await ask(self.max_tokens)
                 except ApiError as refused:
-                    room = room_in(refused)
+                    room = completion_room(refused)
                     if self.max_tokens is None or room is None:
                         raise
                     return await ask(room)

@@ -176,7 +176,7 @@ class GatewayServer:
             await asyncio.wait(unfinished, timeout=FAREWELL_S)
 
 
-def make_room(settings: GatewaySettings, *, each: int) -> None:
+def raise_open_file_limit(settings: GatewaySettings, *, each: int) -> None:
     """Raise this process's limit on open files to what its settings need; a running request takes `each` connections.
 
     Raises ConfigError where the system's hard limit is too low for `max_in_flight`.
@@ -199,14 +199,14 @@ async def serve_until_signal(
     *,
     model: str,
     draft_version: int,
-    beside: Coroutine[Any, Any, None] | None = None,
+    background: Coroutine[Any, Any, None] | None = None,
     on_serving: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Serve until SIGTERM, SIGINT or the end of `beside`, then drain; raises what `beside` raised.
+    """Serve until SIGTERM, SIGINT or the end of `background`, then drain; raises what `background` raised.
 
     `on_serving` is called with the address once requests are accepted; it must not block.
     """
-    ends: list[asyncio.Task[Any]] = [] if beside is None else [asyncio.create_task(beside)]
+    ends: list[asyncio.Task[Any]] = [] if background is None else [asyncio.create_task(background)]
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     # Before `on_serving`: a signal right after it would otherwise kill the process without a shutdown.

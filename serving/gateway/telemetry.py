@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.gateway.errors import ApiError, describe, error_response, shutting_down
 from serving.gateway.metrics import GatewayMetrics
-from speculator.tracing import prefixed, received, span
+from speculator.tracing import parent_of, prefixed, span
 
 CLIENT_LEFT = 499
 """The status in logs and metrics where the client left before a status was sent."""
@@ -132,7 +132,7 @@ class Telemetry:
         if {scope["path"], scope["path"].removeprefix(self._root_path)} & PROBES:
             await self._answer(scope, receive, send, Exchange(client_id=client_id))
             return
-        with span("request", received(scope["headers"]), SpanKind.SERVER) as recorded:
+        with span("request", parent_of(scope["headers"]), SpanKind.SERVER) as recorded:
             await self._answer(scope, receive, send, Exchange(client_id=client_id, span=recorded))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, exchange: Exchange) -> None:

@@ -160,7 +160,7 @@ def _decoded(content: bytes, kind: type[T]) -> T | None:
     return None
 
 
-def room_in(refused: ApiError) -> int | None:
+def completion_room(refused: ApiError) -> int | None:
     """How many completion tokens fit, if SGLang refused a request because it wants more; else None."""
     if not (found := _TOO_MANY.search(refused.message)):
         return None

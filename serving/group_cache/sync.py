@@ -30,7 +30,7 @@ from serving.group_cache.texts import (
     GroupKey,
     GroupTextPiece,
     GroupTexts,
-    Place,
+    ReadPosition,
     decode_pieces,
     encode_piece,
 )
@@ -63,13 +63,13 @@ class FollowedGroup:
     """When something was last committed here, on the clock of the engine's `GroupSharing`."""
     closed: bool = False
     """It has ended, or its tenant was erased: nothing more is published or taken."""
-    place: Place = field(default_factory=Place)
+    place: ReadPosition = field(default_factory=ReadPosition)
     max_texts: int = _MAX_TEXTS
     texts: OrderedDict[tuple[int, int], tuple[int, int]] = field(default_factory=OrderedDict)
     """By source and text, the last grown at the end: the handle in the window and the number of tokens. For the
     drafter's thread."""
 
-    def take(self, piece: GroupTextPiece) -> int:
+    def add_piece(self, piece: GroupTextPiece) -> int:
         """Put a piece into the window; returns the number of tokens that it did not have."""
         window = self.window()
         if self.closed or window is None:
@@ -129,8 +129,8 @@ log = structlog.get_logger(__name__)
 
 
 class GroupSharing:
-    """Exchanges group texts between one engine and the others. `join` and `take` are for the drafter's thread, the rest
-    for any other.
+    """Exchanges group texts between one engine and the others. `join` and `index_received` are for the drafter's
+    thread, the rest for any other.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class GroupSharing:
         publish(context)
         return publish
 
-    def take(self) -> None:
+    def index_received(self) -> None:
         """Put some of what has arrived into the windows."""
         took = 0
         while self._arrived and took < _TOKENS_A_STEP:
@@ -209,7 +209,7 @@ class GroupSharing:
                 group, piece = self._arrived.popleft()
                 self._num_arrived -= len(piece.tokens)
             took += len(piece.tokens)
-            if num_new := group.take(piece):
+            if num_new := group.add_piece(piece):
                 self.metrics.count("fetched", num_new)
                 if piece.at_ms >= group.since_ms:
                     self.metrics.observe_lag(max(now_ms() - piece.at_ms, 0) / 1000)
@@ -372,17 +372,17 @@ class GroupSharing:
             for key, (place, data) in found.items():
                 self._arrive(places[key][0], place, data)
 
-    def _arrive(self, group: FollowedGroup, place: Place, data: bytes) -> None:
+    def _arrive(self, group: FollowedGroup, place: ReadPosition, data: bytes) -> None:
         group.place = place
         pieces: list[GroupTextPiece] = []
         try:
             for piece, end in decode_pieces(data, vocab_size=self._vocab_size):
-                group.place = Place(place.head, place.offset + end)
+                group.place = ReadPosition(place.head, place.offset + end)
                 if self._is_wanted(group, piece):
                     pieces.append(piece)
         except GroupTextError as error:
             log.warning("a group's text is unreadable, the rest of it is skipped: %s", error)
-            group.place = Place(place.head, _BEYOND)
+            group.place = ReadPosition(place.head, _BEYOND)
             self.metrics.unreadable += 1
         with self._changed:
             if not group.closed:

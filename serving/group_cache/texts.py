@@ -105,7 +105,7 @@ def _beginning(tenant: str) -> str:
     return quote(tenant, safe="") + ":"
 
 
-class Place(NamedTuple):
+class ReadPosition(NamedTuple):
     """A reader's position: `offset` bytes into the string with this head."""
 
     head: bytes = b""
@@ -162,12 +162,12 @@ class GroupTexts:
         return len(gone)
 
     @redis_errors
-    def fetch(self, places: Mapping[GroupKey, Place]) -> dict[GroupKey, tuple[Place, bytes]]:
+    def fetch(self, places: Mapping[GroupKey, ReadPosition]) -> dict[GroupKey, tuple[ReadPosition, bytes]]:
         """New bytes after each place; of a text that began anew, its beginning."""
         groups = list(places)
         found = self._read(groups, [places[group] for group in groups])
         anew = [group for group in groups if found[group][0].head != places[group].head and found[group][0].head]
-        return {**found, **self._read(anew, [Place(found[group][0].head) for group in anew])}
+        return {**found, **self._read(anew, [ReadPosition(found[group][0].head) for group in anew])}
 
     @redis_errors
     def drop(self, groups: Sequence[GroupKey]) -> None:
@@ -183,7 +183,9 @@ class GroupTexts:
             self._remove(theirs)
         return len(theirs)
 
-    def _read(self, groups: Sequence[GroupKey], places: Sequence[Place]) -> dict[GroupKey, tuple[Place, bytes]]:
+    def _read(
+        self, groups: Sequence[GroupKey], places: Sequence[ReadPosition]
+    ) -> dict[GroupKey, tuple[ReadPosition, bytes]]:
         if not groups:
             return {}
         with self._redis.pipeline(transaction=True) as transaction:
@@ -195,7 +197,7 @@ class GroupTexts:
         found = {}
         for group, place, head, data in zip(groups, places, results[::2], results[1::2], strict=True):
             is_same = head == place.head
-            found[group] = (place, data) if is_same else (Place(head if is_head(head) else b""), b"")
+            found[group] = (place, data) if is_same else (ReadPosition(head if is_head(head) else b""), b"")
         return found
 
     def _remove(self, members: Sequence[str]) -> None:

@@ -117,7 +117,7 @@ class Canary:
         """
         if self._held is not None and self._held.version == desired:
             return True
-        self.give_up()
+        self.release()
         now_s = self._clock()
         if now_s < self._yields_until_s or now_s - self._asked_s < self._poll_s:
             return False
@@ -146,7 +146,7 @@ class Canary:
         is_installed = held is not None and self._in_service() == held.version
         if held is not None and not is_installed and now_s - self._held_since_s >= INSTALL_S:
             self._is_leaving = True
-            self.give_up()
+            self.release()
         self._release_owed()
         if held is None or not is_installed:
             return 0
@@ -162,7 +162,7 @@ class Canary:
         self._polled_s = now_s
         if not slot.is_held:
             if self._record.is_promoted(held.version):
-                self.give_up()
+                self.release()
                 return 0
             log.warning("leaving draft version %d: another engine has become its canary", held.version)
             self._is_leaving = True
@@ -172,7 +172,7 @@ class Canary:
             self._is_leaving = True
         return held.version if self._is_leaving else 0
 
-    def give_up(self) -> None:
+    def release(self) -> None:
         """Give the slot up; the next `poll` releases it in Redis."""
         if self._held is not None:
             if self._is_leaving:
@@ -184,9 +184,9 @@ class Canary:
         """Note that there is no version to wait for."""
         self._is_waiting = False
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """The engine stops: give the slot back now. Raises StreamError."""
-        self.give_up()
+        self.release()
         self._release_owed()
 
     def _release_owed(self) -> None:
@@ -246,11 +246,11 @@ class VersionRecord:
             log.warning("last good draft version not read: %s", error)
             return None
 
-    def live(self, version: int) -> None:
+    def mark_live(self, version: int) -> None:
         if (states := self._lifecycle) is not None:
             self._owe(lambda: states.move(version, VersionState.LIVE, actor=self._actor, reason="in service"))
 
-    def promoted(self, version: int, reason: str, numbers: Mapping[str, Number]) -> None:
+    def mark_promoted(self, version: int, reason: str, numbers: Mapping[str, Number]) -> None:
         if (states := self._lifecycle) is None:
             return
 
@@ -264,7 +264,9 @@ class VersionRecord:
 
         self._owe(write)
 
-    def barred(self, version: int, good: int, reason: str, numbers: Mapping[str, Number] | None = None) -> None:
+    def bar_and_replace(
+        self, version: int, good: int, reason: str, numbers: Mapping[str, Number] | None = None
+    ) -> None:
         """Bar the version everywhere and publish the good one in its place; may be repeated."""
         self._owe(lambda: self.bar(version, reason, numbers))
         was_barred = self.is_barred(version)

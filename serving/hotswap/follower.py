@@ -143,7 +143,7 @@ class DraftFollower:
         if not is_in_order:
             return
         try:
-            self._canary.leave()
+            self._canary.close()
         except StreamError as error:
             log.warning("the canary's slot is not released at the stop: %s", error)
 
@@ -151,7 +151,7 @@ class DraftFollower:
         pause_s = self._poll_s
         while not self._stop.wait(self._poll_s if self.log.watched else pause_s):
             try:
-                self.follow()
+                self.poll()
                 pause_s = self._poll_s
             except EngineBusyError as error:
                 # All ranks must offer the version at the same time, so it is offered again soon.
@@ -163,7 +163,7 @@ class DraftFollower:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 log.warning("cannot follow the desired draft version: %s (next look in %.1f s)", reason, pause_s)
 
-    def follow(self) -> None:
+    def poll(self) -> None:
         """One look at the trial and at the pointer, and a swap where one of them asks for it.
 
         Raises StreamError, StoreError, EngineError, or whatever loading a version raises, when this look came to
@@ -175,7 +175,7 @@ class DraftFollower:
             self._installer.judge_trial(self._pinned, is_successor_waiting=is_successor_waiting)
             self._leave_barred()
             if version := self._canary.poll():
-                self._installer.go_back(version, "another engine tries it")
+                self._installer.fall_back(version, "another engine tries it")
             self._pinned = self._pointer.pinned()
             desired, self._waiting = self._pointer.desired(), None
             if desired in (None, self._engine.draft_version) or desired in self.log.refused:
@@ -190,15 +190,15 @@ class DraftFollower:
     def _leave_barred(self) -> None:
         """Leave the version in service if it is barred, whoever barred it."""
         version, reason = self._engine.draft_version, "barred while in service"
-        if self._record.is_barred(version) and self._installer.go_back(version, reason):
-            self._record.barred(version, self._engine.draft_version, reason)
+        if self._record.is_barred(version) and self._installer.fall_back(version, reason):
+            self._record.bar_and_replace(version, self._engine.draft_version, reason)
 
     def _move_to_desired(self, desired: int) -> None:
         if not self._record.may_serve(desired):
             self._refuse(desired)
             return
         if self._watch is None or desired == self._pinned or self._record.is_promoted(desired):
-            self._installer.take(desired)
+            self._installer.install_without_trial(desired)
             return
         self._waiting = desired
         is_ready = self._watch.watched is None and self._watch.is_ready()
@@ -206,9 +206,9 @@ class DraftFollower:
         # Otherwise only with the report, because this reads the store.
         missed = self._missed(desired) if may_try or self._is_report_due else None
         if missed is not None:
-            self._installer.take(missed)
+            self._installer.install_without_trial(missed)
         elif may_try:
-            self._installer.try_out(desired)
+            self._installer.install_on_trial(desired)
 
     def _missed(self, desired: int) -> int | None:
         """The version that others have confirmed while this engine was away, waited, or had no traffic."""
@@ -225,7 +225,7 @@ class DraftFollower:
             log.warning("draft version %d may not serve, `slipstream drafts show` says why", version)
         if self._record.is_barred(version):
             good = self._record.last_good(other_than=version) or self._engine.draft_version
-            self._record.barred(version, good, "barred before it came into service")
+            self._record.bar_and_replace(version, good, "barred before it came into service")
 
     @property
     def _is_report_due(self) -> bool:
@@ -286,8 +286,8 @@ class Installer:
         if verdict.outcome is TrialOutcome.PROMOTED:
             watch.end(is_kept=True)
             self._log.end_trial(version, "promoted", verdict.reason)
-            self._record.promoted(version, verdict.reason, verdict.numbers)
-            self._canary.give_up()
+            self._record.mark_promoted(version, verdict.reason, verdict.numbers)
+            self._canary.release()
             log.info("draft version %d kept: %s, %s", version, verdict.reason, verdict.numbers)
         elif verdict.outcome is TrialOutcome.WITHDRAWN:
             watch.end(is_kept=True)
@@ -296,23 +296,23 @@ class Installer:
             self._verdict = verdict
             self._roll_back(watch, version, verdict)
 
-    def try_out(self, version: int) -> None:
+    def install_on_trial(self, version: int) -> None:
         """Install a version on trial."""
         assert self._watch is not None
         self._incumbent = self._engine.draft_version
         if self._install(version):
             self._watch.begin(version)
             self._log.watched = version
-            self._record.live(version)
+            self._record.mark_live(version)
         else:
-            self._canary.give_up()
+            self._canary.release()
 
-    def take(self, version: int) -> None:
+    def install_without_trial(self, version: int) -> None:
         """Install a version without a trial."""
         if self._install(version):
             self._note_untried(version, f"version {version} taken in its place")
 
-    def go_back(self, version: int, why: str) -> bool:
+    def fall_back(self, version: int, why: str) -> bool:
         """Leave a version that this engine must not run; returns False where no other can be installed."""
         good = self._fallback(version)
         if good is None or not self._install(good):
@@ -332,7 +332,7 @@ class Installer:
         except Exception:
             # The next attempt may take long: bar the version now, so that no other engine tries it.
             if good is not None and not self._record.is_barred(version):
-                self._record.barred(version, good, verdict.reason, numbers)
+                self._record.bar_and_replace(version, good, verdict.reason, numbers)
             raise
         if good is None or not is_back:
             log.error("draft version %d %s, and no other can be installed", version, verdict.reason)
@@ -344,8 +344,8 @@ class Installer:
         else:
             watch.restart(good)
         self._log.end_trial(version, "rolled_back", verdict.reason)
-        self._canary.give_up()
-        self._record.barred(version, good, verdict.reason, numbers)
+        self._canary.release()
+        self._record.bar_and_replace(version, good, verdict.reason, numbers)
 
     def _fallback(self, bad: int) -> int | None:
         """The version before, else the last good one."""
@@ -361,15 +361,15 @@ class Installer:
             self._incumbent = version
             self._watch.restart(version)
             return
-        self._record.live(version)
-        self._record.promoted(version, "in service without a watch", {})
+        self._record.mark_live(version)
+        self._record.mark_promoted(version, "in service without a watch", {})
 
     def _withdraw(self, why: str) -> None:
         if self._log.watched:
             self._verdict = None
             self._log.end_trial(self._log.watched, "withdrawn", why)
         # Also where the trial has ended well: the verdict was about another target, or another engine tries it.
-        self._canary.give_up()
+        self._canary.release()
 
     def _install(self, version: int) -> bool:
         """Whether the version is in service now; False where its file is refused, for good."""
@@ -382,7 +382,7 @@ class Installer:
             self._log.num_failed += 1
             self._log.refused[version] = str(error)
             log.error("draft version %d refused, the one before stays in service: %s", version, error)
-            self._record.barred(version, self._engine.draft_version, str(error))
+            self._record.bar_and_replace(version, self._engine.draft_version, str(error))
             return False
         except EngineBusyError:
             raise

@@ -63,7 +63,7 @@ class LocalCapture:
 
     def close(self) -> None:
         """Stop the thread after it has delivered every queued trace."""
-        self.forgo_labels()
+        self.cancel_labels()
         if self._thread.ident is not None:
             self._jobs.put(None)
             self._thread.join()
@@ -88,7 +88,7 @@ class LocalCapture:
         hidden_Td, era = hidden_Td.clone(), self._era
         self._jobs.put(lambda: self._fill_in(unknown, hidden_Td, era))
 
-    def forgo_labels(self) -> None:
+    def cancel_labels(self) -> None:
         """Cancel all waiting distributions; for any thread.
 
         Called before the target's weights change, since hidden states of the old weights give no valid distribution

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from serving.local.kernels.build import found_kernels
-from serving.local.kernels.layers import LargePages, PanelSlots, panels
+from serving.local.kernels.layers import HugePages, PanelSlots, panels
 from serving.local.kernels.library import (
     Block,
     Chain,
@@ -108,11 +108,11 @@ class ServingDraft:
         steps: list[Step] = []
         while True:
             noise = None if is_greedy else [self._noise(*row) for row in zip(sources, pairs.spans, strict=True)]
-            found, output_Bd = self.network.propose(pairs, rule.behind(len(steps)), reaches, noise)
+            found, output_Bd = self.network.propose(pairs, rule.after(len(steps)), reaches, noise)
             for step in found:
                 reaches = rule.reached(len(steps), reaches, step.logprobs)
                 steps.append(step)
-            if not rule.goes_on(len(steps) - 1, reaches):
+            if not rule.continues_after(len(steps) - 1, reaches):
                 return steps
             pairs = pairs.followed_by(found, output_Bd)
 
@@ -388,8 +388,8 @@ class KernelDraft:
         self._output = torch.zeros(num_slots, config.hidden_size, dtype=torch.bfloat16)
         state = dict(model.named_parameters())
         weights = self.fused(state)
-        pages = LargePages([weight.nbytes for weight in weights.values()])
-        self.weights = {name: pages.hold(weight) for name, weight in weights.items()}
+        pages = HugePages([weight.nbytes for weight in weights.values()])
+        self.weights = {name: pages.copy_in(weight) for name, weight in weights.items()}
         """By name; only ever changed in place."""
         layers = {
             name: Layer(*reversed(matrix.shape), pointer(self.weights[name]), None, kernels.in_pairs)

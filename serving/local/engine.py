@@ -27,7 +27,7 @@ from serving.local.config import LocalEngineConfig, spare_cores
 from serving.local.decode.proposer import RecentTexts, SuffixCacheTask
 from serving.local.decode.rounds import RoundRunner
 from serving.local.draft import ServingDraft
-from serving.local.kernels.library import compute_with
+from serving.local.kernels.library import set_num_threads
 from serving.local.request import ActiveRequest
 from serving.local.scheduler.queue import Arrived, Inbox, Outbox
 from serving.local.scheduler.step_loop import DecodeLoop, RoundObserver
@@ -39,7 +39,7 @@ from speculator.draft.eagle3 import Eagle3Draft
 from speculator.errors import EngineDeadError, RequestError
 from speculator.proposals.planner import RoundPlanner
 from speculator.proposals.suffix_drafter import SuffixDrafter
-from speculator.redis.control_plane import EngineLoad, card_id
+from speculator.redis.control_plane import EngineLoad, gpu_id
 from speculator.trace import Trace
 from speculator.tracing import current, span
 
@@ -79,7 +79,7 @@ class LocalEngine:
         self._draft = ServingDraft(draft, draft_version, num_slots=config.num_slots, length=cache_length)
         planner = self._planner = planner or RoundPlanner(max_depth=config.max_depth)
         self._inbox, self._outbox = inbox or Inbox(config.max_waiting), Outbox()
-        self.load = EngineLoad(card=card_id(target.device))
+        self.load = EngineLoad(gpu=gpu_id(target.device))
         self.capture = LocalCapture(
             config, target, on_trace or (lambda _: None), target_fingerprint=target_fingerprint, metrics=metrics
         )
@@ -212,7 +212,7 @@ class LocalEngine:
             self.metrics.swaps.labels("failed").inc()
             raise
 
-    def move_target(self, version: int, folder: Path | None) -> TargetReport:
+    def update_target(self, version: int, folder: Path | None) -> TargetReport:
         if folder is None:
             raise RequestError("this engine needs the path of the new weights", param="path")
         with span("stage_target", version=version):
@@ -234,7 +234,7 @@ class LocalEngine:
 
     def _run(self) -> None:
         num_threads = self._config.num_threads or spare_cores()
-        compute_with(num_threads)
+        set_num_threads(num_threads)
         # With kernels, PyTorch's operations between two passes are too small to be worth a second thread.
         torch.set_num_threads(1 if self._target.takes_windows else num_threads)
         try:
@@ -265,7 +265,7 @@ class LocalEngine:
         """Drop the text of these tenants between two steps; returns when that is done and their traces delivered."""
         self._change_texts(lambda drafter: drafter.forget(tenants), wait=True)
         # The calling thread also sends reports, and cannot wait for the distributions of 64 prompt chunks.
-        self.capture.forgo_labels()
+        self.capture.cancel_labels()
         self.capture.drain()
 
     def expire(self, ttl_s: float) -> None:

@@ -137,7 +137,7 @@ class ActiveRequest:
         frozen.topk, frozen.rejected = list(self.topk), list(self.rejected)
         return frozen
 
-    def begin_anew(self) -> None:
+    def restart_prefill(self) -> None:
         """Restart the prefill of the prompt."""
         self.num_prefilled = self.num_pairs_read = 0
         self.can_share_draft_kv = True

@@ -5,7 +5,7 @@ and the sample goes on elsewhere as a request for its prompt and its tokens so f
 loop, between two awaits, so chunks of an ended lease are ignored, and nothing is counted twice.
 
 A driver waits for chunks. New work starts after `submit`, a chunk, an engine that comes back (polled at every `tick`),
-or slots that become free (`wake`). Until then samples wait in the scheduler; the caller bounds how many.
+or slots that become free (`dispatch`). Until then samples wait in the scheduler; the caller bounds how many.
 """
 
 from __future__ import annotations
@@ -81,25 +81,25 @@ class Driver:
             self._works[group_id] = work
             self._num_left[group_id] = num_samples
             self._answers |= {SampleId(group_id, number): Answer() for number in range(num_samples)}
-        self.wake()
+        self.dispatch()
 
     def set_engines(self, engines: Iterable[RolloutEngine]) -> None:
         """Replace the engines. Samples on one that is gone go on elsewhere."""
         found = {engine.name: engine for engine in engines}
         for name in self._engines.keys() - found.keys() - self._lost:
-            self._lose(name)
+            self._on_engine_lost(name)
         self._engines = found
         self._lost &= found.keys()
         # A new engine that is not alive yet counts as lost until `tick` finds it alive.
         self._lost |= {name for name, engine in found.items() if not engine.is_alive}
-        self.wake()
+        self.dispatch()
 
     def cancel(self, group_ids: Iterable[str]) -> None:
         """End what has not ended of these groups; groups that are not known have ended."""
         for group_id in group_ids:
             if group_id in self._works:
                 self._end_all(self._scheduler.cancel(group_id))
-        self.wake()
+        self.dispatch()
 
     def awaited_turn(self, sample_id: SampleId) -> int | None:
         """The number of the turn that an environment is to answer; None where the sample awaits no answer."""
@@ -120,7 +120,7 @@ class Driver:
         self._answers[sample_id].observe(num_taken, logprobs=self._works[sample_id.group_id].logprobs)
         if ended is not None:
             self._end_all([ended])
-        self.wake()
+        self.dispatch()
 
     def end_conversation(self, sample_id: SampleId, *, failure: str | None = None) -> None:
         """End a sample that awaits its environment, because the environment says so or has failed."""
@@ -128,7 +128,7 @@ class Driver:
             self._end_all([self._scheduler.done(sample_id)])
         else:
             self._end_all([self._scheduler.failed(sample_id)], detail=failure)
-        self.wake()
+        self.dispatch()
 
     def set_target_version(self, version: int) -> None:
         """Move to a newer target: end samples that are too old for it, and stop the engines on them.
@@ -138,7 +138,7 @@ class Driver:
         """
         if version > self._scheduler.target_version:
             self._end_all(self._scheduler.announce_target(version))
-            self.wake()
+            self.dispatch()
 
     @property
     def counts(self) -> Counter[SampleState]:
@@ -167,9 +167,9 @@ class Driver:
         for name in [name for name in self._lost if self._engines[name].is_alive]:
             log.info("rollout_engine_back", engine=name)
             self._lost.discard(name)
-        self.wake()
+        self.dispatch()
 
-    def wake(self) -> None:
+    def dispatch(self) -> None:
         """Give engines as much work as they have slots for, and take back work for which they have no slot left."""
         if not self._works:
             return
@@ -180,7 +180,7 @@ class Driver:
             self._start(lease)
         for name in names:
             # No work is left, but the scheduler judges moves by the free slots that it was told last.
-            for lease in self._ask(name, self._num_free(name)):
+            for lease in self._request_work(name, self._num_free(name)):
                 self._start(lease)
 
     async def close(self) -> None:
@@ -209,12 +209,12 @@ class Driver:
         """One lease, for the emptiest engine first: otherwise the first engine would get everything."""
         free = {name: self._num_free(name) for name in names}
         for name in sorted((name for name in names if free[name] > 0), key=lambda name: -free[name]):
-            if leases := self._ask(name, 1):
+            if leases := self._request_work(name, 1):
                 return leases[0]
         return None
 
-    def _ask(self, name: str, num_slots: int) -> list[Lease]:
-        memory = self._engines[name].memory_tokens - self._scheduler.promised_tokens(name)
+    def _request_work(self, name: str, num_slots: int) -> list[Lease]:
+        memory = self._engines[name].memory_tokens - self._scheduler.reserved_tokens(name)
         return self._scheduler.next_for(name, max(num_slots, 0), memory)
 
     def _preempt_excess(self, name: str) -> None:
@@ -261,7 +261,7 @@ class Driver:
         except Exception as failure:
             if lease.number in self._live:
                 self._fail(lease, failure)
-        self.wake()
+        self.dispatch()
 
     def _request_of(self, lease: Lease) -> GenerateRequest:
         work = self._works[lease.sample_id.group_id]
@@ -282,7 +282,7 @@ class Driver:
         """Report a chunk; returns whether the engine shall go on. Chunks of a lease that is over are dropped."""
         if lease.number in self._live and (too_old := self._scheduler.target_seen(lease, chunk.target_version)):
             self._end_all(too_old)
-            self.wake()
+            self.dispatch()
         if lease.number not in self._live:
             return False
         self._answers[lease.sample_id].add(chunk, lease.engine)
@@ -323,7 +323,7 @@ class Driver:
         if isinstance(failure, RequestError):
             self._refuse(lease.sample_id.group_id, str(failure))
         elif isinstance(failure, EngineDeadError) or not self._engines[lease.engine].is_alive:
-            self._lose(lease.engine)
+            self._on_engine_lost(lease.engine)
         elif not isinstance(failure, EngineBusyError) and self._has_failed_too_often(lease.sample_id):
             log.error("rollout_sample_failed", error=type_and_place(failure))
             self._refuse(lease.sample_id.group_id, "the engine failed on it repeatedly")
@@ -342,7 +342,7 @@ class Driver:
         """Refuse the whole group: its samples have one prompt, so all would fail alike."""
         self._end_all(self._scheduler.cancel(group_id, "refused"), detail=why)
 
-    def _lose(self, name: str) -> None:
+    def _on_engine_lost(self, name: str) -> None:
         """Handle an engine that died: its samples go on elsewhere from the tokens that were reported."""
         log.warning("rollout_engine_lost", engine=name, num_samples=len(self._leases_on(name)))
         self._lost.add(name)

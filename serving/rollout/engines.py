@@ -1,13 +1,13 @@
 """Engines of rollouts: the protocol that an engine implements, and which samples hold its slots and memory.
 
 Another kind of engine needs only an adapter (`RolloutEngine`). It must take noise by (seed, position), or moving a
-sample changes its tokens. It must heed `GenerateRequest.num_answered`, or a sample's text breaks where it moved.
+sample changes its tokens. It must obey `GenerateRequest.num_answered`, or a sample's text breaks where it moved.
 
 A sample runs in chunks (divided rollout, Seer, arXiv 2511.14617). Seer's engines share a pool of keys and values; here
 an engine's cache is its own, so to go on elsewhere costs reading the prompt and all tokens again. A sample therefore
 stays where it is unless it makes room for one that is more urgent (`Order.displaces`).
 
-Memory is promised by the chunk, not by the limit: many samples can start, and none has to be evicted in the middle of a
+Memory is reserved by the chunk, not by the limit: many samples can start, and none has to be evicted in the middle of a
 chunk. A sample whose next chunk does not fit waits, and is read again later. So that this is rare, a sample starts
 beside others only if all of them would fit with half of what each is expected to add. (They end at different times:
 half is what they have added on average.)
@@ -34,7 +34,7 @@ class RolloutEngine(Protocol):
 
     @property
     def num_slots(self) -> int:
-        """Samples that may run here now; it may change at any time (`Driver.wake`)."""
+        """Samples that may run here now; it may change at any time (`Driver.dispatch`)."""
 
     @property
     def memory_tokens(self) -> int:
@@ -100,26 +100,28 @@ _GROWTH = 0.5
 
 
 @dataclass(kw_only=True)
-class Host:
+class EngineCapacity:
     order: Order
     chunk_tokens: int
     running: dict[SampleId, Sample] = field(default_factory=dict)
     free_slots: int = 0
     free_tokens: int = 0
-    """Neither held nor promised, as last reported and as changed since."""
+    """Neither held nor reserved, as last reported and as changed since."""
 
     def end_of_chunk(self, sample: Sample) -> int:
         """The number of tokens at which a chunk ends that begins now."""
         return min(len(sample.tokens) + self.chunk_tokens, sample.group.request.max_tokens)
 
-    def promise(self, sample: Sample) -> int:
+    def reserved_tokens(self, sample: Sample) -> int:
         """Memory of a running sample, to the end of its chunk."""
         return sample.context + max(sample.chunk_end - len(sample.tokens), 0)
 
     def room(self) -> int:
         """Tokens of memory left if all that runs grows as expected."""
-        promises = [(sample, self.promise(sample)) for sample in self.running.values()]
-        return self.free_tokens - sum(self._expected_memory(sample, promise) - promise for sample, promise in promises)
+        reservations = [(sample, self.reserved_tokens(sample)) for sample in self.running.values()]
+        return self.free_tokens - sum(
+            self._expected_memory(sample, reserved) - reserved for sample, reserved in reservations
+        )
 
     def fits(self, sample: Sample, room: int) -> bool:
         """Whether it fits now and, where others run beside it, for as long as all are expected to run."""
@@ -128,7 +130,7 @@ class Host:
 
     def could_hold(self, sample: Sample) -> bool:
         """Whether it would fit if nothing else ran."""
-        held = sum(self.promise(running) for running in self.running.values())
+        held = sum(self.reserved_tokens(running) for running in self.running.values())
         return self._need(sample) <= self.free_tokens + held
 
     def add(self, sample: Sample) -> None:
@@ -138,7 +140,7 @@ class Host:
         self.running[sample.sample_id] = sample
 
     def extend(self, sample: Sample) -> bool:
-        """Promise a running sample its next chunk, if there is room for it and for what it got beyond the last."""
+        """Reserve for a running sample its next chunk, if there is room for it and for what it got beyond the last."""
         end = self.end_of_chunk(sample)
         more = end - sample.chunk_end
         if more > self.free_tokens:
@@ -151,12 +153,12 @@ class Host:
         del self.running[sample.sample_id]
         self.free_slots += 1
         beyond = max(len(sample.tokens) - sample.chunk_end, 0)
-        self.free_tokens += self.promise(sample) - beyond
+        self.free_tokens += self.reserved_tokens(sample) - beyond
 
     def _need(self, sample: Sample) -> int:
         """Memory to take a sample and run its next chunk."""
         return sample.context + self.end_of_chunk(sample) - len(sample.tokens)
 
-    def _expected_memory(self, sample: Sample, promised: int) -> int:
+    def _expected_memory(self, sample: Sample, reserved: int) -> int:
         """Memory that a sample will hold on average until it ends."""
-        return max(promised, sample.context + round(_GROWTH * self.order.remaining(sample)))
+        return max(reserved, sample.context + round(_GROWTH * self.order.remaining(sample)))

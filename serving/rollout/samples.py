@@ -100,7 +100,7 @@ class Sample:
     """Tokens that engines reported. Those that a dead engine had not reported are generated again."""
     engine: str | None = None
     """Where it runs; None elsewhere."""
-    home: str | None = None
+    last_engine: str | None = None
     """The engine that read it last: if any, it still has its keys and values."""
     chunk_end: int = 0
     """Number of tokens at which the scheduler decides again where it runs."""
@@ -126,10 +126,10 @@ class Sample:
         """Tokens that an engine has to read before it can go on."""
         return len(self.group.request.prompt_token_ids) + len(self.tokens)
 
-    def is_at_home(self, engine: str) -> bool:
+    def prefers(self, engine: str) -> bool:
         """Whether no other engine has more of its context in its cache: a prefix, or the group's prompt."""
-        if self.home is not None:
-            return self.home == engine
+        if self.last_engine is not None:
+            return self.last_engine == engine
         return not self.group.engines or engine in self.group.engines
 
     @property

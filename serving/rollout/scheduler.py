@@ -24,10 +24,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from serving.rollout.engines import Host
+from serving.rollout.engines import EngineCapacity
 from serving.rollout.order import Order, Rank, urgency
 from serving.rollout.samples import EndReason, Group, GroupRequest, Lease, Sample, SampleEnd, SampleId, SampleState
-from serving.rollout.shares import Shares
+from serving.rollout.shares import FairShares
 from speculator.errors import RequestError
 
 Verdict = Literal["go on", "stop"]
@@ -45,9 +45,9 @@ class Scheduler:
         self._policy, self.target_version = policy, target_version
         self._groups: dict[str, Group] = {}
         self._num_groups = 0
-        self._shares = Shares()
-        self._queue = WaitingQueue(self._shares.time)
-        self._hosts: dict[str, Host] = {}
+        self._shares = FairShares()
+        self._queue = WaitingQueue(self._shares.virtual_time)
+        self._capacities: dict[str, EngineCapacity] = {}
         # Numbers are unique over all groups, since the id of a forgotten group may be used again.
         self._lease_numbers = itertools.count(1)
         self._leases: dict[int, Sample] = {}
@@ -67,7 +67,7 @@ class Scheduler:
         group.samples = [Sample(group=group, index=index, seed=seed) for index, seed in enumerate(request.seeds)]
         self._groups[request.group_id] = group
         self._num_groups += 1
-        self._shares.came(request.job, len(group.samples))
+        self._shares.add_samples(request.job, len(group.samples))
         for sample in group.samples:
             self._queue.put(sample, self._policy.order.rank(sample))
 
@@ -87,41 +87,41 @@ class Scheduler:
     # -- engines ------------------------------------------------------------------------------------------------------
 
     def next_for(self, engine: str, free_slots: int, free_tokens: int) -> list[Lease]:
-        """Work for an engine with so many free slots, and tokens of memory that running samples neither hold nor were
-        promised (`promised_tokens`).
+        """Work for an engine with so many free slots, and tokens of memory that running samples neither hold nor have
+        reserved (`reserved_tokens`).
         """
-        host = self._hosts.setdefault(engine, self._new_host())
-        host.free_slots, host.free_tokens = free_slots, free_tokens
+        capacity = self._capacities.setdefault(engine, self._new_capacity())
+        capacity.free_slots, capacity.free_tokens = free_slots, free_tokens
         leases = []
-        while host.free_slots > 0:
-            fits = functools.partial(host.fits, room=host.room())
-            sample = self._queue.take(fits, host.could_hold, prefers=lambda one: one.is_at_home(engine))
+        while capacity.free_slots > 0:
+            fits = functools.partial(capacity.fits, room=capacity.room())
+            sample = self._queue.take(fits, capacity.could_hold, prefers=lambda one: one.prefers(engine))
             if sample is None:
                 break
-            leases.append(self._start(sample, engine, host))
+            leases.append(self._start(sample, engine, capacity))
         return leases
 
-    def promised_tokens(self, engine: str) -> int:
+    def reserved_tokens(self, engine: str) -> int:
         """Tokens of memory that the running samples of an engine may fill before the scheduler is asked again."""
-        host = self._hosts.get(engine)
-        return sum(host.promise(sample) for sample in host.running.values()) if host else 0
+        capacity = self._capacities.get(engine)
+        return sum(capacity.reserved_tokens(sample) for sample in capacity.running.values()) if capacity else 0
 
     def free_tokens(self, engine: str) -> int:
         """An engine's KV-cache room in tokens that running samples neither hold nor have reserved, as reported."""
-        return self._hosts[engine].free_tokens
+        return self._capacities[engine].free_tokens
 
     def engine_lost(self, engine: str) -> list[SampleId]:
         """Queue the samples of an engine that died, with the tokens that were reported."""
-        host = self._hosts.pop(engine, self._new_host())
+        capacity = self._capacities.pop(engine, self._new_capacity())
         for group in self._groups.values():
             group.engines.discard(engine)
             for sample in group.samples:
-                sample.home = None if sample.home == engine else sample.home
-        for sample in host.running.values():
+                sample.last_engine = None if sample.last_engine == engine else sample.last_engine
+        for sample in capacity.running.values():
             del self._leases[sample.lease]
-            self._shares.runs(sample.job, -1)
+            self._shares.count_running(sample.job, -1)
             self._to_queue(sample)
-        return list(host.running)
+        return list(capacity.running)
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
@@ -249,8 +249,10 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert that every sample is in one place, the one that its state names."""
-        running = {key: name for name, host in self._hosts.items() for key in host.running}
-        assert len(running) == sum(len(host.running) for host in self._hosts.values()), "a sample runs twice"
+        running = {key: name for name, capacity in self._capacities.items() for key in capacity.running}
+        assert len(running) == sum(len(capacity.running) for capacity in self._capacities.values()), (
+            "a sample runs twice"
+        )
         assert len(running) == len(self._leases), "a lease has no running sample"
         waiting = 0
         for group in self._groups.values():
@@ -273,23 +275,23 @@ class Scheduler:
 
     def _append(self, sample: Sample, tokens: Sequence[int]) -> None:
         request = sample.group.request
-        self._shares.got(request.job, len(tokens), request.weight)
+        self._shares.charge(request.job, len(tokens), request.weight)
         sample.tokens.extend(tokens)
         most = request.max_tokens
         assert len(sample.tokens) <= most, f"{sample.sample_id} got more than its {most} tokens"
 
-    def _new_host(self) -> Host:
-        return Host(order=self._policy.order, chunk_tokens=self._policy.chunk_tokens)
+    def _new_capacity(self) -> EngineCapacity:
+        return EngineCapacity(order=self._policy.order, chunk_tokens=self._policy.chunk_tokens)
 
-    def _start(self, sample: Sample, engine: str, host: Host) -> Lease:
-        host.add(sample)
-        self.num_read_again += sample.context if sample.tokens and sample.home != engine else 0
+    def _start(self, sample: Sample, engine: str, capacity: EngineCapacity) -> Lease:
+        capacity.add(sample)
+        self.num_read_again += sample.context if sample.tokens and sample.last_engine != engine else 0
         sample.state, sample.engine = SampleState.RUNNING, engine
-        sample.home = engine
+        sample.last_engine = engine
         sample.group.engines.add(engine)
         sample.lease = next(self._lease_numbers)
         self._leases[sample.lease] = sample
-        self._shares.runs(sample.job, 1)
+        self._shares.count_running(sample.job, 1)
         if sample.target_version is None or not sample.tokens:
             sample.target_version = self.target_version
         request = sample.group.request
@@ -305,27 +307,27 @@ class Scheduler:
         )
 
     def _next_chunk(self, sample: Sample, engine: str) -> Verdict:
-        host, waiting = self._hosts[engine], self._queue.first()
-        is_displaced = waiting is not None and self._displaces(waiting, sample, host)
-        if not is_displaced and host.extend(sample):
+        capacity, waiting = self._capacities[engine], self._queue.first()
+        is_displaced = waiting is not None and self._displaces(waiting, sample, capacity)
+        if not is_displaced and capacity.extend(sample):
             return "go on"
         self._pause(sample)
         return "stop"
 
-    def _displaces(self, waiting: Sample, running: Sample, host: Host) -> bool:
+    def _displaces(self, waiting: Sample, running: Sample, capacity: EngineCapacity) -> bool:
         """Whether a running sample gives its slot or memory to a waiting one; not where enough is free.
 
         For memory several may have to leave, and nothing else begins until then: only a more urgent sample is worth
         that.
         """
-        if not host.could_hold(waiting):
+        if not capacity.could_hold(waiting):
             return False
-        if host.free_slots == 0:
+        if capacity.free_slots == 0:
             if waiting.job != running.job and urgency(waiting) == urgency(running):
                 jobs = ((one.job, one.group.request.weight) for one in (waiting, running))
                 return self._shares.displaces(*jobs)
             return self._policy.order.displaces(waiting, running)
-        return urgency(waiting) < urgency(running) and not host.fits(waiting, host.room())
+        return urgency(waiting) < urgency(running) and not capacity.fits(waiting, capacity.room())
 
     def _pause(self, sample: Sample) -> None:
         self._detach(sample)
@@ -335,9 +337,9 @@ class Scheduler:
         """Take a sample off the engine on which it runs, which is returned."""
         engine = sample.engine
         assert engine is not None
-        self._hosts[engine].remove(sample)
+        self._capacities[engine].remove(sample)
         del self._leases[sample.lease]
-        self._shares.runs(sample.job, -1)
+        self._shares.count_running(sample.job, -1)
         return engine
 
     def _to_queue(self, sample: Sample) -> None:
@@ -366,7 +368,7 @@ class Scheduler:
             engine = self._detach(sample)
             stop = None if state is SampleState.FINISHED else (engine, sample.lease)
         self._queue.discard(sample)
-        self._shares.ended(sample.job)
+        self._shares.sample_ended(sample.job)
         sample.state, sample.engine = state, None
         return SampleEnd(sample_id=sample.sample_id, state=state, reason=reason, stop=stop)
 
@@ -381,7 +383,7 @@ def _kind(sample: Sample) -> tuple[Rank, str, bool]:
     return urgency(sample), sample.job, sample.is_probe
 
 
-_LOOKS = 64
+_MAX_EXAMINED = 64
 _SPARE = 64
 """Outdated entries that the heaps may have beyond the number of live ones."""
 
@@ -389,9 +391,9 @@ _SPARE = 64
 class WaitingQueue:
     """A heap of samples for each job; an outdated entry is skipped when it surfaces."""
 
-    def __init__(self, time: Callable[[str], float] = lambda job: 0.0) -> None:
-        """Of jobs with equally urgent samples, the one with the least `time` goes first."""
-        self._time = time
+    def __init__(self, virtual_time: Callable[[str], float] = lambda job: 0.0) -> None:
+        """Of jobs with equally urgent samples, the one with the least `virtual_time` goes first."""
+        self._virtual_time = virtual_time
         self._heaps: dict[str, list[tuple[Rank, int, Sample]]] = {}
         self._tickets: dict[SampleId, int] = {}
         self._numbers = itertools.count()
@@ -428,7 +430,7 @@ class WaitingQueue:
                 heapq.heappop(heap)
             if not heap:
                 del self._heaps[job]
-        keys = ((urgency(heap[0][2]), self._time(job), heap[0][:2], job) for job, heap in self._heaps.items())
+        keys = ((urgency(heap[0][2]), self._virtual_time(job), heap[0][:2], job) for job, heap in self._heaps.items())
         best = min(keys, default=None)
         return None if best is None else self._heaps[best[-1]]
 
@@ -445,16 +447,16 @@ class WaitingQueue:
         job, or equally urgent others, the engine takes the first that it `prefers`, if there is one: an idle engine
         takes what no engine prefers.
         """
-        looked_at: list[tuple[Rank, int, Sample]] = []
+        examined: list[tuple[Rank, int, Sample]] = []
         found: Sample | None = None
         awaited: Rank | None = None
-        while len(looked_at) < _LOOKS and (heap := self._best()) is not None:
+        while len(examined) < _MAX_EXAMINED and (heap := self._best()) is not None:
             sample = heap[0][2]
             if awaited is not None and urgency(sample) > awaited:
                 break
             if found is not None and _kind(sample) != _kind(found):
                 break
-            looked_at.append(heapq.heappop(heap))
+            examined.append(heapq.heappop(heap))
             if fits(sample):
                 if found is None or prefers(sample):
                     found = sample
@@ -462,7 +464,7 @@ class WaitingQueue:
                     break
             elif awaited is None and will_fit(sample):
                 awaited = urgency(sample)
-        for entry in looked_at:
+        for entry in examined:
             heapq.heappush(self._heaps.setdefault(entry[2].job, []), entry)
         if found is not None:
             self.discard(found)

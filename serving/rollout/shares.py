@@ -18,23 +18,23 @@ _MOST_JOBS = 1000
 """Jobs that are remembered while none of their samples is under way."""
 
 
-class Shares:
+class FairShares:
     def __init__(self) -> None:
         self._times: dict[str, float] = {}
         self._under_way: Counter[str] = Counter()
         self._running: Counter[str] = Counter()
 
-    def time(self, job: str) -> float:
+    def virtual_time(self, job: str) -> float:
         """Tokens that the job has got, divided by its weight."""
         return self._times.get(job, 0.0)
 
-    def came(self, job: str, num_samples: int) -> None:
+    def add_samples(self, job: str, num_samples: int) -> None:
         if not self._under_way[job]:
             others = [self._times[other] for other, count in self._under_way.items() if count]
-            self._times[job] = max(self.time(job), min(others, default=0.0))
+            self._times[job] = max(self.virtual_time(job), min(others, default=0.0))
         self._under_way[job] += num_samples
 
-    def ended(self, job: str) -> None:
+    def sample_ended(self, job: str) -> None:
         """One sample of the job has ended."""
         self._under_way[job] -= 1
         if not self._under_way[job]:
@@ -42,7 +42,7 @@ class Shares:
             if len(self._times) > _MOST_JOBS:
                 del self._times[job]
 
-    def runs(self, job: str, change: int) -> None:
+    def count_running(self, job: str, change: int) -> None:
         """Count `change` more samples of the job that hold a slot."""
         self._running[job] += change
         if not self._running[job]:
@@ -53,5 +53,5 @@ class Shares:
         (comes, more), (goes, less) = waiting, running
         return _FEW * (self._running[comes] + 1) / more <= (self._running[goes] - 1) / less
 
-    def got(self, job: str, num_tokens: int, weight: float) -> None:
-        self._times[job] = self.time(job) + num_tokens / weight
+    def charge(self, job: str, num_tokens: int, weight: float) -> None:
+        self._times[job] = self.virtual_time(job) + num_tokens / weight

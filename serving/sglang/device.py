@@ -1,7 +1,7 @@
 """Streams and events of the device that SGLang runs on. All waiting between host and device goes through here.
 
-A GPU executes calls later, in order within a stream. A `Mark` is a point in the work of the stream that was current
-when it was made. A CPU has finished when a call returns, so its marks are reached when they are made.
+A GPU executes calls later, in order within a stream. A `DeviceEvent` is a point in the work of the stream that was
+current when it was recorded. A CPU has finished when a call returns, so its events are reached when they are recorded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _KEPT_INDICES = 64
 """Cached index tensors: the captured requests of a batch rarely change from step to step."""
 
 
-class Mark(Protocol):
+class DeviceEvent(Protocol):
     """A point in a stream's work."""
 
     def wait(self) -> None:
@@ -33,11 +33,11 @@ class Mark(Protocol):
         """Whether all work before it is done; never waits."""
 
     def seconds_since(self, earlier: Any) -> float:
-        """Seconds between two reached marks of one device."""
+        """Seconds between two reached events of one device."""
 
 
 class Device(Protocol):
-    """One device, for any thread. Only `beside` changes the current stream."""
+    """One device, for any thread. Only `side_stream` changes the current stream."""
 
     is_host: bool
     """Whether it is a CPU: its memory is the host's, and its calls are synchronous."""
@@ -51,19 +51,19 @@ class Device(Protocol):
     def upload_table(self, numbers: np.ndarray) -> Tensor:
         """The matrix on the device, without caching; the caller must not write to it afterwards."""
 
-    def mark(self) -> Mark:
-        """Mark the end of the current stream's work so far."""
+    def record_event(self) -> DeviceEvent:
+        """Record the end of the current stream's work so far."""
 
-    def beside(self) -> contextlib.AbstractContextManager[object]:
+    def side_stream(self) -> contextlib.AbstractContextManager[object]:
         """Run the block's work on this object's side stream, from any thread.
 
-        The side stream waits for no other: to read what another stream computes, call `follow` first.
+        The side stream waits for no other: to read what another stream computes, call `wait_event` first.
         """
 
-    def follow(self, mark: Mark) -> None:
-        """Let later work of the current stream wait for the mark."""
+    def wait_event(self, event: DeviceEvent) -> None:
+        """Let later work of the current stream wait for the event."""
 
-    def borrow(self, tensors: Iterable[Tensor]) -> None:
+    def record_stream(self, tensors: Iterable[Tensor]) -> None:
         """Keep the memory of tensors that another stream made until the current stream has read them."""
 
     def to_host(self, tensor: Tensor) -> Tensor:
@@ -71,12 +71,12 @@ class Device(Protocol):
         this point.
         """
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Block the calling thread until all streams of the device are done."""
 
 
-class _Reached:
-    """A mark on a CPU: the moment when it was made."""
+class _CpuEvent:
+    """An event of a CPU: the moment when it was recorded."""
 
     def __init__(self) -> None:
         self._at_s = time.perf_counter()
@@ -92,7 +92,7 @@ class _Reached:
         return self._at_s - float(earlier._at_s)
 
 
-class HostDevice:
+class CpuDevice:
     """A CPU, which has no streams."""
 
     is_host = True
@@ -106,27 +106,27 @@ class HostDevice:
     def upload_table(self, numbers: np.ndarray) -> Tensor:
         return torch.from_numpy(numbers)
 
-    def mark(self) -> Mark:
-        return _Reached()
+    def record_event(self) -> DeviceEvent:
+        return _CpuEvent()
 
-    def beside(self) -> contextlib.AbstractContextManager[object]:
+    def side_stream(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
-    def follow(self, mark: Mark) -> None:
+    def wait_event(self, event: DeviceEvent) -> None:
         pass
 
-    def borrow(self, tensors: Iterable[Tensor]) -> None:
+    def record_stream(self, tensors: Iterable[Tensor]) -> None:
         pass
 
     def to_host(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         pass
 
 
-class _Event:
-    """A mark on a GPU."""
+class _CudaEvent:
+    """An event of a GPU."""
 
     def __init__(self) -> None:
         self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -160,29 +160,29 @@ class CudaDevice:
     def upload_table(self, numbers: np.ndarray) -> Tensor:
         return torch.from_numpy(numbers).pin_memory().to(self._device, non_blocking=True)
 
-    def mark(self) -> Mark:
-        return _Event()
+    def record_event(self) -> DeviceEvent:
+        return _CudaEvent()
 
     @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
+    def side_stream(self) -> Iterator[None]:
         # A new thread starts on the first GPU, whichever one SGLang's own thread uses.
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             yield
 
-    def follow(self, mark: Mark) -> None:
-        assert isinstance(mark, _Event)
-        torch.cuda.current_stream().wait_event(mark.event)
+    def wait_event(self, event: DeviceEvent) -> None:
+        assert isinstance(event, _CudaEvent)
+        torch.cuda.current_stream().wait_event(event.event)
 
-    def borrow(self, tensors: Iterable[Tensor]) -> None:
+    def record_stream(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             tensor.record_stream(torch.cuda.current_stream())
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        self.borrow([tensor])
+        self.record_stream([tensor])
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
 
 
@@ -190,7 +190,7 @@ def device_layer(device: torch.device) -> Device:
     """The `Device` of a CPU or CUDA GPU; raises ConfigError for other kinds."""
     match device.type:
         case "cpu":
-            return HostDevice()
+            return CpuDevice()
         case "cuda":
             return CudaDevice(device)
         case other:

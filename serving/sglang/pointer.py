@@ -17,7 +17,7 @@ from serving.request_metadata import version_of_label
 from speculator.errors import ConfigError, StreamError
 from speculator.redis.client import connect
 from speculator.redis.control_plane import CanaryHolder, CanarySlot, DraftPointer, EndedGroups
-from speculator.redis.trace_deletion import Erasures
+from speculator.redis.trace_deletion import ErasureOrders
 
 
 class LazyPointer:
@@ -28,7 +28,7 @@ class LazyPointer:
     def __init__(self, redis_url: str, model_key: str) -> None:
         self._redis_url, self._model_key = redis_url, model_key
         self._pointer: DraftPointer | None = None
-        self._erasures: Erasures | None = None
+        self._erasures: ErasureOrders | None = None
         self._ended_groups: EndedGroups | None = None
 
     def desired(self) -> int | None:
@@ -78,7 +78,7 @@ class LazyPointer:
     def _connected(self) -> DraftPointer:
         if self._pointer is None:
             client = connect(self._redis_url)
-            self._erasures = Erasures(client, self._model_key)
+            self._erasures = ErasureOrders(client, self._model_key)
             self._ended_groups = EndedGroups(client, self._model_key)
             self._pointer = DraftPointer(client, self._model_key)
         return self._pointer

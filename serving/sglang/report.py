@@ -169,7 +169,7 @@ class Pool:
         self._ended: EngineReport | None = None
         """Counts of processes that have ended."""
 
-    def take(self, reports: Mapping[str, EngineReport]) -> EngineReport | None:
+    def merge(self, reports: Mapping[str, EngineReport]) -> EngineReport | None:
         """Merge reports by engine id into one for the pool; None without any."""
         for engine_id, report in reports.items():
             before = self._last.pop(engine_id, None)
@@ -192,7 +192,7 @@ def _has_started_again(before: EngineReport, report: EngineReport) -> bool:
     return report.process != before.process or (report.steps or 0) < (before.steps or 0)
 
 
-def commonest(numbers: Iterable[int]) -> int | None:
+def most_common(numbers: Iterable[int]) -> int | None:
     """The most frequent number, among equals the highest; None of none."""
     counts = Counter(numbers)
     return max(counts, key=lambda number: (counts[number], number)) if counts else None
@@ -204,7 +204,7 @@ def _merged(ever: Sequence[EngineReport], now: Sequence[EngineReport]) -> Engine
     values["failures"] = _total_by(report.failures for report in now)
     values |= {name: _mean(_known(now, name)) for name in _MEANS}
     values |= {name: max(_known(now, name), default=None) for name in ("last_stall_ms", "depth", "watched")}
-    version = commonest(_known(now, "version"))
+    version = most_common(_known(now, "version"))
     return replace(
         now[0],
         **values,
@@ -250,14 +250,14 @@ def _mean(values: Sequence[float]) -> float | None:
 Fields = dict[str, str | int | float]
 
 
-def of_swaps(swaps: SwapLog) -> Fields:
+def swap_fields(swaps: SwapLog) -> Fields:
     fields: Fields = {"swaps": swaps.num_installed, "swap_failures": swaps.num_failed}
     if swaps.installed:
         fields["last_stall_ms"] = round(swaps.installed[-1][1].stall_ms, 3)
     return fields
 
 
-def of_group_text(metrics: GroupTextMetrics) -> Fields:
+def group_text_fields(metrics: GroupTextMetrics) -> Fields:
     return {
         "group_text": ",".join(f"{outcome}={count}" for outcome, count in metrics.tokens.items()),
         "group_text_lags": ",".join(f"{most_s}={count}" for most_s, count in metrics.lags.items()),
@@ -267,7 +267,7 @@ def of_group_text(metrics: GroupTextMetrics) -> Fields:
     }
 
 
-def of_speedup(speedup: Speedup, end_to_end: Speedup) -> Fields:
+def speedup_fields(speedup: Speedup, end_to_end: Speedup) -> Fields:
     """Fields of both speedups, without those that have not been measured yet."""
     fields: Fields = {}
     if speedup.ratio is not None and speedup.baseline_ms_per_token is not None:

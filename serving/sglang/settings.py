@@ -12,7 +12,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from serving.capture.sampling import DEFAULT_BRANCH_SHARE, DEFAULT_FLOOR, MAX_BRANCH_SHARE
 from speculator.errors import ConfigError
-from speculator.host import memory_bytes, unusable
+from speculator.host import invalid_setting, memory_bytes
 from speculator.trace import Features
 
 PREFIX = "SLIPSTREAM_"
@@ -98,7 +98,7 @@ def load_settings() -> PluginSettings:
     try:
         return PluginSettings()
     except ValidationError as invalid:
-        raise unusable(PREFIX, invalid) from None
+        raise invalid_setting(PREFIX, invalid) from None
 
 
 def default_engine_id(port: int) -> str:

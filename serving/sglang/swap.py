@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from serving.engine import SwapReport
-from serving.sglang.device import Device, Mark
+from serving.sglang.device import Device, DeviceEvent
 from speculator.errors import DraftFileError, DraftMismatchError, EngineBusyError, EngineDeadError, EngineError
 from speculator.tracing import span
 
@@ -33,14 +33,14 @@ _MEETING_WITHIN_S = 20.0
 """Longest wait for a meeting: dozens of slow steps. The engine's report waits, too, and would be missed after 30 s."""
 
 
-class Exchange(NamedTuple):
+class WeightExchange(NamedTuple):
     """An exchange of weights that the device was told to make."""
 
     version: int
     previous: int
     step: int
-    begin: Mark
-    end: Mark
+    begin: DeviceEvent
+    end: DeviceEvent
     """From here on the device uses the new weights, and nothing reads the staged ones."""
 
 
@@ -54,15 +54,15 @@ class SglangDraft:
         """
         self._model, self._load, self._device, self._alone = model, load, device, alone
         self._parameters = {name: value for name, value in model.named_parameters() if _EMBEDDING not in name}
-        device.settle()
-        with device.beside():
+        device.synchronize()
+        with device.side_stream():
             self.staged = {name: _like(parameter) for name, parameter in self._parameters.items()}
             """By the names of the draft's parameters."""
-        self._in_use: Mark | None = None
-        """Up to this mark the device reads or writes the staged tensors."""
+        self._in_use: DeviceEvent | None = None
+        """Up to this event the device reads or writes the staged tensors."""
         self._version = version
         self._lock = threading.Lock()
-        self._pending: tuple[int, Future[Exchange]] | None = None
+        self._pending: tuple[int, Future[WeightExchange]] | None = None
         """The staged version that waits for a step boundary."""
         self._is_closed = False
         self.stepping = threading.Lock()
@@ -87,14 +87,14 @@ class SglangDraft:
         view = _StagingView(self._model, self.staged)
         # d2t is frozen: it was compared when the file was read, and SGLang has copied it elsewhere at start.
         weights = [(name, tensor) for name, tensor in state.items() if name not in ("d2t", "t2d")]
-        with torch.no_grad(), self._device.beside():
+        with torch.no_grad(), self._device.side_stream():
             for tensor in self.staged.values():
                 # What the file leaves unset stays NaN.
                 tensor.fill_(float("nan"))
             fill: Callable[..., Any] = type(self._model).load_weights  # type: ignore[attr-defined]
             fill(view, weights)
             missed = [name for name, tensor in self.staged.items() if not bool(torch.isfinite(tensor).all())]
-            self._device.mark().wait()
+            self._device.record_event().wait()
         if missed:
             raise DraftFileError(f"draft version {version} leaves {missed[0]} of SGLang's draft unset or not finite")
 
@@ -112,8 +112,8 @@ class SglangDraft:
         stall_ms = 1000 * made.end.seconds_since(made.begin)
         return SwapReport(version=made.version, previous=made.previous, stall_ms=stall_ms, step=made.step)
 
-    def _install(self, version: int) -> Exchange:
-        done = Future[Exchange]()
+    def _install(self, version: int) -> WeightExchange:
+        done = Future[WeightExchange]()
         with self._lock:
             if self._is_closed:
                 raise EngineDeadError("the engine has stopped")
@@ -123,11 +123,11 @@ class SglangDraft:
         except TimeoutError:
             return self._install_idle(done)
 
-    def _install_idle(self, done: Future[Exchange]) -> Exchange:
+    def _install_idle(self, done: Future[WeightExchange]) -> WeightExchange:
         """Install while no step comes: a rank alone swaps now, one of several withdraws its staged version."""
         if self._alone:
-            with self.stepping, self._device.beside():
-                self._device.settle()
+            with self.stepping, self._device.side_stream():
+                self._device.synchronize()
                 if (made := self.at_boundary(0)) is not None:
                     # The next step runs on another stream, and must read the new weights.
                     made.end.wait()
@@ -138,7 +138,7 @@ class SglangDraft:
                 raise EngineBusyError("the server is idle and its ranks cannot agree on a step")
         return done.result()
 
-    def at_boundary(self, step: int, agree: Callable[[bool], bool] = bool) -> Exchange | None:
+    def at_boundary(self, step: int, agree: Callable[[bool], bool] = bool) -> WeightExchange | None:
         """Exchange the staged version into service, if there is one.
 
         `agree` returns whether all ranks have copied it. If one failed or withdrew its version, no rank keeps it.
@@ -149,18 +149,18 @@ class SglangDraft:
             agree(False)
             return None
         version, done = pending
-        begin = self._device.mark()
+        begin = self._device.record_event()
         failure = self._try_to_exchange()
         is_agreed = agree(not failure)
         if not is_agreed and not failure:
             self._exchange()
-        self._in_use = end = self._device.mark()
+        self._in_use = end = self._device.record_event()
         if not is_agreed:
             reason = failure or "another rank could not copy it"
             log.error("draft version %d could not be copied into service: %s", version, reason)
             done.set_exception(EngineError(f"draft version {version} could not be copied: {reason}"))
             return None
-        made = Exchange(version, self._version, step, begin, end)
+        made = WeightExchange(version, self._version, step, begin, end)
         self._version = version
         done.set_result(made)
         return made
@@ -201,7 +201,7 @@ class SglangDraft:
 
     def _check_in_service(self) -> None:
         self.stage(self._version)
-        with self._device.beside():
+        with self._device.side_stream():
             for name, parameter in self._parameters.items():
                 if not torch.equal(parameter, self.staged[name]):
                     raise DraftMismatchError(

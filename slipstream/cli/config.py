@@ -61,7 +61,7 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-def take(context: typer.Context, path: Path | None) -> Path | None:
+def load_defaults(context: typer.Context, path: Path | None) -> Path | None:
     """The callback of `--config`: its values become the defaults of the other options. Raises ConfigError."""
     if path is None or context.resilient_parsing:
         return path
@@ -98,7 +98,7 @@ Config = Annotated[
         "--config",
         metavar="FILE.yaml",
         is_eager=True,
-        callback=take,
+        callback=load_defaults,
         help="YAML file with option values; a flag or a variable overrides it.",
     ),
 ]

@@ -57,9 +57,9 @@ def demo(
     if missing := [name for name in _EXTRA if find_spec(name) is None]:
         raise ConfigError(f"the demo needs {', '.join(missing)}: pip install 'slipstream-spec[demo]'")
     from slipstream.demo.demo import DemoOptions, run_demo
-    from slipstream.demo.narration import sentences
-    from slipstream.demo.picture import draw
+    from slipstream.demo.plot import draw
     from slipstream.demo.report import figures
+    from slipstream.demo.summary import sentences
     from slipstream.demo.topics import read_prompts
     from speculator.draft.checkpoint import model_name
 

@@ -15,7 +15,7 @@ from slipstream.cli.effects import DOCTOR, check_options
 from slipstream.cli.options import AsJson, Engine, InDataDir, Model, SglangPython
 from slipstream.models import BUNDLED_MODEL
 from slipstream.settings import known_variables
-from slipstream.terminal import console, print_json, working
+from slipstream.terminal import console, print_json, spinner
 
 if TYPE_CHECKING:
     from slipstream.doctor.finding import Check
@@ -71,7 +71,7 @@ def doctor(
             yield "stream", partial(deployment.check_stream, redis_url, model, store)
         yield "more", more
 
-    with working("checking"):
+    with spinner("checking"):
         findings = [finding for name, check in checks() for finding in run_check(name, check)]
     healthy = not any(finding.level == "failed" for finding in findings)
     if as_json:

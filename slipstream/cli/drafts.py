@@ -23,7 +23,7 @@ from slipstream.cli.effects import DRAFT_INIT, check_options
 from slipstream.cli.options import AsJson, DraftVocab, InDataDir, Model, RedisUrl, Store, VocabFrom
 from slipstream.models import check_target, checked_fingerprint, resolve_head, resolve_model
 from slipstream.settings import DEFAULT_REDIS_URL
-from slipstream.terminal import print_json, working
+from slipstream.terminal import print_json, spinner
 from speculator.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def list_versions(
     as_json: AsJson = False,
 ) -> None:
     """List all versions, oldest first; without --model or Redis, only what is on disk."""
-    with _desk(store, redis_url, model) as desk:
+    with _draft_operator(store, redis_url, model) as desk:
         overview = desk.overview()
     _print(overview, as_json, lambda: _overview_tables(overview))
 
@@ -72,7 +72,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show a version: its origin, the gate's numbers, and each change of state with its reason."""
-    with _desk(store, redis_url, model) as desk:
+    with _draft_operator(store, redis_url, model) as desk:
         details = desk.show(version)
     _print(details, as_json, lambda: _details_tables(details))
 
@@ -80,7 +80,7 @@ def show(
 @app.command()
 def diff(a: Version, b: Version, data_dir: InDataDir = None, store: Store = STORE, as_json: AsJson = False) -> None:
     """Compare two versions: tensors, config, manifest."""
-    with _desk(store, DEFAULT_REDIS_URL, None) as desk:
+    with _draft_operator(store, DEFAULT_REDIS_URL, None) as desk:
         difference = desk.diff(a, b)
     _print(difference, as_json, lambda: _difference_tables(difference))
 
@@ -95,7 +95,7 @@ def promote(
     as_json: AsJson = False,
 ) -> None:
     """Have engines serve a version; one in quarantine is released. Engines still watch it."""
-    with _desk(store, redis_url, model) as desk:
+    with _draft_operator(store, redis_url, model) as desk:
         _say("promoted", desk.promote(version, actor=operator()), as_json)
 
 
@@ -112,7 +112,7 @@ def rollback(
     as_json: AsJson = False,
 ) -> None:
     """Take a version out of service; engines serve the last good one instead."""
-    with _desk(store, redis_url, model) as desk:
+    with _draft_operator(store, redis_url, model) as desk:
         _say("rolled back", desk.rollback(actor=operator(), reason=reason, version=version), as_json)
 
 
@@ -126,7 +126,7 @@ def pin(
     as_json: AsJson = False,
 ) -> None:
     """Have engines serve one version, whatever the trainer publishes, until `unpin`."""
-    with _desk(store, redis_url, model) as desk:
+    with _draft_operator(store, redis_url, model) as desk:
         _say("pinned", desk.pin(version, actor=operator()), as_json)
 
 
@@ -139,7 +139,7 @@ def unpin(
     as_json: AsJson = False,
 ) -> None:
     """Have engines follow the trainer's versions again."""
-    with _desk(store, redis_url, model) as desk:
+    with _draft_operator(store, redis_url, model) as desk:
         _say("unpinned", desk.unpin(actor=operator()), as_json)
 
 
@@ -166,7 +166,7 @@ def export(
             raise ConfigError("--layout speculators writes the target's name into the folder: pass --model")
         model_dir = resolve_model(model)
         convert = partial(as_speculators, model_dir=model_dir, model=model_name(model_dir))
-    with _desk(store, DEFAULT_REDIS_URL, None) as desk:
+    with _draft_operator(store, DEFAULT_REDIS_URL, None) as desk:
         folder = desk.export(version, out, actor=operator(), layout=convert)
     _print({"folder": str(folder)}, as_json, lambda: [str(folder)])
 
@@ -181,21 +181,21 @@ def import_(
     as_json: AsJson = False,
 ) -> None:
     """Begin a store with a public EAGLE-3 head, in the layout of SpecForge or of vLLM's speculators."""
-    with working("starting"):
+    with spinner("starting"):
         from slipstream.replay import ReplayOptions, replay
         from speculator.draft.public_heads import read_public_head
         from speculator.versions.lineage import import_head
         from speculator.versions.store import DraftStore
 
     model_dir, folder, drafts = resolve_model(model), resolve_head(head), DraftStore(store)
-    with working(f"reading {head}, writing it as the first version of {store}"):
+    with spinner(f"reading {head}, writing it as the first version of {store}"):
         found = read_public_head(folder, model_dir)
         fingerprint = checked_fingerprint(model_dir, drafts)
         version = import_head(drafts, found, target_fingerprint=fingerprint, source=head)
     document: dict[str, Any] = {"folder": str(drafts.folder(version).absolute()), "layout": found.layout}
     document |= {"draft_vocab_size": found.config.draft_vocab_size, "notes": list(found.notes)}
     if traces:
-        with working("scoring it on the recordings"):
+        with spinner("scoring it on the recordings"):
             options = ReplayOptions(recordings=traces, model_dir=model_dir, depths=[1, 2, 3], num_steps=0, store=store)
             scored = replay(options)
         document |= {name: scored[name] for name in ("accept_length", "recorded_accept_length", "held_out_traces")}
@@ -214,8 +214,8 @@ def _imported(document: dict[str, Any]) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _desk(store_dir: Path, redis_url: str, model: str | None) -> Iterator[DraftOperator]:
-    with working("starting"):
+def _draft_operator(store_dir: Path, redis_url: str, model: str | None) -> Iterator[DraftOperator]:
+    with spinner("starting"):
         from speculator.draft.checkpoint import model_key
         from speculator.redis.client import connect
         from speculator.redis.control_plane import DraftPointer
@@ -290,7 +290,7 @@ def init(
     as_json: AsJson = False,
 ) -> None:
     """Write a fresh draft for a target; it has learned nothing."""
-    with working("starting"):
+    with spinner("starting"):
         from slipstream.demo.topics import read_texts
         from speculator.draft.checkpoint import model_name
 
@@ -314,7 +314,7 @@ def init(
         "texts": texts,
         "switches": [name for name, is_on in switches.items() if is_on],
     }
-    with working(f"reading {model_name(model_dir)}, writing a draft for it"):
+    with spinner(f"reading {model_name(model_dir)}, writing a draft for it"):
         if out is not None:
             written = _write_folder(model_dir, out, **asked)
         else:

@@ -92,7 +92,7 @@ DataDir = Annotated[
 ]
 
 
-def take_data_dir(context: typer.Context, path: Path | None) -> Path | None:
+def apply_data_dir(context: typer.Context, path: Path | None) -> Path | None:
     """Callback of `--data-dir` in commands that read one: its store, state and Redis become the options' defaults."""
     if path is not None and not context.resilient_parsing:
         from slipstream.start.learning import DataDir
@@ -110,7 +110,7 @@ InDataDir = Annotated[
     typer.Option(
         "--data-dir",
         is_eager=True,
-        callback=take_data_dir,
+        callback=apply_data_dir,
         help="Folder of `slipstream serve --learn`, with its Redis, drafts and trainer state.",
     ),
 ]

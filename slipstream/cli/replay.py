@@ -11,7 +11,7 @@ import typer
 from slipstream.cli.effects import REPLAY, check_options, warn_of_unread_variables
 from slipstream.cli.options import DraftVocab, InDataDir, JsonFile, Model, check_output
 from slipstream.models import BUNDLED_MODEL, resolve_model
-from slipstream.terminal import counting, say, working
+from slipstream.terminal import print_status, progress_bar, spinner
 
 
 def replay(
@@ -42,7 +42,7 @@ def replay(
     `--store drafts --steps 0` predicts for a draft that was served, and prints what was recorded beside it.
     """
     check_options(context, REPLAY)
-    with working("starting"):
+    with spinner("starting"):
         warn_of_unread_variables()
         import torch
 
@@ -61,8 +61,8 @@ def replay(
         draft_vocab_size=draft_vocab_size,
         store=store,
     )
-    with counting("steps") as bar:
-        document = run(options, progress=say, on_step=bar)
+    with progress_bar("steps") as bar:
+        document = run(options, progress=print_status, on_step=bar)
     if json_file is not None:
         json_file.write_text(json.dumps(document, indent=2) + "\n")
     typer.echo(_sentence(document))

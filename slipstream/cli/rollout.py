@@ -13,7 +13,7 @@ import typer
 from msgspec.structs import asdict
 
 from slipstream.cli.options import finite
-from slipstream.terminal import counting, say
+from slipstream.terminal import print_status, progress_bar
 from speculator.errors import ConfigError, SlipstreamError
 from speculator.host import json_line, load_function, read_json_lines
 
@@ -88,7 +88,7 @@ def rollout(
     except OSError as error:
         raise ConfigError(f"{out} cannot be written ({error.strerror}): check --out") from None
     states: Counter[str] = Counter()
-    with client, target as writing, counting("samples") as count:
+    with client, target as writing, progress_bar("samples") as count:
 
         def write(sample: Sample, more: dict[str, Any]) -> None:
             states["redundant" if sample.finish_reason == "redundant" else sample.state] += 1
@@ -121,6 +121,6 @@ def rollout(
                 with suppress(SlipstreamError):
                     rollout.cancel()
                 raise
-    say(", ".join(f"{number} {state}" for state, number in sorted(states.items())))
+    print_status(", ".join(f"{number} {state}" for state, number in sorted(states.items())))
     if states["aborted"]:
         raise typer.Exit(1)

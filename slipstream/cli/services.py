@@ -19,7 +19,7 @@ from slipstream.cli.effects import check_options, check_variables, warn_of_unrea
 from slipstream.cli.options import Depth, DraftVocab, Model, RedisUrl, Store, SuffixDepth, VocabFrom, finite
 from slipstream.models import checked_fingerprint, resolve_model
 from slipstream.settings import DEFAULT_REDIS_URL
-from slipstream.terminal import working
+from slipstream.terminal import spinner
 from speculator.errors import ConfigError
 from speculator.tracing import configure_spans
 
@@ -78,14 +78,14 @@ def serve(
     given = _given(context)
     given["vocab_texts"] = read_texts(vocab_from) if vocab_from else []
     with (
-        working(f"loading {given['model_name']}") as is_loaded,
+        spinner(f"loading {given['model_name']}") as is_loaded,
         _learning(context, given) if learn else nullcontext() as learning,
     ):
 
         def begin(url: str) -> None:
             is_loaded()
             if learning is not None:
-                learning.begin(url)
+                learning.start(url)
 
         given |= {"on_serving": begin}
         if learning is not None:
@@ -121,7 +121,7 @@ def _serve(given: Mapping[str, Any]) -> None:
             SglangStart(**_fields(SglangStart, {**given, "device": device})),
             _gateway_settings(effects.GATEWAY_IN_FRONT, given),
             # The trainer takes the same GPU unless it is set to the CPU.
-            shares_card=given["learn"] and device == "cuda" and os.environ.get(f"{_PREFIX}DEVICE") != "cpu",
+            shares_gpu=given["learn"] and device == "cuda" and os.environ.get(f"{_PREFIX}DEVICE") != "cpu",
             **_fields(run_sglang_server, given),
         )
     else:
@@ -136,7 +136,7 @@ def _serve(given: Mapping[str, Any]) -> None:
 
 def _given(context: typer.Context) -> dict[str, Any]:
     """A command's options, with the names of the dataclass fields that take them."""
-    with working("starting"):
+    with spinner("starting"):
         warn_of_unread_variables()
         from speculator.draft.checkpoint import model_name
 
@@ -225,15 +225,15 @@ def sglang(
     options.check_sharing(context)
     from serving.sglang.outside.launcher import SglangStart
     from slipstream.start.exposure import check_sglang_exposure
-    from slipstream.start.sglang import become_sglang
+    from slipstream.start.sglang import exec_sglang
 
     check_sglang_exposure(host, redis_url, is_private=private_network)
-    become_sglang(
+    exec_sglang(
         SglangStart(**_fields(SglangStart, _given(context))),
         host=host,
         port=port,
         engine_id=engine_id,
-        shares_card=capture and device == "cuda" and gpu == trainer_gpu,
+        shares_gpu=capture and device == "cuda" and gpu == trainer_gpu,
     )
 
 
@@ -263,14 +263,14 @@ def gateway(
     """Serve the OpenAI-compatible gateway in front of an SGLang that runs already, or of a pool."""
     configure_spans("slipstream-gateway")
     check_options(context, effects.GATEWAY)
-    with working("starting"):
+    with spinner("starting"):
         warn_of_unread_variables()
         from slipstream.start.gateway import GatewayOptions, run_gateway
 
     if len(sglang) > 1 and not pool:
         raise ConfigError("several --sglang are for routers before the same engines: add --pool, or pass only one")
     model_dir = resolve_model(model)
-    with working(f"waiting for SGLang at {sglang[0]}") as is_there:
+    with spinner(f"waiting for SGLang at {sglang[0]}") as is_there:
         run_gateway(
             GatewayOptions(
                 sglang_urls=tuple(url.rstrip("/") for url in sglang),
@@ -324,7 +324,7 @@ def train(
     With several GPUs, or machines that share --store and --state: `torchrun … -m slipstream train …`.
     """
     configure_spans("slipstream-trainer")
-    with working("starting"):
+    with spinner("starting"):
         from speculator.draft.checkpoint import model_key
         from speculator.versions.store import DraftStore
         from trainer.config import load_config
@@ -332,7 +332,7 @@ def train(
 
     model_dir = resolve_model(model)
     given = {} if trace_ttl_hours is None else {"trace_ttl_hours": trace_ttl_hours}
-    with working(f"loading {model_dir.name}") as is_loaded:
+    with spinner(f"loading {model_dir.name}") as is_loaded:
         settings = load_config(
             **given,
             model_dir=model_dir,

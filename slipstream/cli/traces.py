@@ -12,7 +12,7 @@ from slipstream.cli.effects import PRUNE, check_options
 from slipstream.cli.options import AsJson, InDataDir, Model, RedisUrl, check_output, finite
 from slipstream.models import resolve_model
 from slipstream.settings import DEFAULT_REDIS_URL
-from slipstream.terminal import counting, print_json, say
+from slipstream.terminal import print_json, print_status, progress_bar
 from speculator.errors import ConfigError
 from speculator.host import now_ms
 
@@ -43,7 +43,7 @@ def record(
     header = RecordingHeader(
         target_fingerprint=fingerprint, model=model_name(model_dir), created_ms=now_ms(), note=note
     )
-    with connect(redis_url) as client, counting("traces") as bar:
+    with connect(redis_url) as client, progress_bar("traces") as bar:
         source = traces.StreamCopy(client, model_key(model_dir, fingerprint))
         counts = traces.record(source, out, header, seconds=seconds, on_traces=lambda read: bar(read, None))
     if as_json:
@@ -127,4 +127,4 @@ def export(
         return
     with out.open("wb") as file:
         count = traces.export(recording, file)
-    say(f"{count} traces written to {out}")
+    print_status(f"{count} traces written to {out}")

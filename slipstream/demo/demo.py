@@ -1,4 +1,4 @@
-"""`slipstream demo`: run server, trainer and traffic on one machine, chapter by chapter (slipstream/demo/story.py).
+"""`slipstream demo`: run server, trainer and traffic on one machine, chapter by chapter (slipstream/demo/chapters.py).
 
 Start: Redis → draft lineage → gateway with engine → plain server → traffic → trainer.
 Stop:  traffic (answers in flight finish) → trainer catches up → trainer → gateways → Redis.
@@ -29,10 +29,7 @@ from rich.table import Table
 from serving.gateway.server import bind
 from slipstream.children import KEYS_FILE, Child, running_child
 from slipstream.demo import TENANTS
-from slipstream.demo.narration import chapter_sentences, progress
-from slipstream.demo.report import ChapterRun, DemoRun
-from slipstream.demo.servers import Scrape, wait_until_ready
-from slipstream.demo.story import (
+from slipstream.demo.chapters import (
     CHAPTERS,
     GUEST,
     LEARNING,
@@ -45,9 +42,12 @@ from slipstream.demo.story import (
     publish_poisoned,
     verdict_on,
 )
+from slipstream.demo.report import ChapterRun, DemoRun
+from slipstream.demo.servers import Scrape, wait_until_ready
+from slipstream.demo.summary import chapter_sentences, progress
 from slipstream.demo.topics import Prompt, TenantTraffic, built_in_prompts
 from slipstream.demo.traffic import SETTLING_S, Traffic
-from slipstream.terminal import working
+from slipstream.terminal import spinner
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.errors import ConfigError
 from speculator.host import free_port, write_synced
@@ -150,7 +150,7 @@ def run_demo(options: DemoOptions, console: Console) -> DemoRun:
         ]
         plain = running.enter_context(_server(options, folder / "plain", plain_arguments, plain_port))
         url, plain_url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{plain_port}"
-        with working(f"loading {options.model_name}"):
+        with spinner(f"loading {options.model_name}"):
             for each in (url, plain_url):
                 wait_until_ready(each, [server, plain], timeout_s=_READY_TIMEOUT_S)
         console.print(f"page: {url}/#key={keys[GUEST]}", soft_wrap=True)
@@ -243,7 +243,7 @@ class _Demo:
                 await self._decode_plainly(self._plain_s, show)
                 run.started_unix_s = time.time()
                 for chapter in CHAPTERS:
-                    await self._tell(chapter, http, show)
+                    await self._run_chapter(chapter, http, show)
                 run.duration_s = run.at_s(time.time())
                 await self._catch_up(http, show)
                 self.training.close()
@@ -256,7 +256,7 @@ class _Demo:
     def _plain_s(self) -> float:
         return max(_LEAST_PLAIN_S, min(_PLAIN_S, 60 * self.options.minutes * CHAPTERS[0].share / 2))
 
-    async def _tell(self, chapter: Chapter, http: httpx.AsyncClient, show: Callable[[], None]) -> None:
+    async def _run_chapter(self, chapter: Chapter, http: httpx.AsyncClient, show: Callable[[], None]) -> None:
         """Run one chapter: the event at its beginning, then its stretches of live traffic."""
         run, chapter_s = self.observed, 60 * self.options.minutes * chapter.share
         if run.chapters:
@@ -312,7 +312,7 @@ class _Demo:
         """Send live traffic and scrape the metrics meanwhile."""
         run = self.observed
         end_s = run.at_s(time.time()) + stretch_s
-        async with self._asking(run.traffic) as clients:
+        async with self._clients_running(run.traffic) as clients:
             while run.at_s(time.time()) < end_s:
                 await self._observe(http)
                 show()
@@ -343,13 +343,13 @@ class _Demo:
         self.plain.resume()
         self.decodes_plainly = True
         show()
-        async with self._asking(self.observed.plain) as clients:
+        async with self._clients_running(self.observed.plain) as clients:
             await _wait(clients, seconds)
         self.decodes_plainly = False
         self.plain.pause()
 
     @contextlib.asynccontextmanager
-    async def _asking(self, traffic: Traffic) -> AsyncIterator[asyncio.Task[None]]:
+    async def _clients_running(self, traffic: Traffic) -> AsyncIterator[asyncio.Task[None]]:
         """Run all clients until the end of the block, then let their answers in flight finish."""
         clients = asyncio.create_task(traffic.run(self.options.clients))
         try:
@@ -369,11 +369,11 @@ class _Demo:
         swapped = sample.total("slipstream_last_swap_timestamp_seconds")
         if swapped and swapped not in run.swaps_unix_s:
             run.swaps_unix_s.append(swapped)
-        run.samples.append(sample if self.before_restart is None else sample.going_on(self.before_restart))
+        run.samples.append(sample if self.before_restart is None else sample.continued_from(self.before_restart))
         run.lag = await asyncio.to_thread(self.stream.lag)
-        self._take_verdict()
+        self._record_rollback()
 
-    def _take_verdict(self) -> None:
+    def _record_rollback(self) -> None:
         """Record when and why the poisoned draft was rolled back."""
         run = self.observed
         if run.poisoned is not None and run.verdict is None:

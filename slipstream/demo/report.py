@@ -17,8 +17,8 @@ import torch
 
 from serving.metrics import TEXTS
 from serving.speedup import BASELINE, Speedup, Sums, measure
+from slipstream.demo.chapters import Chapter, PoisonedDraft
 from slipstream.demo.servers import Scrape
-from slipstream.demo.story import Chapter, PoisonedDraft
 from slipstream.demo.traffic import Stretch, Traffic
 from speculator.redis.stream_accounting import StreamLag
 from speculator.versions.lifecycle import Number

@@ -57,7 +57,7 @@ class Scrape:
         gained = {series: value - first.values.get(series, 0.0) for series, value in self.values.items()}
         return Scrape(self.at_s - first.at_s, gained)
 
-    def going_on(self, before: Scrape) -> Scrape:
+    def continued_from(self, before: Scrape) -> Scrape:
         """This scrape with the counters of `before` added, after the engine was restarted and began at 0."""
         counted = {series: value for series, value in before.values.items() if series[0].endswith(_COUNTED)}
         together = {series: self.values.get(series, 0.0) + value for series, value in counted.items()}

@@ -57,7 +57,7 @@ def read_texts(path: Path) -> list[Text]:
         return [trace.token_ids.tolist() for trace in reader.traces()]
 
 
-def endless(prompts: Sequence[Prompt], seed: int) -> Iterator[Prompt]:
+def cycle_prompts(prompts: Sequence[Prompt], seed: int) -> Iterator[Prompt]:
     """Repeat all prompts for ever, each time in a new random order; domains keep their shares in the list."""
     order = random.Random(seed)
     while True:

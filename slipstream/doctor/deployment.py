@@ -42,7 +42,7 @@ def check_settings(known: Set[str]) -> Iterator[Finding]:
     from serving.sglang.settings import is_enabled
     from serving.sglang.settings import load_settings as load_plugin
     from slipstream.logs import load_settings as load_logs
-    from speculator.tracing import is_wanted as load_spans
+    from speculator.tracing import is_enabled as load_spans
     from trainer.config import load_config
 
     def load_trainer() -> object:
@@ -115,7 +115,7 @@ def check_redis(url: str, model: str) -> Iterator[Finding]:
             yield skipped("redis", "reached; version, persistence and memory unknown: this user may not run INFO")
         else:
             yield from judge_server(info, cap_for(resolve_model(model)))
-        yield _rights(client)
+        yield _check_permissions(client)
 
 
 def judge_server(info: Mapping[str, Any], stream_bytes: int) -> Iterator[Finding]:
@@ -153,7 +153,7 @@ def judge_server(info: Mapping[str, Any], stream_bytes: int) -> Iterator[Finding
         yield ok(name, f"{used} of {limit / _MIB:.0f} MiB")
 
 
-def _rights(client: Any) -> Finding:
+def _check_permissions(client: Any) -> Finding:
     """Try everything that the services do, with the keys of a made-up model. Raises StreamError."""
     keys = RedisKeys(model_key=f"doctor-{secrets.token_hex(4)}")
     stream = TraceStream(client, keys.model_key, max_bytes=_MIB, consumer="doctor")
@@ -260,7 +260,7 @@ def check_stream(url: str, model: str, store_root: Path) -> Iterator[Finding]:
         return
     with connect(url) as client:
         try:
-            yield _standing(client, key)
+            yield _stream_state(client, key)
         except StreamError as error:
             if not is_denied(error):
                 raise
@@ -273,7 +273,7 @@ def _model_key(model: str, store: DraftStore, version: int) -> str:
     return model_key(resolve_model(model), store.manifest(version).target_fingerprint)
 
 
-def _standing(client: Any, key: str) -> Finding:
+def _stream_state(client: Any, key: str) -> Finding:
     """State of the stream, read with commands that engine and trainer may run, and without creating a stream."""
     name, counter = "stream", RedisKeys(model_key=key).num_appended
     count: bytes = _ask(client, "get", counter) or b"0"

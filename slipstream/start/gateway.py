@@ -32,15 +32,15 @@ from serving.gateway.app import Rollouts, create_passthrough_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.live.live import ReadTrainerStatus
 from serving.gateway.metrics import process_registry
-from serving.gateway.server import GatewayServer, bind, make_room, serve_until_signal
+from serving.gateway.server import GatewayServer, bind, raise_open_file_limit, serve_until_signal
 from serving.gateway.upstream import Upstream
 from serving.metrics import TargetMetrics
 from serving.sglang.gateway_metrics import PoolCollector, SglangCollector
 from serving.sglang.outside.client import SglangClient
 from serving.sglang.outside.launcher import SglangProcess, SglangStart
 from serving.sglang.outside.pool import PoolClient, check_routers, is_ready
-from serving.sglang.outside.rollouts import ServerPool, Wiring
-from serving.sglang.report import EngineReport, commonest
+from serving.sglang.outside.rollouts import PoolSettings, ServerPool
+from serving.sglang.report import EngineReport, most_common
 from serving.target import TargetLayout, TargetUpdater, read_layout
 from slipstream.models import checked_fingerprint
 from slipstream.start.exposure import check_exposure
@@ -50,7 +50,7 @@ from speculator.draft.initialization import Text
 from speculator.errors import ConfigError, StreamError
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer, EndedGroups
-from speculator.redis.trace_deletion import Erasures
+from speculator.redis.trace_deletion import ErasureOrders
 from speculator.redis.trace_stream import RewardStream
 from speculator.target_folder import weight_files
 from speculator.versions.lineage import ensure_lineage
@@ -107,7 +107,7 @@ def run_gateway(
         rollouts = _rollouts(
             options.sglang_urls, client, settings, redis_client, options.model_dir, fingerprint, is_routed=not engine_id
         )
-        erasures = Erasures(redis_client, key)
+        erasures = ErasureOrders(redis_client, key)
         serving = _serve(
             options.sglang_urls,
             listener,
@@ -132,11 +132,11 @@ def run_sglang_server(
     vocab_texts: Sequence[Text],
     seed: int | None,
     start_timeout_s: float,
-    shares_card: bool = False,
+    shares_gpu: bool = False,
     on_serving: Callable[[str], None] = lambda _: None,
     trainer_status: ReadTrainerStatus | None = None,
 ) -> None:
-    """Start SGLang, and serve in front of it until SIGTERM or SIGINT. `shares_card` as of `with_draft`, `on_serving` as
+    """Start SGLang, and serve in front of it until SIGTERM or SIGINT. `shares_gpu` as of `with_draft`, `on_serving` as
     of `serve_until_signal`. The page shows `trainer_status`, where this process keeps a trainer.
 
     Raises ConfigError, StreamError, StoreError or DraftError when it cannot start, EngineDeadError when SGLang ends.
@@ -158,7 +158,7 @@ def run_sglang_server(
         # Unique to this start, so that orders in Redis for an earlier one do not apply.
         engine_id = f"{socket.gethostname()}-{os.getpid()}"
         options, version = with_draft(
-            start, python, store, newest, fingerprint=fingerprint, engine_id=engine_id, shares_card=shares_card
+            start, python, store, newest, fingerprint=fingerprint, engine_id=engine_id, shares_gpu=shares_gpu
         )
         process = opened.enter_context(SglangProcess(options))
         log.info("sglang started", python=str(python), pid=process.pid, sglang_url=process.url, draft_version=version)
@@ -177,7 +177,7 @@ def run_sglang_server(
         drafts = DraftOperator(store, lambda: pointer, target_fingerprint=fingerprint)
         ended, urls = _until_ended(process), (process.url,)
         rollouts = _rollouts(urls, client, settings, redis_client, start.model_dir, fingerprint, is_routed=False)
-        erasures = Erasures(redis_client, key)
+        erasures = ErasureOrders(redis_client, key)
         serving = _serve(
             urls,
             listener,
@@ -187,7 +187,7 @@ def run_sglang_server(
             fingerprint,
             rollouts,
             erasures,
-            beside=ended,
+            background=ended,
             on_serving=on_serving,
             trainer_status=trainer_status,
         )
@@ -202,18 +202,18 @@ async def _serve(
     drafts: DraftOperator,
     target: str,
     rollouts: Rollouts | None,
-    erasures: Erasures,
+    erasures: ErasureOrders,
     *,
-    beside: Coroutine[Any, Any, None] | None = None,
+    background: Coroutine[Any, Any, None] | None = None,
     on_serving: Callable[[str], None] = lambda _: None,
     trainer_status: ReadTrainerStatus | None = None,
 ) -> None:
-    """Serve the gateway on `listener` until a signal or the end of `beside`. Requests go to the first reachable one of
-    `urls`; `target` is the target's fingerprint.
+    """Serve the gateway on `listener` until a signal or the end of `background`. Requests go to the first reachable one
+    of `urls`; `target` is the target's fingerprint.
 
-    Raises ConfigError where the limit of open files is too low, and what `beside` raises.
+    Raises ConfigError where the limit of open files is too low, and what `background` raises.
     """
-    make_room(settings, each=2)
+    raise_open_file_limit(settings, each=2)
     registry = process_registry()
     registry.register(SglangCollector(lambda: client.report, lambda: client.draft_version))
     if isinstance(client, PoolClient):
@@ -239,7 +239,7 @@ async def _serve(
             server,
             model=client.info.model,
             draft_version=client.draft_version,
-            beside=beside,
+            background=background,
             on_serving=on_serving,
         )
     finally:
@@ -283,7 +283,7 @@ def _rollouts(
         asyncio.get_running_loop().run_in_executor(None, tell, tenant, group_id)
 
     tokenizer = LocalTokenizer(model_dir)
-    wiring = Wiring(
+    wiring = PoolSettings(
         tokenizer=tokenizer,
         target=fingerprint,
         share=settings.rollout_slots_share,
@@ -332,7 +332,7 @@ def _pool(options: GatewayOptions, pointer: DraftPointer, fingerprint: str) -> P
     version: int | None = None
     for http in _until_timeout(options):
         serves = serves or any(is_ready(http, router) for router in options.sglang_urls)
-        if serves and (version := commonest(_versions(pointer).values())) is not None:
+        if serves and (version := most_common(_versions(pointer).values())) is not None:
             break
     if not serves:
         places = " or ".join(options.sglang_urls)

@@ -25,7 +25,7 @@ from typing import Self
 import structlog
 
 from slipstream.children import Child
-from slipstream.terminal import console, say
+from slipstream.terminal import console, print_status
 from speculator.errors import ConfigError
 from speculator.host import now_ms
 from speculator.redis.embedded import EmbeddedRedis
@@ -67,7 +67,7 @@ class TrainerStatus:
     """Time of the restart, in the future or past."""
 
 
-class TrainerKeeper:
+class TrainerSupervisor:
     """Restarts the trainer whenever it ends, after a pause that doubles while it keeps ending soon."""
 
     def __init__(
@@ -87,11 +87,11 @@ class TrainerKeeper:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="trainer-keeper")
 
-    def begin(self) -> None:
+    def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the trainer and wait for it; does nothing before `begin`."""
+        """End the trainer and wait for it; does nothing before `start`."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -121,12 +121,12 @@ class TrainerKeeper:
         child = self._start()
         self.status = replace(self.status, running=True)
         while child.returncode is None and not self._stopping.wait(_POLL_S):
-            self._bound_log()
+            self._truncate_log()
         if self._stopping.is_set():
             child.stop()
         return child.returncode
 
-    def _bound_log(self) -> None:
+    def _truncate_log(self) -> None:
         """Copy and truncate a log that is too long. The child opened it for appending, so it writes on at the start.
         Lines written between copy and truncation are lost.
         """
@@ -141,7 +141,7 @@ class TrainerKeeper:
 
 
 class Learning:
-    """Redis and trainer of `serve --learn`: a context manager around the server. Call `begin` once that accepts
+    """Redis and trainer of `serve --learn`: a context manager around the server. Call `start` once that accepts
     requests.
     """
 
@@ -154,7 +154,7 @@ class Learning:
         self._data, self._model, self._trace_ttl_hours = DataDir(data_dir.absolute()), model, trace_ttl_hours
         self.redis_url, self.store = redis_url or "", store or self._data.store
         self._redis: EmbeddedRedis | None = None
-        self._keeper = TrainerKeeper(self._trainer, self._data.log)
+        self._supervisor = TrainerSupervisor(self._trainer, self._data.log)
 
     def __enter__(self) -> Self:
         """Raises ConfigError where the folder cannot be used, or Redis does not start."""
@@ -172,24 +172,24 @@ class Learning:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._keeper.stop()
+        self._supervisor.stop()
         if self._redis is not None:
             self._redis.stop()
 
     def trainer_status(self) -> dict[str, bool | int | None]:
         """The fields of `TrainerStatus`, for the live page."""
-        return asdict(self._keeper.status)
+        return asdict(self._supervisor.status)
 
-    def begin(self, url: str) -> None:
+    def start(self, url: str) -> None:
         """Print the server's addresses and start the trainer; call once the server accepts requests."""
         if console.is_terminal:
-            say(f"page      {url}/")
-            say(f"endpoint  {url}/v1")
-            say(f"data      {self._data.root}: drafts, and the prompts and answers that are recorded")
-            say("Ctrl-C ends server, trainer and Redis.")
+            print_status(f"page      {url}/")
+            print_status(f"endpoint  {url}/v1")
+            print_status(f"data      {self._data.root}: drafts, and the prompts and answers that are recorded")
+            print_status("Ctrl-C ends server, trainer and Redis.")
         else:
             log.info("learning", page=f"{url}/", endpoint=f"{url}/v1", data=str(self._data.root), capture=True)
-        self._keeper.begin()
+        self._supervisor.start()
 
     def _trainer(self) -> Child:
         places = ["--redis-url", self.redis_url, "--store", str(self.store)]

@@ -25,7 +25,7 @@ from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.live.live import ReadTrainerStatus
 from serving.gateway.metrics import process_registry
-from serving.gateway.server import GatewayServer, bind, make_room, serve_until_signal
+from serving.gateway.server import GatewayServer, bind, raise_open_file_limit, serve_until_signal
 from serving.group_cache.sync import GroupSharing
 from serving.group_cache.texts import GroupTexts
 from serving.hotswap.breaker import LiveWatch
@@ -42,7 +42,7 @@ from speculator.draft.initialization import Text
 from speculator.errors import EngineDeadError
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
-from speculator.redis.trace_deletion import Erasures
+from speculator.redis.trace_deletion import ErasureOrders
 from speculator.redis.trace_stream import RewardStream, TraceStream, cap_for
 from speculator.versions.lineage import ensure_lineage, load_draft, version_to_serve
 from speculator.versions.operator import DraftOperator
@@ -87,7 +87,7 @@ def run_server(
     fails.
     """
     check_exposure(options.host, options.redis_url, settings)
-    make_room(settings, each=1)
+    raise_open_file_limit(settings, each=1)
     config, ttl_s = options.engine, 3600 * options.trace_ttl_hours
     with ExitStack() as opened:
 
@@ -166,7 +166,7 @@ def run_server(
         forget = [app.state.erase, *([sharing.forget] if sharing else []), engine.forget]
         forget += [recorder.forget] if recorder else []
         expire = partial(engine.expire, ttl_s) if ttl_s else lambda: None
-        privacy = ErasureWatch(Erasures(connection(), key).orders, forget, expire=expire)
+        privacy = ErasureWatch(ErasureOrders(connection(), key).orders, forget, expire=expire)
 
         def status() -> dict[str, str | int | float]:
             """Fields of the engine's report in Redis, besides its draft version."""
@@ -187,13 +187,13 @@ def run_server(
             server,
             model=config.model_name,
             draft_version=engine.draft_version,
-            beside=until_it_fails(engine),
+            background=wait_for_failure(engine),
             on_serving=on_serving,
         )
         asyncio.run(serving)
 
 
-async def until_it_fails(engine: Engine, *, poll_s: float = 1.0) -> None:
+async def wait_for_failure(engine: Engine, *, poll_s: float = 1.0) -> None:
     """Wait until the engine fails, checking every `poll_s` seconds, and raise EngineDeadError. It ends this process, so
     that a supervisor restarts it.
     """

@@ -22,8 +22,8 @@ from serving.sglang.outside.launcher import (
     find_interpreter,
     tp_size,
 )
-from slipstream.start.card import FRACTION, card_shares
-from slipstream.terminal import working
+from slipstream.start.gpu_memory import FRACTION, gpu_memory_needs
+from slipstream.terminal import spinner
 from speculator.draft.checkpoint import config_from_json, expected_shapes, model_key, target_fingerprint
 from speculator.errors import ConfigError
 from speculator.versions.lineage import version_to_serve
@@ -47,11 +47,11 @@ def with_draft(
     *,
     fingerprint: str,
     engine_id: str,
-    shares_card: bool = False,
+    shares_gpu: bool = False,
 ) -> tuple[SglangOptions, int]:
     """(options that start SGLang with the version to serve, that version). Verifies the version's files.
 
-    With `shares_card` the trainer uses the same GPU, and SGLang leaves room for it, unless `start.extra` says how
+    With `shares_gpu` the trainer uses the same GPU, and SGLang leaves room for it, unless `start.extra` says how
     much. Raises ConfigError, StoreError or DraftError.
     """
     version = version_to_serve(store, newest)
@@ -63,13 +63,13 @@ def with_draft(
         model_key=model_key(start.model_dir, fingerprint),
         target_fingerprint=fingerprint,
     )
-    if shares_card and not any(word.partition("=")[0] == FRACTION for word in options.extra):
+    if shares_gpu and not any(word.partition("=")[0] == FRACTION for word in options.extra):
         options = replace(options, extra=(*options.extra, FRACTION, str(_fraction(options, store, version))))
     return options, version
 
 
-def become_sglang(start: SglangStart, *, host: str, port: int, engine_id: str, shares_card: bool = False) -> NoReturn:
-    """Replace this process by SGLang with the last good draft of the store; `shares_card` as in `with_draft`.
+def exec_sglang(start: SglangStart, *, host: str, port: int, engine_id: str, shares_gpu: bool = False) -> NoReturn:
+    """Replace this process by SGLang with the last good draft of the store; `shares_gpu` as in `with_draft`.
 
     Raises ConfigError, StoreError or DraftError where it could not start.
     """
@@ -78,10 +78,10 @@ def become_sglang(start: SglangStart, *, host: str, port: int, engine_id: str, s
     newest = store.lifecycle.newest_servable()
     if newest is None:
         raise ConfigError(f"{start.store} holds no draft to serve: run `slipstream drafts init --store` first")
-    with working(f"reading {start.model_name}"):
+    with spinner(f"reading {start.model_name}"):
         fingerprint = target_fingerprint(start.model_dir)
         options, version = with_draft(
-            start, python, store, newest, fingerprint=fingerprint, engine_id=engine_id, shares_card=shares_card
+            start, python, store, newest, fingerprint=fingerprint, engine_id=engine_id, shares_gpu=shares_gpu
         )
     # SGLang reads this file while it starts. It stays: no code of ours runs after execve.
     candidates = Path(tempfile.mkdtemp(prefix="slipstream-sglang-")) / "adaptive.json"
@@ -97,7 +97,7 @@ def _fraction(options: SglangOptions, store: DraftStore, version: int) -> float:
         raise ConfigError("PyTorch finds no GPU for SGLang and the trainer to share: pass --device cpu")
     free_bytes, all_bytes = torch.cuda.mem_get_info(0)
     shapes = expected_shapes(config_from_json(store.config(version)))
-    shares = card_shares(
+    shares = gpu_memory_needs(
         free_bytes,
         options.model_dir,
         shapes,

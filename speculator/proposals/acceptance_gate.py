@@ -52,7 +52,7 @@ class AcceptanceGate:
         """Whether the gate was lately no worse than calibration."""
         return self._advantage >= 0
 
-    def judge(
+    def predict(
         self, token: int, before: int, calibrated: float, *, is_first: bool, age: int, source: int, support: int
     ) -> tuple[float, Features]:
         """(probability that `token` is accepted after the token `before`, its features for `add`).
@@ -80,7 +80,7 @@ class AcceptanceGate:
         return (_LEAST if learned < _LEAST else learned if learned < _MOST else _MOST), features
 
     def add(self, calibrated: float, learned: float, features: Features, *, accepted: bool) -> None:
-        """Learn from a proposal that verification reached; arguments as `judge` got and returned them."""
+        """Learn from a proposal that verification reached; arguments as `predict` got and returned them."""
         bounded = calibrated if calibrated > _LEAST else _LEAST
         gained = log(learned / bounded if accepted else (1 - learned) / (1 - bounded))
         self._advantage = _SCORE_MEMORY * self._advantage + gained

@@ -75,7 +75,7 @@ class PositionAcceptance:
             self._reached[position] = _POSITION_MEMORY * self._reached[position] + 1
             self._accepted[position] = _POSITION_MEMORY * self._accepted[position] + (position < num_accepted)
 
-    def fade(self, weight: float) -> None:
+    def decay(self, weight: float) -> None:
         self._reached = [weight * reached for reached in self._reached]
         self._accepted = [weight * accepted for accepted in self._accepted]
 

@@ -212,5 +212,5 @@ class LengthPlanner:
 
     def renew(self) -> None:
         """Probe a new draft version, even if the last one did not pay."""
-        self.positions.fade(RENEWED_WEIGHT)
+        self.positions.decay(RENEWED_WEIGHT)
         self.probe_again()

@@ -26,7 +26,7 @@ head could get. And only the time of rounds with such requests adds to the budge
 
 SGLang fixes one length for all chains before it drafts: speculator/proposals/length_planner.py.
 
-`Earnings` holds what the head earns by domain, from verifications and probes, older ones fading.
+`HeadGains` holds what the head earns by domain, from verifications and probes, older ones fading.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _MAX_DOMAINS = 64
 _REST = "other"
 
 
-class FadingMean:
+class DecayingMean:
     """Exponentially decaying mean that starts at a guess."""
 
     def __init__(self, guess: float) -> None:
@@ -61,7 +61,7 @@ class FadingMean:
     def add(self, value: float) -> None:
         self._sum, self._weight = _MEMORY * self._sum + value, _MEMORY * self._weight + 1
 
-    def fade(self) -> None:
+    def decay(self) -> None:
         self._sum, self._weight = RENEWED_WEIGHT * self._sum, RENEWED_WEIGHT * self._weight
 
     @property
@@ -88,7 +88,7 @@ class _Record:
 
     def __init__(self, gain: float, saved: float) -> None:
         """Starting values."""
-        self._gain, self._saved = FadingMean(gain), FadingMean(saved)
+        self._gain, self._saved = DecayingMean(gain), DecayingMean(saved)
         self._num_vain = 0
 
     @property
@@ -112,12 +112,12 @@ class _Record:
         self._num_vain = self._num_vain + 1 if is_vain else 0
 
     def renew(self) -> None:
-        self._gain.fade()
-        self._saved.fade()
+        self._gain.decay()
+        self._saved.decay()
         self._num_vain = 0
 
 
-class Earnings:
+class HeadGains:
     """The head's recent earnings by domain, and in all domains together."""
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class Earnings:
         """Share of the full probe budget."""
         return self._nearest_record(domain).probe_share
 
-    def worth(self, domains: Sequence[str]) -> float:
+    def saved_per_token(self, domains: Sequence[str]) -> float:
         """Rounds that a token of the head saves, in requests of these domains."""
         records = [self._nearest_record(domain) for domain in domains]
         gain = sum(record.gain for record in records)
@@ -185,7 +185,7 @@ class Plan:
     """Expected seconds of a plain round of the same requests."""
     expected_s: float = 0.0
     value: float = 0.0
-    """The expected tokens, with those of the head weighted by `worth`."""
+    """The expected tokens, with those of the head weighted by `saved_per_token`."""
     worth: float = 1.0
     """Rounds that a token of the head saves."""
     uses_head: bool = False
@@ -231,7 +231,7 @@ class ChainRule:
         """Most steps."""
         return len(self.factors)
 
-    def behind(self, num_steps: int) -> ChainRule:
+    def after(self, num_steps: int) -> ChainRule:
         """The rule for the steps after the first `num_steps`."""
         return ChainRule(self.factors[num_steps:], self.least[num_steps:]) if num_steps else self
 
@@ -247,7 +247,7 @@ class ChainRule:
             for reach, logprob in zip(reaches, logprobs, strict=True)
         ]
 
-    def goes_on(self, step: int, reaches: Sequence[float]) -> bool:
+    def continues_after(self, step: int, reaches: Sequence[float]) -> bool:
         """Whether to compute another step after this one."""
         return step + 1 < self.num_steps and sum(reaches) > self.least[step]
 
@@ -262,9 +262,9 @@ class RoundPlanner:
         self.times = RoundTimes()
         self.confidence = Calibration()
         self.positions = PositionAcceptance(max_depth)
-        self.earnings = Earnings()
-        self._proposals: defaultdict[int, FadingMean] = defaultdict(lambda: FadingMean(float(max_depth)))
-        self._steps: defaultdict[int, FadingMean] = defaultdict(lambda: FadingMean(float(max_depth)))
+        self.head_gains = HeadGains()
+        self._proposals: defaultdict[int, DecayingMean] = defaultdict(lambda: DecayingMean(float(max_depth)))
+        self._steps: defaultdict[int, DecayingMean] = defaultdict(lambda: DecayingMean(float(max_depth)))
         self._probe_share, self._random = probe_share, random.Random(seed)
         self._probe_budget = probe_share
         self._step_s = self._probes_left_s = 0.0
@@ -310,7 +310,7 @@ class RoundPlanner:
         rows = [row for row, is_better in enumerate(has_better) if not is_better]
         if not rows:
             return without
-        shares = [self.earnings.probe_share(domains[row]) for row in rows]
+        shares = [self.head_gains.probe_share(domains[row]) for row in rows]
         self._probe_budget = self._probe_share * max(shares) * len(rows) / batch
         probe = self._probe(rows, unread)
         if probe is None:
@@ -318,7 +318,7 @@ class RoundPlanner:
         return replace(
             without,
             probe=probe,
-            worth=self.earnings.worth(domains[probe : probe + 1]),
+            worth=self.head_gains.saved_per_token(domains[probe : probe + 1]),
             expected_s=without.expected_s + self.times.draft_s(1, 1, unread[probe]),
         )
 
@@ -378,7 +378,7 @@ class RoundPlanner:
     def _have_better(self, domains: Sequence[str], suffixes: Sequence[Sequence[float]]) -> tuple[bool, ...]:
         """For each request, whether its suffix tree's expected acceptances exceed the head's."""
         return tuple(
-            sum(reaches) > self.earnings.gain(domain) for domain, reaches in zip(domains, suffixes, strict=True)
+            sum(reaches) > self.head_gains.gain(domain) for domain, reaches in zip(domains, suffixes, strict=True)
         )
 
     def _with_head(
@@ -398,7 +398,7 @@ class RoundPlanner:
         depth = min(round(self._proposals[batch].value), head_depth)
         steps = min(max(round(self._steps[batch].value), 1), head_depth)
         asked = [domain for domain, is_suffix in zip(domains, from_suffix, strict=True) if not is_suffix]
-        worth, gain = self.earnings.worth(asked), sum(map(self.earnings.gain, asked))
+        worth, gain = self.head_gains.saved_per_token(asked), sum(map(self.head_gains.gain, asked))
         tokens = batch + sum(
             sum(reaches[:depth]) for reaches, is_suffix in zip(suffixes, from_suffix, strict=True) if is_suffix
         )
@@ -475,14 +475,14 @@ class RoundPlanner:
         for verdict in verdicts:
             self._dismissed = ()
             self.positions.add(len(verdict.probabilities), verdict.num_accepted)
-            self.earnings.add(verdict)
+            self.head_gains.add(verdict)
             for step, probability in enumerate(verdict.probabilities[: verdict.num_accepted + 1]):
                 self.confidence.add(step, probability, accepted=step < verdict.num_accepted)
 
     def renew(self) -> None:
         """Probe a new draft version, even if the last one did not pay."""
-        self.positions.fade(RENEWED_WEIGHT)
-        self.earnings.renew()
+        self.positions.decay(RENEWED_WEIGHT)
+        self.head_gains.renew()
         self._dismissed = ()
         self._granted = LOOKS_AFTER_RENEWAL
         # Awake for a while, so that the head reads prompts during prefill: a probe could not read a long one.

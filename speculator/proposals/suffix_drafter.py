@@ -58,13 +58,13 @@ _HOPELESS = 0.5
 class TextSource(IntEnum):
     """Text that a proposal is from; of equally likely proposals the first source wins."""
 
-    __hash__ = int.__hash__  # faster than the enum's own, which every lookup by `Kind` would use
+    __hash__ = int.__hash__  # faster than the enum's own, which every lookup by `CalibrationKey` would use
     OWN = 0
     GROUP = 1
     TENANT = 2
 
 
-class Rank(IntEnum):
+class GuessRank(IntEnum):
     """Rank of a guess among the guesses after the same tokens."""
 
     __hash__ = int.__hash__
@@ -76,12 +76,12 @@ class Rank(IntEnum):
     """A continuation of a match in another text."""
 
 
-class Kind(NamedTuple):
+class CalibrationKey(NamedTuple):
     """Key of calibration: source, match length in bits, rank."""
 
     source: TextSource
     length_bits: int
-    rank: Rank
+    rank: GuessRank
 
 
 class Guess(NamedTuple):
@@ -93,7 +93,7 @@ class Guess(NamedTuple):
     """Probability calibrated over all of the tenant's requests."""
     predicted: float
     """Probability before calibration."""
-    kind: Kind
+    kind: CalibrationKey
     length: int
     """Length of the match, this token included."""
     deepest: int
@@ -101,7 +101,7 @@ class Guess(NamedTuple):
     places: list[int]
 
 
-class Judged(NamedTuple):
+class ScoredGuess(NamedTuple):
     """A guess with the gate's probability."""
 
     guess: Guess
@@ -119,7 +119,7 @@ class SuffixProposal:
     tree: DraftTree = NO_PROPOSALS
     chosen: Sequence[Guess] = ()
     """The guesses that became nodes."""
-    judged: Mapping[int, Sequence[Judged]] = field(default_factory=dict)
+    judged: Mapping[int, Sequence[ScoredGuess]] = field(default_factory=dict)
     """All guesses after each node, chosen or not."""
 
     @property
@@ -158,15 +158,15 @@ class TreeGrower:
         if max_nodes <= 0:
             return SuffixProposal()
         parents: list[int] = []
-        chosen: list[Judged] = []
-        behind: dict[int, list[Judged]] = {}
+        chosen: list[ScoredGuess] = []
+        behind: dict[int, list[ScoredGuess]] = {}
         numbers = itertools.count()  # of equally likely ones the first is taken
-        waiting: list[tuple[float, int, int, int, Judged]] = []
+        waiting: list[tuple[float, int, int, int, ScoredGuess]] = []
 
         def guess_behind(
             node: int, depth: int, reach: float, before: int, guesses: Sequence[Guess], support: Support | None = None
         ) -> None:
-            behind[node] = self._judge(guesses, before, reach, support)
+            behind[node] = self._score(guesses, before, reach, support)
             for one in behind[node]:
                 if (reached := reach * one.probability) >= self._min_reach:
                     heappush(waiting, (-reached, next(numbers), node, depth, one))
@@ -201,30 +201,30 @@ class TreeGrower:
                 break
             node = child
 
-    def _judge(self, guesses: Sequence[Guess], before: int, reach: float, support: Support | None) -> list[Judged]:
+    def _score(self, guesses: Sequence[Guess], before: int, reach: float, support: Support | None) -> list[ScoredGuess]:
         """Apply the gate to guesses after the token `before`, whose reach is `reach`; `support` is known if all texts
         were searched. Guesses whose calibrated reach is far too small skip the gate.
         """
-        judged, gate = list[Judged](), self._gate
+        judged, gate = list[ScoredGuess](), self._gate
         is_used = gate is not None and gate.is_used
         for guess in guesses:
             if gate is None or reach * guess.probability < _HOPELESS * self._min_reach:
-                judged.append(Judged(guess, guess.probability, guess.probability, ()))
+                judged.append(ScoredGuess(guess, guess.probability, guess.probability, ()))
                 continue
             source, longest = guess.kind.source, NOBODY_ASKED
             if support is not None:
                 named_by = support.get(guess.token, ())
                 longest = max((length for other, length in named_by if other is not source), default=0)
-            learned, features = gate.judge(
+            learned, features = gate.predict(
                 guess.token,
                 before,
                 guess.probability,
-                is_first=guess.kind.rank is Rank.FIRST,
+                is_first=guess.kind.rank is GuessRank.FIRST,
                 age=self._indexes[source].age(guess.places[0]),
                 source=source,
                 support=longest,
             )
-            judged.append(Judged(guess, learned if is_used else guess.probability, learned, features))
+            judged.append(ScoredGuess(guess, learned if is_used else guess.probability, learned, features))
         return judged
 
     def _first_guesses(self, context: Sequence[int]) -> tuple[list[Guess], Support]:
@@ -246,7 +246,7 @@ class TreeGrower:
         by_token = {guess.token: guess for guess in best}
         unnamed = 1 - best[0].probability
         for other in itertools.chain(*(guesses for guesses in found if guesses is not best)):
-            kind = Kind(other.kind.source, other.kind.length_bits, Rank.BESIDE)
+            kind = CalibrationKey(other.kind.source, other.kind.length_bits, GuessRank.BESIDE)
             predicted = unnamed * other.predicted
             beside = self._guess(other.token, predicted, kind, other.length, other.deepest, other.places)
             known = by_token.get(other.token)
@@ -256,14 +256,16 @@ class TreeGrower:
 
     def _guesses(self, source: TextSource, length: int, deepest: int, votes: Sequence[Vote]) -> list[Guess]:
         """Guesses from the votes after a match of `length` tokens."""
-        guesses, doubt, bits, rank = [], DOUBT / length, length.bit_length(), Rank.FIRST
+        guesses, doubt, bits, rank = [], DOUBT / length, length.bit_length(), GuessRank.FIRST
         for token, agreeing, total, places in votes[: self._width]:
-            kind = Kind(source, bits, rank)
+            kind = CalibrationKey(source, bits, rank)
             guesses.append(self._guess(token, agreeing / (total + doubt), kind, length + 1, deepest, places))
-            rank = Rank.LATER
+            rank = GuessRank.LATER
         return guesses
 
-    def _guess(self, token: int, predicted: float, kind: Kind, length: int, deepest: int, places: list[int]) -> Guess:
+    def _guess(
+        self, token: int, predicted: float, kind: CalibrationKey, length: int, deepest: int, places: list[int]
+    ) -> Guess:
         usual = self._tenants.probability(kind, predicted)
         probability = self._request.probability(kind.rank, usual)
         return Guess(token, probability, usual, predicted, kind, length, deepest, places)
@@ -304,14 +306,14 @@ class SuffixConfig:
     """Target versions after which a tenant's text is dropped: in RL, text of old policies goes stale."""
 
 
-class Recent(OrderedDict[str, T]):
+class LRUCache(OrderedDict[str, T]):
     """LRU cache of at most `size` values, each made at its first use."""
 
     def __init__(self, size: int, make: Callable[[], T]) -> None:
         super().__init__()
         self._size, self._make = size, make
 
-    def of(self, name: str) -> T:
+    def get_or_create(self, name: str) -> T:
         if name not in self:
             self[name] = self._make()
         self.move_to_end(name)
@@ -320,16 +322,16 @@ class Recent(OrderedDict[str, T]):
         return self[name]
 
 
-class Tenant:
+class TenantText:
     """One tenant's text, and the calibration of its proposals."""
 
     def __init__(self, config: SuffixConfig) -> None:
         self.answers = SuffixIndex(TENANT_WINDOW, max_match=MAX_MATCH)
-        self.groups = Recent(config.max_groups, lambda: SuffixIndex(GROUP_WINDOW, max_match=MAX_MATCH))
+        self.groups = LRUCache(config.max_groups, lambda: SuffixIndex(GROUP_WINDOW, max_match=MAX_MATCH))
         """Recent answers by prompt group."""
         self.calibration = Calibration()
         self.gate = AcceptanceGate() if config.learns else None
-        self.born_s = time.monotonic()
+        self.created_s = time.monotonic()
         self.target_age = 0
         """Target versions since the first text."""
 
@@ -339,15 +341,17 @@ class SuffixDrafter:
 
     def __init__(self, config: SuffixConfig | None = None) -> None:
         self._config = config or SuffixConfig()
-        self._tenants = Recent(self._config.max_tenants, lambda: Tenant(self._config))
+        self._tenants = LRUCache(self._config.max_tenants, lambda: TenantText(self._config))
 
     def start(self, prompt: Sequence[int], *, tenant: str, group_id: str = "", shared: bool = True) -> SuffixRequest:
         """Start a request with this prompt; indexing takes about a microsecond a token.
 
         With `shared` false the request proposes from its own text alone, and its text is not kept for others.
         """
-        home = self._tenants.of(tenant) if shared else Tenant(self._config)
-        return SuffixRequest(self._config, prompt, home, home.groups.of(group_id) if shared and group_id else None)
+        texts = self._tenants.get_or_create(tenant) if shared else TenantText(self._config)
+        return SuffixRequest(
+            self._config, prompt, texts, texts.groups.get_or_create(group_id) if shared and group_id else None
+        )
 
     def drop(self, tenant: str, group_id: str) -> None:
         """Drop the text of a group that has ended."""
@@ -369,9 +373,9 @@ class SuffixDrafter:
 
     def expire(self, ttl_s: float) -> None:
         """Drop all windows of a tenant whose oldest text may be older than `ttl_s`."""
-        self.forget([name for name, tenant in self._tenants.items() if time.monotonic() - tenant.born_s > ttl_s])
+        self.forget([name for name, tenant in self._tenants.items() if time.monotonic() - tenant.created_s > ttl_s])
 
-    def target_moved(self) -> None:
+    def target_updated(self) -> None:
         """Count a new target version; drop all windows of a tenant whose oldest text is of a too old version."""
         for tenant in self._tenants.values():
             tenant.target_age += 1
@@ -382,7 +386,9 @@ class SuffixDrafter:
 class SuffixRequest:
     """One running answer: its own text, and the texts of its tenant and group that it reads and extends."""
 
-    def __init__(self, config: SuffixConfig, prompt: Sequence[int], tenant: Tenant, group: SuffixIndex | None) -> None:
+    def __init__(
+        self, config: SuffixConfig, prompt: Sequence[int], tenant: TenantText, group: SuffixIndex | None
+    ) -> None:
         self._indexes = {TextSource.OWN: SuffixIndex(REQUEST_WINDOW, max_match=MAX_MATCH)}
         if group is not None:
             self._indexes[TextSource.GROUP] = group

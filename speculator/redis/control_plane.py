@@ -119,7 +119,7 @@ class DraftPointer:
         }
 
     @redis_errors
-    def tell_resting(self, is_resting: bool) -> None:
+    def set_trainer_resting(self, is_resting: bool) -> None:
         """Set for RESTING_TTL_S that the trainer pauses, or clear it."""
         if is_resting:
             self._redis.set(self._keys.trainer_resting, 1, ex=RESTING_TTL_S)
@@ -267,7 +267,7 @@ def machine_id() -> str:
         return platform.node()
 
 
-def card_id(device: Any) -> str:
+def gpu_id(device: Any) -> str:
     """UUID of a `torch.device`'s GPU, the same in all containers; empty for a CPU."""
     if device.type != "cuda":
         return ""
@@ -282,9 +282,9 @@ class EngineLoad:
     The engine's thread calls `stepping`, another thread `report`. Neither locks, so the share may be off by one step.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, *, card: str = "") -> None:
-        """`clock` gives seconds. `card` is the engine's GPU (`card_id`)."""
-        self._clock, self._card = clock, card
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, gpu: str = "") -> None:
+        """`clock` gives seconds. `gpu` is the engine's GPU (`gpu_id`)."""
+        self._clock, self._gpu = clock, gpu
         self._busy_s, self._changed_s, self._is_stepping = 0.0, clock() - LINGER_S, False
         self._reported_busy_s, self._reported_s = 0.0, clock()
 
@@ -305,7 +305,7 @@ class EngineLoad:
         busy_s = self._busy_s + (now_s - self._changed_s if self._is_stepping else 0.0)
         share = (busy_s - self._reported_busy_s) / max(now_s - self._reported_s, 1e-6)
         self._reported_busy_s, self._reported_s = busy_s, now_s
-        return {"machine": machine_id(), "card": self._card, "busy": round(min(max(share, 0.0), 1.0), 3)}
+        return {"machine": machine_id(), "card": self._gpu, "busy": round(min(max(share, 0.0), 1.0), 3)}
 
     def _change(self, *, is_stepping: bool) -> None:
         now_s = self._clock()
@@ -315,7 +315,7 @@ class EngineLoad:
         self._changed_s, self._is_stepping = now_s, is_stepping
 
 
-def busiest_here(reports: Mapping[str, Mapping[str, str]]) -> float:
+def busiest_local_engine(reports: Mapping[str, Mapping[str, str]]) -> float:
     """Return how busy the busiest engine of this machine is, from 0 to 1; 0 where none reports. `reports` are fields
     by engine id, as `DraftPointer.engines` reads them.
     """
@@ -327,9 +327,9 @@ def are_heads_asleep(reports: Mapping[str, Mapping[str, str]]) -> bool:
     return bool(reports) and all(report.get("asleep") == "1" for report in reports.values())
 
 
-def is_card_busy(reports: Mapping[str, Mapping[str, str]], card: str) -> bool:
-    """Whether an engine on this GPU was in a step lately; False if `card` is empty."""
-    return bool(card) and any(_busy(report) > 0 for report in reports.values() if report.get("card") == card)
+def is_gpu_busy(reports: Mapping[str, Mapping[str, str]], gpu: str) -> bool:
+    """Whether an engine on this GPU was in a step lately; False if `gpu` is empty."""
+    return bool(gpu) and any(_busy(report) > 0 for report in reports.values() if report.get("card") == gpu)
 
 
 def _busy(report: Mapping[str, str]) -> float:

@@ -22,7 +22,7 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from speculator.errors import ConfigError
-from speculator.host import end_with
+from speculator.host import end_with_parent
 
 _START_TIMEOUT_S = 30.0
 _POLL_S = 0.01
@@ -94,7 +94,7 @@ class EmbeddedRedis:
                 stderr=subprocess.DEVNULL,
                 pass_fds=(lock,),
                 start_new_session=True,
-                preexec_fn=partial(end_with, os.getpid()) if ends_with_us else None,
+                preexec_fn=partial(end_with_parent, os.getpid()) if ends_with_us else None,
             )
         try:
             self._wait_until_ready()

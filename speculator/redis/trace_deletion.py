@@ -42,7 +42,7 @@ class TrainerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Traces that it has removed since its start, by tenant."""
 
 
-class Erasures:
+class ErasureOrders:
     """Erasure orders for one model's trainers, and their reports."""
 
     def __init__(self, client: redis.Redis, model_key: str) -> None:
@@ -71,7 +71,7 @@ class Erasures:
         self._redis.hset(self._trainers, trainer, msgspec.json.encode(report))
 
     @redis_errors
-    def leave(self, trainer: str) -> None:
+    def remove_report(self, trainer: str) -> None:
         """Remove the report of a trainer that stops."""
         self._redis.hdel(self._trainers, trainer)
 
@@ -115,7 +115,7 @@ class Removed:
     """Unreadable entries among both."""
 
 
-class Remover:
+class TraceRemover:
     """Removes traces from one model's stream and dead letters."""
 
     def __init__(self, client: redis.Redis, model_key: str, *, group: str = "trainer") -> None:

@@ -36,7 +36,7 @@ import msgspec
 import structlog
 
 from speculator.errors import LifecycleError, StoreError
-from speculator.host import exclusive, json_line, now_ms, shared, sync, write_synced
+from speculator.host import exclusive_lock, json_line, now_ms, shared_lock, sync, write_synced
 
 log = structlog.get_logger(__name__)
 
@@ -115,7 +115,7 @@ class Lifecycle:
 
     def histories(self) -> dict[int, list[Transition]]:
         """A consistent snapshot of the transitions of every known version. Raises StoreError."""
-        with store_errors(self.root), shared(self._lock):
+        with store_errors(self.root), shared_lock(self._lock):
             return self._histories()
 
     def history(self, version: int) -> list[Transition]:
@@ -196,7 +196,7 @@ class Lifecycle:
 
         Raises StoreError.
         """
-        with store_errors(self.root), shared(self._lock):
+        with store_errors(self.root), shared_lock(self._lock):
             untold = [_event(version, one) for version, one in self._missing_events(self._histories())]
             return [*self.events.tail(count), *untold][-count:] if count else []
 
@@ -287,7 +287,7 @@ class Lifecycle:
     def _locked(self) -> Iterator[None]:
         with store_errors(self.root):
             self._states.mkdir(parents=True, exist_ok=True)
-            with exclusive(self._lock):
+            with exclusive_lock(self._lock):
                 yield
 
     @property
@@ -327,7 +327,7 @@ class EventLog:
         line = json_line(event)
         with store_errors(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with exclusive(self._lock):
+            with exclusive_lock(self._lock):
                 if self._path.exists() and self._path.stat().st_size > self._max_bytes:
                     self._path.replace(self._before)
                 _append_line(self._path, line)
@@ -341,7 +341,7 @@ class EventLog:
         return next((event.sequence for event in self._newest_first() if event.sequence), 0)
 
     def _newest_first(self) -> Iterator[Event]:
-        with store_errors(self._path), shared(self._lock):
+        with store_errors(self._path), shared_lock(self._lock):
             for path in (self._path, self._before):
                 for line in _newest_lines(path):
                     with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

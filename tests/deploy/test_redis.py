@@ -13,7 +13,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError
 from redis.retry import Retry
 
-from serving.group_cache.texts import GroupKey, GroupTexts, Place
+from serving.group_cache.texts import GroupKey, GroupTexts, ReadPosition
 from slipstream.doctor.deployment import check_redis, check_stream
 from slipstream.doctor.finding import Finding, Level
 from slipstream.traces import StreamCopy
@@ -21,7 +21,7 @@ from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.errors import StreamError
 from speculator.redis.client import PASSWORD_FILE_VARIABLE, RedisKeys, connect
 from speculator.redis.control_plane import CanaryHolder, CanarySlot, DraftPointer, EndedGroups
-from speculator.redis.trace_deletion import Erasures, Remover, TrainerReport
+from speculator.redis.trace_deletion import ErasureOrders, TraceRemover, TrainerReport
 from speculator.redis.trace_stream import START, GroupRewards, RewardStream, TraceStream
 from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
@@ -131,29 +131,29 @@ def test_the_trainers_user_erases_a_tenant_and_engines_and_gateways_hear_of_it(l
     stream = TraceStream(trainer, MODEL, max_bytes=CAP, ttl_s=3600)
     TraceStream(engine, MODEL, max_bytes=CAP, ttl_s=3600).append(ENTRY, trace_id="a")
     lag = stream.lag()
-    removed = Remover(trainer, MODEL).remove(lambda header: False)
+    removed = TraceRemover(trainer, MODEL).remove(lambda header: False)
     assert removed.stream == lag.length > 0, "none of these is readable"
     assert stream.lag().length == 0
-    assert Remover(trainer, MODEL).compact()
-    orders = Erasures(trainer, MODEL)
+    assert TraceRemover(trainer, MODEL).compact()
+    orders = ErasureOrders(trainer, MODEL)
     at_ms = orders.order("anna")
     for client in (engine, login("gateway")):
-        assert Erasures(client, MODEL).orders() == {"anna": at_ms}
+        assert ErasureOrders(client, MODEL).orders() == {"anna": at_ms}
     orders.report("trainer-0", TrainerReport(at_ms=at_ms, erased_ms=at_ms))
     assert set(orders.trainers()) <= {"trainer-0"}
-    orders.leave("trainer-0")
+    orders.remove_report("trainer-0")
 
 
 def test_engines_share_the_text_of_groups_and_the_trainers_user_erases_it(login: As) -> None:
     anna, bo = GroupKey("anna", "g"), GroupKey("bo", "g")
     engine = GroupTexts(login("engine"), MODEL, group_bytes=100)
     assert engine.append({anna: b"some", bo: b"other"}) == 0
-    assert engine.fetch({anna: Place()})[anna][1] == b"some"
+    assert engine.fetch({anna: ReadPosition()})[anna][1] == b"some"
     assert GroupTexts(login("trainer"), MODEL).erase("anna") == 1
     engine.drop([bo])
     assert engine.append({bo: b"x" * 100}) == 1
     with pytest.raises(StreamError, match=r"(?i)no permissions"):
-        GroupTexts(login("gateway"), MODEL).fetch({anna: Place()})
+        GroupTexts(login("gateway"), MODEL).fetch({anna: ReadPosition()})
 
 
 @EACH_USER

@@ -25,7 +25,7 @@ class Host:
     gate: threading.Event = field(default_factory=threading.Event)
     reached: threading.Event = field(default_factory=threading.Event)
 
-    def move_target(self, version: int, folder: Path | None) -> TargetReport:
+    def update_target(self, version: int, folder: Path | None) -> TargetReport:
         self.reached.set()
         assert self.gate.wait(20)
         if self.failure is not None:

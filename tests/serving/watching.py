@@ -85,7 +85,7 @@ def take_in(watch: LiveWatch, source: Iterator[WatchedRound], count: int) -> Non
     watch.update()
 
 
-def try_out(
+def run_trial(
     watch: LiveWatch, version: int, source: Iterator[WatchedRound], *, look_every: int = 50, most_rounds: int = 20_000
 ) -> Verdict:
     """Serve a version until its trial ends; `look_every` rounds are a poll."""

@@ -24,7 +24,7 @@ from serving.rollout.order import ContextAware
 from serving.rollout.samples import GroupRequest, GroupWork, SampleResult, SampleState
 from serving.rollout.scheduler import Policy
 from serving.sglang.outside.client import SglangClient
-from serving.sglang.outside.rollouts import ServerPool, Wiring
+from serving.sglang.outside.rollouts import PoolSettings, ServerPool
 from serving.target import read_layout
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import EngineError, TargetError
@@ -112,7 +112,7 @@ def test_a_step_of_training_comes_into_service_between_two_tokens(
 
     async def scene() -> None:
         driver = Driver([], Policy(order=ContextAware(), chunk_tokens=64), on_ended=results.append)
-        wiring = Wiring(
+        wiring = PoolSettings(
             tokenizer=LocalTokenizer(model_dir),
             target="",
             share=1.0,
@@ -124,7 +124,7 @@ def test_a_step_of_training_comes_into_service_between_two_tokens(
             await until(driver, lambda: driver.has_engine)
             driver.submit([group(plugged, "sea", None), group(plugged, "moon", 0)])
             await until(driver, lambda: driver.num_tokens >= 64)
-            moved = await asyncio.to_thread(client.move_target, 1, step)
+            moved = await asyncio.to_thread(client.update_target, 1, step)
             assert (moved.version, moved.previous) == (1, 0)
             assert moved.stall_ms > 0
             driver.set_target_version(1)
@@ -160,10 +160,10 @@ def test_weights_that_do_not_fit_leave_the_server_as_it_was(
     [file] = half.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(TargetError, match="half"):
-        client.move_target(2, half)
+        client.update_target(2, half)
     client.target_layout = None
     with pytest.raises(EngineError, match="version 2 is not on"):
-        client.move_target(2, tmp_path / "nowhere")
+        client.update_target(2, tmp_path / "nowhere")
     after = plugged.server.generate(plugged.ids(QUESTION), max_new_tokens=24)
     assert (after["output_ids"], after["meta_info"]["weight_version"]) == (served, "1")
 

@@ -109,7 +109,7 @@ def _watch_steps(reach: Callable[[str], None]) -> None:
     watch(DraftPointer, "unpin", lambda _: "unpin")
     watch(LocalEngine, "install_draft", lambda _, version: f"install {version}")
     watch(TraceStream, "ack", lambda *_: "ack")
-    watch(Training, "start_over", lambda _, version: f"start over from {version}")
+    watch(Training, "restart_from", lambda _, version: f"start over from {version}")
 
 
 def _renamed(source: Path, target: Path) -> str | None:

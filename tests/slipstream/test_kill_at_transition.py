@@ -404,7 +404,7 @@ def follow(place: Place) -> int:
     watch, states = LiveWatch(engine.draft_version), place.store.lifecycle
     follower = DraftFollower(engine, place.pointer, engine_id="engine-0", watch=watch, lifecycle=states)
     for _ in range(2):
-        follower.follow()
+        follower.poll()
         assert place.state(engine.draft_version) not in BARRED
     return engine.draft_version
 

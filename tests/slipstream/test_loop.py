@@ -14,7 +14,7 @@ from slipstream.demo.servers import Scrape
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.redis.client import connect
 from speculator.redis.embedded import EmbeddedRedis
-from speculator.redis.trace_deletion import Erasures
+from speculator.redis.trace_deletion import ErasureOrders
 from speculator.redis.trace_stream import TraceStream
 from speculator.versions.store import DraftStore
 from tests.fixtures.telemetry import LIVE, last_time_up, query, questions, recorded, without_data
@@ -99,7 +99,7 @@ def test_the_loop_reaches_a_swap_and_goes_on_after_the_trainer_is_killed(
             assert json.loads(said[1])["target_version"] == 5
             assert httpx.get(f"{url}/v1/rollouts/r").status_code == 200
             with connect(redis.url) as connection:
-                Erasures(connection, model_key(toy_model, target_fingerprint(toy_model))).order("default")
+                ErasureOrders(connection, model_key(toy_model, target_fingerprint(toy_model))).order("default")
             wait_until(lambda: httpx.get(f"{url}/v1/rollouts/r").status_code == 410)
 
 

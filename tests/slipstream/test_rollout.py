@@ -228,15 +228,15 @@ def test_observations_that_cannot_be(url: str) -> None:
         groups = [Group(id="plain", prompt="a", max_tokens=3)]
         list(rollouts.start(groups, rollout_id="r"))
 
-        def say(**one: Any) -> httpx.Response:
+        def print_status(**one: Any) -> httpx.Response:
             observation = {"group_id": "plain", "sample": 0, "turn": 0, **one}
             return http.post("/v1/rollouts/r/observations", json={"observations": [observation]})
 
-        assert say(text="a").status_code == 409
-        assert say(text="a", sample=3).status_code == 404
-        assert say(text="a", group_id="no").status_code == 404
+        assert print_status(text="a").status_code == 409
+        assert print_status(text="a", sample=3).status_code == 404
+        assert print_status(text="a", group_id="no").status_code == 404
         for wrong in ({}, {"text": "a", "done": True}, {"text": 3}, {"text": "a", "turn": -1}, {"text": "a", "x": 1}):
-            assert say(**wrong).status_code == 400, wrong
+            assert print_status(**wrong).status_code == 400, wrong
         with pytest.raises(ConfigError, match="environment"):
             list(rollouts.start([Group(prompt="a", max_tokens=9, turn_tokens=3)]))
         with pytest.raises(ConfigError, match="waits for an environment"):

@@ -15,7 +15,7 @@ from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from slipstream.client import AsyncRollouts, Group, Rollouts, Sample, SampleKey
 from slipstream.rollout import Conversations, Step
-from slipstream.selection import Replay, RewardedGroup, Selection
+from slipstream.selection import GroupReplayBuffer, RewardedGroup, Selection
 from speculator.errors import ConfigError
 from tests.fixtures.doubles import DoubleEngine
 from tests.hostile.api import running
@@ -135,7 +135,7 @@ def test_every_group_is_counted_once_in_whatever_order_samples_end(
 
 
 def test_what_is_too_old_is_not_learnt_from_again() -> None:
-    replay = Replay(capacity=3, max_staleness=1)
+    replay = GroupReplayBuffer(capacity=3, max_staleness=1)
     for version in range(4):
         one = RewardedGroup(group_id=str(version), samples=(sample("g", 0, version=version),), rewards=(1.0,))
         replay.add(one)

@@ -68,7 +68,7 @@ class Seen:
 @pytest.fixture
 def seen() -> Iterator[Seen]:
     seen = Seen()
-    tracing.give_spans_to(SimpleSpanProcessor(seen.exporter), service="test")
+    tracing.start_spans(SimpleSpanProcessor(seen.exporter), service="test")
     yield seen
     tracing.close_spans()
 
@@ -154,7 +154,7 @@ def test_sglang_is_told_which_span_its_own_belong_to(seen: Seen) -> None:
 
 def _custom_params(headers: dict[str, str]) -> dict[str, object]:
     """As the gateway sends them to SGLang, for a request that came with these headers."""
-    parent = tracing.received((name.encode(), value.encode()) for name, value in headers.items())
+    parent = tracing.parent_of((name.encode(), value.encode()) for name, value in headers.items())
     with tracing.span("request", parent):
         return {"slipstream": tracing.outgoing_headers()}
 
@@ -188,7 +188,7 @@ def test_a_swap_with_what_it_consists_of(seen: Seen, toy_model: Path) -> None:
         pointer = FakePointer()
         pointer.version = 2
         follower = DraftFollower(harness.engine, pointer, engine_id="e")
-        follower.follow()
+        follower.poll()
         [(_, report)] = follower.log.installed
     swap = seen.one("swap")
     assert swap.parent is None

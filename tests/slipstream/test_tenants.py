@@ -27,7 +27,7 @@ from speculator.recording import RecordingHeader, RecordingReader, RecordingWrit
 from speculator.redis.client import RedisKeys, connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
-from speculator.redis.trace_deletion import Erasures
+from speculator.redis.trace_deletion import ErasureOrders
 from speculator.redis.trace_stream import GroupRewards, RewardStream, TraceStream
 from speculator.trace import Trace, encode_trace, read_header
 from speculator.versions.lineage import counts_of
@@ -37,7 +37,7 @@ from tests.fixtures.waiting import wait_until
 from tests.trainer.answers import answer_traces
 from tests.trainer.examples import config_for, promote
 from trainer.loop import Trainer, train_until
-from trainer.replay.trace_source import shelf_folder
+from trainer.replay.trace_source import trace_folder
 
 ANNA, BO = "anna", "bo"
 
@@ -207,7 +207,7 @@ def test_nothing_is_left_of_an_erased_tenant(
 def _engine(deployment: Deployment) -> Iterator[None]:
     """What an engine process does with its reports."""
     pointer = DraftPointer(deployment.client, deployment.key)
-    watch, stop = ErasureWatch(Erasures(deployment.client, deployment.key).orders, []), threading.Event()
+    watch, stop = ErasureWatch(ErasureOrders(deployment.client, deployment.key).orders, []), threading.Event()
 
     def report() -> None:
         while not stop.wait(0.05):
@@ -231,12 +231,12 @@ def test_without_a_trainer_its_files_go_and_a_later_one_learns_nothing_of_theirs
     trainer.checkpoint()
     trainer.close()
     theirs = encode_trace(of(traces, ANNA)[0])
-    (shelf_folder(deployment.folder / "state") / "x.123.tmp").write_bytes(theirs)  # it was killed before, too
+    (trace_folder(deployment.folder / "state") / "x.123.tmp").write_bytes(theirs)  # it was killed before, too
     code, done = deployment.erase(ANNA, "--yes")
     assert (code, done["trainers"], done["trainer_files"]) == (0, {}, 5)
     assert not any(map(deployment.has, of(traces[:8], ANNA)))
     # A backup of the folder, and a producer that was cut off for a while, bring some back.
-    shelf = shelf_folder(deployment.folder / "state")
+    shelf = trace_folder(deployment.folder / "state")
     (shelf / "restored.trace").write_bytes(theirs)
     deployment.stream.append(theirs, trace_id=of(traces, ANNA)[0].header.trace_id)
     deployment.stream.append(encode_trace(of(traces, ANNA)[5]), trace_id="late")
@@ -251,7 +251,7 @@ def test_without_a_trainer_its_files_go_and_a_later_one_learns_nothing_of_theirs
 
 
 def test_what_a_trainer_is_writing_is_not_taken_from_it(tmp_path: Path, traces: list[Trace]) -> None:
-    folder = shelf_folder(tmp_path)
+    folder = trace_folder(tmp_path)
     folder.mkdir()
     being_written, left_by_a_kill = folder / "1.7.tmp", folder / "2.6.tmp"
     for path in (being_written, left_by_a_kill):
@@ -269,7 +269,7 @@ def test_what_a_trainer_is_writing_is_not_taken_from_it(tmp_path: Path, traces: 
 
 def test_what_is_not_done_is_said(deployment: Deployment, traces: list[Trace], tmp_path: Path) -> None:
     deployment.trainer().close()
-    Erasures(deployment.client, deployment.key)
+    ErasureOrders(deployment.client, deployment.key)
     (tmp_path / "state" / "replay").mkdir(parents=True, exist_ok=True)
     DraftPointer(deployment.client, deployment.key).report_engine("gone", {"version": 1})
     code, done = deployment.erase(ANNA, "--yes", "--timeout-s", 0.1)

@@ -41,7 +41,7 @@ from trainer.loop import Trainer
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks, join_ranks
 from trainer.release.live_review import Review
-from trainer.replay.memory import Stored
+from trainer.replay.reservoirs import Stored
 from trainer.statistics import Acceptance
 from trainer.throttle import Throttle
 
@@ -78,12 +78,12 @@ def words(ranks: Ranks) -> dict[str, Any]:
         "sum": ranks.sum([own + 1, 0.5]),
         "any": [ranks.any(own == 1), ranks.any(False)],
         "max": ranks.max(7 * own),
-        "agree": [ranks.agree(1, 2.0), ranks.agree(own)],
+        "agree": [ranks.all_equal(1, 2.0), ranks.all_equal(own)],
         "gather": [part.decode() for part in ranks.gather(b"x" * 1000 if own else b"")],
-        "lead": ranks.lead(lambda: 40 + own),
+        "lead": ranks.run_on_leader(lambda: 40 + own),
     }
     try:
-        ranks.lead(refuse)
+        ranks.run_on_leader(refuse)
     except (ConfigError, StoreError) as error:
         seen["refused"] = type(error).__name__
     return seen
@@ -132,10 +132,10 @@ def trainers(config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
     trainer.publish()
     published = trainer.training.version
     weights = sums(trainer)
-    if ranks.leads:
+    if ranks.is_leader:
         for state in (VersionState.LIVE, VersionState.ROLLED_BACK):
             DraftStore(config.store_dir).lifecycle.move(published, state, actor="engine:0")
-    trainer.heed_rollbacks()
+    trainer.restart_after_rollback()
     trainer.close()
     return {
         "waiting": waiting,
@@ -200,7 +200,7 @@ def reviewed(folder: Path, ranks: Ranks) -> dict[str, Any]:
     states, pointer, changes = Lifecycle(folder / "reviewed"), Pointer(), {1: 0.0, 2: -0.1}
     way = (VersionState.WRITTEN, VersionState.VALIDATED, VersionState.SCORED, VersionState.LIVE)
     for version, state in [*((1, one) for one in (*way, VersionState.PROMOTED)), *((2, one) for one in way)]:
-        ranks.lead(partial(states.move, version, state, actor="engine:0"))
+        ranks.run_on_leader(partial(states.move, version, state, actor="engine:0"))
     turns, decoded, versions = itertools.count(), [], []
 
     def score(version: int, stored: Stored, _: TrainerConfig) -> Acceptance:
@@ -220,7 +220,7 @@ def reviewed(folder: Path, ranks: Ranks) -> dict[str, Any]:
     for turn in range(30):
         review.take_turn()
         versions.append(review.version)
-        if ranks.leads or turn % 2:
+        if ranks.is_leader or turn % 2:
             review.arrived([stored_of(f"{ranks.rank}-{turn}")])
     return {"versions": versions, "decoded": len(decoded), "state": str(states.state(2)), "desired": pointer.version}
 
@@ -228,12 +228,12 @@ def reviewed(folder: Path, ranks: Ranks) -> dict[str, Any]:
 def rested(ranks: Ranks) -> float:
     """Seconds of a rest. Only rank 0 sees a busy engine, and only rank 1 is told to stop."""
     stop = threading.Event()
-    if not ranks.leads:
+    if not ranks.is_leader:
         stop.set()
-    reports = {"engine": {"machine": machine_id(), "busy": "1.0"}} if ranks.leads else {}
+    reports = {"engine": {"machine": machine_id(), "busy": "1.0"}} if ranks.is_leader else {}
     throttle = Throttle(lambda: reports, ranks, TrainerMetrics(CollectorRegistry()), busy_share=0.5)
     start_s = time.monotonic()
-    throttle.rest(0.3 if ranks.leads else 60.0, stop)
+    throttle.rest(0.3 if ranks.is_leader else 60.0, stop)
     return time.monotonic() - start_s
 
 

@@ -13,7 +13,7 @@ from tests.fixtures.drafts import CONFIG, make_draft
 from tests.fixtures.traces import make_trace
 from trainer.learning.batch import Example, make_example
 from trainer.learning.labels import draft_ids_by_target_id
-from trainer.replay.memory import Provenance, Stored
+from trainer.replay.reservoirs import Provenance, Stored
 
 
 @functools.cache

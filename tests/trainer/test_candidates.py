@@ -167,7 +167,7 @@ def test_a_trace_that_left_the_pool_and_waits_is_not_lost_by_a_restart(
     first = start(**apart)
     send(stream, [renamed(trace, f"fresh-{number}") for number, trace in enumerate(fresh)])
     first.read(block_ms=0)
-    released = set(first.replay.waiting_trace_ids) - set(first.source.trace_ids_in_hand)
+    released = set(first.replay.waiting_trace_ids) - set(first.source.unused_trace_ids)
     assert released
     first.checkpoint()
     first.ack()
@@ -239,7 +239,7 @@ def test_a_rollback_takes_the_trainer_back_to_the_last_good_weights(
 
     def publish() -> None:
         trainer.step()
-        trainer.heed_rollbacks()
+        trainer.restart_after_rollback()
         assert trainer.candidates.due
         trainer.publish()
 
@@ -249,7 +249,7 @@ def test_a_rollback_takes_the_trainer_back_to_the_last_good_weights(
     trainer.checkpoint()
     roll_back(store, 2)
     now_s[0] += 10
-    trainer.heed_rollbacks()
+    trainer.restart_after_rollback()
     assert is_original(trainer)
     assert (trainer.learner.num_steps, len(members(trainer))) == (0, 1)
     assert not trainer.candidates.due, "it has learnt nothing since"
@@ -267,14 +267,14 @@ def test_a_rollback_takes_the_trainer_back_to_the_last_good_weights(
     trainer = begin()  # it was away while that happened
     assert is_original(trainer)
     trainer.step()
-    trainer.heed_rollbacks()
+    trainer.restart_after_rollback()
     assert not trainer.candidates.due, "two in a row"
     assert metric(trainer, "publishing_paused") == 1.0
     now_s[0] += config.publish_pause_s + 1
     publish()
     assert store.latest() == 4
     trainer.step()
-    trainer.heed_rollbacks()
+    trainer.restart_after_rollback()
     assert not trainer.candidates.due, "version 4 is on trial"
     store.lifecycle.move(4, VersionState.LIVE, actor="engine:0")
     store.lifecycle.move(4, VersionState.PROMOTED, actor="engine:0")

@@ -248,8 +248,8 @@ def test_what_the_ranks_know_is_joined_and_shared_out_to_any_number_of_them() ->
 
 def test_alone_nothing_is_exchanged() -> None:
     ranks, gradient = Ranks(), torch.ones(3)
-    assert ranks.add_up([gradient])[0] is gradient
-    assert (ranks.sum([2, 3]), ranks.max(4), ranks.any(False), ranks.agree(1)) == ([2, 3], 4, False, True)
+    assert ranks.sum_tensors([gradient])[0] is gradient
+    assert (ranks.sum([2, 3]), ranks.max(4), ranks.any(False), ranks.all_equal(1)) == ([2, 3], 4, False, True)
     assert ranks.gather(b"all") == [b"all"]
 
 

@@ -175,7 +175,7 @@ def test_the_memory_and_what_is_known_of_it_survive_a_restart(
     while first.has_work:
         first.step()
     for number in range(300):
-        first.intake.watch("a", 20 + number % 5, 60)
+        first.intake.observe_acceptance("a", 20 + number % 5, 60)
     first.checkpoint()
     first.ack()
     first.close()
@@ -251,7 +251,7 @@ def test_flat_learning_ends_the_passes_and_an_alarm_brings_them_back(
     assert waiting(trainer) == 0
     assert not trainer.has_work
     for accepted in [30] * 400 + [15] * 128:
-        trainer.intake.watch("math", accepted, 60)
+        trainer.intake.observe_acceptance("math", accepted, 60)
     trainer.read(block_ms=0)
     assert trainer.has_work
     assert metric(trainer, "pressure_ratio") == 1.0

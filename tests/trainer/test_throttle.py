@@ -22,7 +22,7 @@ from tests.fixtures.waiting import wait_until
 from tests.trainer.examples import config_for
 from trainer.loop import Trainer, train_until
 from trainer.metrics import TrainerMetrics
-from trainer.process import give_way_in_the_kernel
+from trainer.process import use_idle_scheduler
 from trainer.ranks import Ranks
 from trainer.throttle import ASLEEP_S, LONGEST_CARD_REST_S, LONGEST_REST_S, POLL_S, RESTING_SHARE, Throttle
 
@@ -39,7 +39,7 @@ class Engines:
         self,
         *looks: Reports,
         busy_share: float = 1.0,
-        card: str = "",
+        gpu: str = "",
         stop: bool = False,
         may_gain: bool = True,
     ) -> None:
@@ -53,9 +53,9 @@ class Engines:
             TrainerMetrics(self.registry),
             busy_share=busy_share,
             card_share=CARD_SHARE,
-            card=card,
+            gpu=gpu,
             may_gain=lambda: may_gain,
-            tell_resting=self.told.append,
+            set_trainer_resting=self.told.append,
             clock=lambda: self.now_s,
         )
 
@@ -131,13 +131,13 @@ def test_the_trainer_goes_on_where_an_engine_asks_or_it_may_gain(reports: Report
     assert engines.told == []
 
 
-def on_card(share: str, card: str = "GPU-1") -> Reports:
-    return {"engine": {"version": "1", "machine": "another container's", "busy": share, "card": card}}
+def on_card(share: str, gpu: str = "GPU-1") -> Reports:
+    return {"engine": {"version": "1", "machine": "another container's", "busy": share, "card": gpu}}
 
 
 def test_on_the_engines_own_gpu_few_tokens_wait_for_the_trainer() -> None:
     """However little the engine has to do: its requests are what waits."""
-    engines = Engines(on_card("0.05"), card="GPU-1")
+    engines = Engines(on_card("0.05"), gpu="GPU-1")
     assert engines.rest_after(0.15) == pytest.approx(0.15 * (1 / CARD_SHARE - 1), abs=0.02)
     assert engines.metric("time_share_ratio") == CARD_SHARE
     assert engines.rest_after(2.0) == pytest.approx(2.0 * (1 / CARD_SHARE - 1), abs=0.02), "a gate's decision, too"
@@ -145,14 +145,14 @@ def test_on_the_engines_own_gpu_few_tokens_wait_for_the_trainer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reports", "card"), [(on_card("0.0"), "GPU-1"), (on_card("1.0"), "GPU-2"), (on_card("1.0", ""), "")]
+    ("reports", "gpu"), [(on_card("0.0"), "GPU-1"), (on_card("1.0"), "GPU-2"), (on_card("1.0", ""), "")]
 )
-def test_on_a_gpu_where_nothing_runs_or_of_its_own_the_trainer_does_not_rest(reports: Reports, card: str) -> None:
-    assert Engines(reports, card=card).rest_after(1.0) == 0
+def test_on_a_gpu_where_nothing_runs_or_of_its_own_the_trainer_does_not_rest(reports: Reports, gpu: str) -> None:
+    assert Engines(reports, gpu=gpu).rest_after(1.0) == 0
 
 
 def test_a_rest_on_the_engines_gpu_ends_with_its_last_request() -> None:
-    engines = Engines(on_card("0.5"), on_card("0.5"), on_card("0.0"), card="GPU-1")
+    engines = Engines(on_card("0.5"), on_card("0.5"), on_card("0.0"), gpu="GPU-1")
     assert engines.rest_after(1.0) == pytest.approx(2.0), "of 99 seconds"
 
 
@@ -238,7 +238,7 @@ def test_a_single_process_at_the_lowest_niceness_gets_the_lowest_class(
     found: list[int] = []
 
     def give_way() -> None:
-        give_way_in_the_kernel(nice, num_ranks)
+        use_idle_scheduler(nice, num_ranks)
         found.append(os.sched_getscheduler(0))
 
     # A thread of its own, as it is for good.
@@ -254,12 +254,12 @@ def test_a_system_without_that_class_is_no_reason_to_end(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(os, "sched_setscheduler", refuse, raising=False)
     with capture_logs() as told:
-        give_way_in_the_kernel(19, 1)
+        use_idle_scheduler(19, 1)
     assert [(line["log_level"], line["error"]) for line in told] == [("warning", "not here")]
 
 
 GIVE_WAY = (
-    "import sys, pathlib, trainer.process as p; p.give_way_as_a_session(int(sys.argv[1]), pathlib.Path(sys.argv[2]))"
+    "import sys, pathlib, trainer.process as p; p.set_session_niceness(int(sys.argv[1]), pathlib.Path(sys.argv[2]))"
 )
 
 

@@ -73,7 +73,7 @@ from torch import Tensor
 from speculator.draft.sampling_params import SamplingParams
 from speculator.draft.verification import served_logits
 from speculator.errors import TraceError
-from speculator.trace import NO_DRAFT, BranchRows, Trace, judge
+from speculator.trace import NO_DRAFT, BranchRows, Trace, judge_proposals
 
 GREEDY_LABEL_TEMPERATURE = 1.0
 """Temperature of the labels of greedy requests."""
@@ -240,7 +240,7 @@ def make_verdicts(trace: Trace, draft_ids_V: Tensor, *, first_base: int) -> Verd
     """
     rounds, tokens_T = trace.rounds, trace.token_ids
     start_R = rounds.position.astype(np.int64) - trace.header.first_position
-    depth_RP, judged_RP, accepted_RP = judge(trace)
+    depth_RP, judged_RP, accepted_RP = judge_proposals(trace)
     committed_RP = tokens_T[np.minimum(start_R[:, None] + 1 + depth_RP, len(tokens_T) - 1)]
     tokens_RP = rounds.draft_tokens
     is_drafts_R = (rounds.draft_version != NO_DRAFT) & (start_R - 1 >= first_base)
@@ -278,7 +278,7 @@ def make_branches(trace: Trace, rows: BranchRows, draft_ids_V: Tensor, *, first_
     They have no label where the span's distribution at their base is constrained. Raises TraceError for a token id
     outside the target's vocabulary, and for a row whose probabilities are not finite.
     """
-    rounds, (depth_RP, _, _) = trace.rounds, judge(trace)
+    rounds, (depth_RP, _, _) = trace.rounds, judge_proposals(trace)
     start_R = rounds.position.astype(np.int64) - trace.header.first_position
     bases, aux, paths = list[int](), list[Tensor](), torch.eye(len(rows), dtype=torch.bool)
     known: dict[tuple[int, int], int] = {}

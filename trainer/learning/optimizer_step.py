@@ -141,7 +141,7 @@ class Learner:
         if found.num_labels:
             own_loss.backward()  # type: ignore[no-untyped-call]
         own_gradients = self._own_gradients()
-        *gradients, squares_w = self._ranks.add_up([*own_gradients, self._feature_squares(batch)])
+        *gradients, squares_w = self._ranks.sum_tensors([*own_gradients, self._feature_squares(batch)])
         norm = nn.utils.get_total_norm(gradients)
         # A NaN anywhere in the loss or its gradient reaches the norm on every rank. Still the ranks agree explicitly:
         # if one skipped the step alone, their weights would differ.
@@ -157,7 +157,7 @@ class Learner:
             **asdict(total), loss=loss, applied=applied, is_culprit=is_culprit, first_steps=found.first_steps
         )
 
-    def target_moved(self) -> None:
+    def after_target_update(self) -> None:
         """Shorten the average's memory after the target has moved; it grows again with the steps."""
         self.history = min(self.history, 9 * (MOVED_AVERAGED_STEPS - 1))
 

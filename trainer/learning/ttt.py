@@ -269,7 +269,7 @@ def branch_logits(draft: Eagle3Draft, pairs: BranchPairs, attention: ChainAttent
         _filled(pairs.token_ids)[None],
         _fuse(draft, _filled(pairs.aux))[None],
         _filled(pairs.positions)[None],
-        attention.beside(pairs.mask),
+        attention.for_rows(pairs.mask),
     )
     logits_PD: Tensor = draft.logits(feature_1Pd[0])
     return logits_PD[: len(pairs)]
@@ -337,7 +337,7 @@ class ChainAttention:
         self._mask_PM = self._mask_PM[rows_P]
         self._chain = [(key[:, :, rows_P], value[:, :, rows_P]) for key, value in self._chain]
 
-    def beside(self, mask_BM: Tensor) -> ChainAttention:
+    def for_rows(self, mask_BM: Tensor) -> ChainAttention:
         """For other rows, which attend to the same keys and their own by this mask; call after the first step."""
         assert self._shared is not None
         num_keys = self._shared[0].shape[2] - self._num_missing
@@ -346,7 +346,7 @@ class ChainAttention:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self._shared is None:
-            self._shared = (self._behind(self._context[0], key), self._behind(self._context[1], value))
+            self._shared = (self._padded(self._context[0], key), self._padded(self._context[1], value))
         else:
             self._chain.append((key, value))
         keys_GMh, values_GMh = self._shared[0][0], self._shared[1][0]
@@ -363,6 +363,6 @@ class ChainAttention:
             out = out + weights[..., M + index, None] * value[0][:, None]
         return out.flatten(0, 1)[None]
 
-    def _behind(self, context: Tensor, bases: Tensor) -> Tensor:
+    def _padded(self, context: Tensor, bases: Tensor) -> Tensor:
         """[1, G, M, h] context, bases and padding."""
         return F.pad(torch.cat([context, bases[:, :, : self._num_bases]], 2), (0, 0, 0, self._num_missing))

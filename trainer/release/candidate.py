@@ -76,13 +76,13 @@ class Candidates:
         """The version in training is stored, but the pointer could not be set: Redis was away."""
         self._start_from(training.version)
 
-    def heed_rollbacks(self) -> bool:
+    def restart_after_rollback(self) -> bool:
         """Restart training where its version was rolled back or barred; True where it did."""
         training = self._training
-        good = self._ranks.lead(lambda: self._rollbacks.poll(training.version))
+        good = self._ranks.run_on_leader(lambda: self._rollbacks.poll(training.version))
         if not good:
             return False
-        training.start_over(good)
+        training.restart_from(good)
         self._is_unannounced = False
         self._start_from(good)
         return True
@@ -100,7 +100,7 @@ class Candidates:
             and learnt_tokens - self._begun_tokens >= config.publish_min_tokens
             and learnt_tokens != self._judged_tokens
         )
-        return self._ranks.any(self._ranks.leads and is_due)
+        return self._ranks.any(self._ranks.is_leader and is_due)
 
     def publish(self) -> bool:
         """Judge the averaged draft on traces that no draft has learnt from, and store it where the gate promotes it.
@@ -115,9 +115,9 @@ class Candidates:
         training.curve.mark()
         averaged = training.learner.averaged
         try:
-            incumbent = self._ranks.lead(self._incumbent)
+            incumbent = self._ranks.run_on_leader(self._incumbent)
             newest = self._intake.target_version
-            has_moved = bool(self._ranks.lead(lambda: self._store.manifest(incumbent).target_version < newest))
+            has_moved = bool(self._ranks.run_on_leader(lambda: self._store.manifest(incumbent).target_version < newest))
             with span("gate", incumbent=incumbent) as judging:
                 decision = self._gate.judge(averaged, incumbent=incumbent, has_moved=has_moved)
                 if decision is not None:
@@ -130,7 +130,7 @@ class Candidates:
             assert decision is not None, "rank 0 has decided"
             return self._carry_out(decision, averaged, info)
 
-        version = self._ranks.lead(carry_out)
+        version = self._ranks.run_on_leader(carry_out)
         if self._ranks.any(decision is not None and self._is_patience_over(decision)):
             self._renew_golden()
         if version:
@@ -141,7 +141,7 @@ class Candidates:
     def announce(self) -> None:
         """Point the engines to the stored version."""
         version = self._training.version
-        self._is_unannounced = not self._ranks.lead(lambda: self._announce(version))
+        self._is_unannounced = not self._ranks.run_on_leader(lambda: self._announce(version))
         if not self._is_unannounced:
             self._start_from(version)
 
@@ -243,7 +243,7 @@ class Candidates:
     def _renew_golden(self) -> None:
         since_s, self.vetoed_since_s = self.vetoed_since_s, None
         num_traces = int(self._ranks.sum([self._intake.renew_golden()])[0])
-        if since_s is None or not self._ranks.leads:
+        if since_s is None or not self._ranks.is_leader:
             return
         numbers = {"num_traces": num_traces, "vetoed_s": round(self._clock() - since_s)}
         log.warning("the golden set is replaced by new traces: it vetoed every candidate for too long", **numbers)

@@ -66,7 +66,7 @@ from trainer.learning.optimizer_step import all_finite
 from trainer.learning.ttt import unroll
 from trainer.ranks import Ranks
 from trainer.replay.eval_sets import GoldenSet, HeldOut
-from trainer.replay.memory import Stored
+from trainer.replay.reservoirs import Stored
 from trainer.statistics import MIN_TRACES, Acceptance, Comparison, PairedScores, PromptScores, by_prompt, compare
 
 _MAX_RATIO = 1e30
@@ -167,7 +167,7 @@ def rejection_acceptance(logits_SD: Tensor, labels: Labels, tokens_S: Tensor) ->
     return torch.where(given.is_possible, accept_S, 0.0)
 
 
-class _Given(NamedTuple):
+class _RowDistributions(NamedTuple):
     """Served p and drafted q of S rows."""
 
     kept_p: Tensor
@@ -184,7 +184,7 @@ class _Given(NamedTuple):
     """[S] bool: the draft can propose the emitted token."""
 
 
-def _given_emitted(logits_SD: Tensor, labels: Labels, tokens_S: Tensor) -> _Given:
+def _given_emitted(logits_SD: Tensor, labels: Labels, tokens_S: Tensor) -> _RowDistributions:
     log_q_SK = logits_SD.gather(1, labels.draft_ids) - logits_SD.logsumexp(-1, keepdim=True)
     known_SK = labels.probs > 0
     kept_S = 1 - labels.tail
@@ -195,7 +195,7 @@ def _given_emitted(logits_SD: Tensor, labels: Labels, tokens_S: Tensor) -> _Give
     p_S = torch.where(is_kept_S, (p_SK * emitted_SK).sum(-1), labels.tail)
     q_S = torch.where(is_kept_S, (q_SK * emitted_SK).sum(-1), q_below_S)
     possible_S = is_kept_S | ((tokens_S >= 0) & (labels.tail > 0))
-    return _Given(p_SK, q_SK, p_S, q_S, kept_S - p_SK.sum(-1), q_below_S, possible_S)
+    return _RowDistributions(p_SK, q_SK, p_S, q_S, kept_S - p_SK.sum(-1), q_below_S, possible_S)
 
 
 _DRAWN = {"coupled": coupled_acceptance, "rejection": rejection_acceptance, "block": rejection_acceptance}
@@ -405,7 +405,7 @@ class Gate:
             raise StoreError(f"the incumbent, draft version {self._incumbent}, cannot be loaded to compare with it")
         parts = self._ranks.gather(msgspec.json.encode(scores))
         every = [one for part in parts for one in msgspec.json.decode(part, type=list[PromptScores])]
-        return compare(by_prompt(every)) if self._ranks.leads else None
+        return compare(by_prompt(every)) if self._ranks.is_leader else None
 
     def _add_scores(
         self, get_draft: Callable[[], Eagle3Draft], traces: Sequence[Stored], known: dict[str, Acceptance]

@@ -51,7 +51,7 @@ from trainer.config import TrainerConfig
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks
 from trainer.release.gate import Score, score
-from trainer.replay.memory import Provenance, Stored
+from trainer.replay.reservoirs import Provenance, Stored
 from trainer.statistics import Comparison, PairedScores, PromptScores, anytime_quantile, by_prompt, compare
 
 _IN_SERVICE = frozenset({VersionState.LIVE, VersionState.PROMOTED})
@@ -184,7 +184,7 @@ class Review:
         if not self._ranks.max(len(traces)):
             return
         parts = self._ranks.gather(msgspec.json.encode(self._decode(traces)))
-        if self._ranks.leads and self._verdict is None:
+        if self._ranks.is_leader and self._verdict is None:
             self._answers += [answer for part in parts for answer in msgspec.json.decode(part, type=list[PromptScores])]
             if self._is_gone:
                 self._verdict = ReviewOutcome.WITHDRAWN, self._compare()
@@ -193,10 +193,10 @@ class Review:
                 self._judge()
 
     def _agree(self) -> ReviewedVersion:
-        if self._ranks.leads and self._clock() - self._polled_s >= POLL_INTERVAL_S:
+        if self._ranks.is_leader and self._clock() - self._polled_s >= POLL_INTERVAL_S:
             self._polled_s = self._clock()
             self._poll()
-        return ReviewedVersion(*map(int, self._ranks.sum(self._word if self._ranks.leads else _NOBODY)))
+        return ReviewedVersion(*map(int, self._ranks.sum(self._word if self._ranks.is_leader else _NOBODY)))
 
     def _poll(self) -> None:
         if self._verdict is not None:
@@ -357,7 +357,7 @@ class RollbackWatch:
             return None
         self._looked = (version, now_s)
         try:
-            self._heed_rollbacks(version, now_s)
+            self._pause_after_rollbacks(version, now_s)
             if self._lifecycle.state(version) not in BARRED:
                 return None
             return self._lifecycle.last_good() or self._lifecycle.newest_servable()
@@ -365,7 +365,7 @@ class RollbackWatch:
             log.warning("the states of the drafts cannot be read", error=str(error))
             return None
 
-    def _heed_rollbacks(self, version: int, now_s: float) -> None:
+    def _pause_after_rollbacks(self, version: int, now_s: float) -> None:
         rollbacks = self._lifecycle.rollbacks_in_a_row()
         until_s = 0.0
         if len(rollbacks) >= 2:

@@ -24,15 +24,15 @@ import structlog
 
 from speculator.errors import StreamError
 from speculator.host import now_ms
-from speculator.redis.trace_deletion import Erasures, Remover, TrainerReport, covers
+from speculator.redis.trace_deletion import ErasureOrders, TraceRemover, TrainerReport, covers
 from trainer.checkpoint import Progress
 from trainer.config import TrainerConfig
 from trainer.drift import ALL, DomainNames, DriftMonitor
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks
-from trainer.replay.buffer import Admission, Replay
+from trainer.replay.buffer import Admission, ReplayBuffer
 from trainer.replay.eval_sets import GoldenSet, HeldOut
-from trainer.replay.memory import Provenance, Stored, priority
+from trainer.replay.reservoirs import Provenance, Stored, priority
 from trainer.replay.trace_source import TraceSource
 
 _MANY_OLDER = 32
@@ -57,7 +57,7 @@ class Intake:
     def __init__(
         self,
         source: TraceSource,
-        replay: Replay,
+        replay: ReplayBuffer,
         held_out: HeldOut,
         golden: GoldenSet,
         config: TrainerConfig,
@@ -97,7 +97,7 @@ class Intake:
         self._follow_newest(new)
         self._notice_older(new)
         arrived = [(stored, self._take(stored)) for stored in new]
-        for stored in self._source.take_found():
+        for stored in self._source.pop_found():
             self._restore(stored)
         admissions = [admission for _, admission in arrived]
         admissions += [self._offer(stored) for stored in self.held_out.release()]
@@ -157,7 +157,7 @@ class Intake:
 
     def renew_golden(self) -> int:
         """Move the golden traces to the replay, so that the next arrivals refill the set; returns how many moved."""
-        given_up = self.golden.give_up()
+        given_up = self.golden.remove_all()
         for stored in given_up:
             self._offer(stored)
         return len(given_up)
@@ -171,11 +171,11 @@ class Intake:
         return gone
 
     @property
-    def settled(self) -> tuple[int, int]:
+    def progress_counts(self) -> tuple[int, int]:
         """(`num_traces`, `new_tokens`) without waiting unacked traces: after a restart Redis delivers those again, and
         they are counted then.
         """
-        in_hand = self._source.trace_ids_in_hand
+        in_hand = self._source.unused_trace_ids
         unused = [stored for stored in self._replay.waiting if stored.trace_id in in_hand]
         return self.num_traces - len(unused), self.new_tokens - sum(stored.num_bases for stored in unused)
 
@@ -187,7 +187,7 @@ class Intake:
     @property
     def held_out_trace_ids(self) -> list[str]:
         """Not learnt from and not to be delivered again, oldest first: released and waiting ones, then the pool."""
-        in_hand = self._source.trace_ids_in_hand
+        in_hand = self._source.unused_trace_ids
         released = [trace_id for trace_id in self._replay.waiting_trace_ids if trace_id not in in_hand]
         return released + self.held_out.trace_ids
 
@@ -208,10 +208,10 @@ class Intake:
             admission = Admission.REPEATED
         elif self._replay.knows(stored) or stored.provenance.target_version < self.target_version:
             return self._offer(stored)
-        elif self.golden.wants(stored):
+        elif self.golden.accepts(stored):
             self.golden.keep(stored)
             admission = Admission.GOLDEN
-        elif self.held_out.chooses(stored):
+        elif self.held_out.holds_out(stored):
             self.held_out.keep(stored)
             admission = Admission.HELD_OUT
         else:
@@ -227,7 +227,7 @@ class Intake:
         self._metrics.admissions.labels(admission).inc()
         return admission
 
-    def met(self, stored: Stored, num_accepted: int, num_positions: int) -> None:
+    def record_prediction(self, stored: Stored, num_accepted: int, num_positions: int) -> None:
         """Record how well the draft in training predicted a new trace before it learnt from it: its likeliest proposal
         was the target's token at `num_accepted` of `num_positions`.
 
@@ -240,9 +240,9 @@ class Intake:
         level = self.drift.level(domain)
         weight = priority(num_accepted / num_positions, *level, bound=self._config.max_priority)
         self._replay.prioritise(stored, weight)
-        self.watch(domain, num_accepted, num_positions)
+        self.observe_acceptance(domain, num_accepted, num_positions)
 
-    def watch(self, domain: str, num_accepted: int, num_tokens: int) -> None:
+    def observe_acceptance(self, domain: str, num_accepted: int, num_tokens: int) -> None:
         """Feed one answer of a domain to the drift monitor; log where acceptance has fallen."""
         for name in self.drift.observe(domain, num_accepted, num_tokens):
             series = self.drift.series[name]
@@ -278,8 +278,8 @@ class RetentionPolicy:
 
     def __init__(
         self,
-        erasures: Erasures,
-        remover: Remover,
+        erasures: ErasureOrders,
+        remover: TraceRemover,
         *,
         name: str,
         ttl_s: float,
@@ -360,7 +360,7 @@ class RetentionPolicy:
 
     def close(self) -> None:
         try:
-            self._erasures.leave(self._name)
+            self._erasures.remove_report(self._name)
         except StreamError as error:
             self._failed(error)
 

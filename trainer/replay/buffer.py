@@ -3,8 +3,8 @@
     add ──▶ waiting ──(first step)──▶ memory ──(no room)──▶ forgotten
 
 A trace waits until its first step and is kept for more: a live service brings too few tokens to use them once only.
-Waiting and kept traces together are bounded in bytes. trainer/replay/memory.py says which traces are kept and how often
-each is drawn.
+Waiting and kept traces together are bounded in bytes. trainer/replay/reservoirs.py says which traces are kept and how
+often each is drawn.
 
 Each text is kept once, whoever sends it and however often. A repetition only renews the proposals of the kept trace.
 
@@ -35,9 +35,9 @@ import structlog
 from speculator.errors import StreamError
 from speculator.redis.trace_stream import MAX_GROUPS, START, GroupRewards, RewardStream
 from trainer.metrics import TrainerMetrics
-from trainer.replay.memory import (
-    Memory,
+from trainer.replay.reservoirs import (
     Provenance,
+    Reservoirs,
     Slot,
     Stored,
     TenantMix,
@@ -65,7 +65,7 @@ class Admission(StrEnum):
     NO_ROOM = "no_room"
     """Larger than the memory that the waiting traces leave."""
     OLD_TARGET = "old_target"
-    """Too many target versions behind (trainer/replay/memory.py)."""
+    """Too many target versions behind (trainer/replay/reservoirs.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class Draw:
     """One batch. `passed_over` are new traces kept without a first step, because their tenant has had its share.
 
     `proposal_weight` in [0, 1]: the mean weight of the batch's proposals in the off-policy terms, by their staleness
-    (trainer/replay/memory.py).
+    (trainer/replay/reservoirs.py).
     """
 
     batch: list[Stored]
@@ -83,7 +83,7 @@ class Draw:
     proposal_weight: float
 
 
-class Replay:
+class ReplayBuffer:
     """The waiting and the learnt traces. Owned by the training loop; not thread-safe."""
 
     def __init__(
@@ -109,7 +109,7 @@ class Replay:
         self._seed = seed
         self._reward_weight = reward_weight
         self._waiting: deque[Slot] = deque()
-        self._memory = Memory(max_bytes=max_bytes, recent_share=recent_share, max_tenant_share=max_tenant_share)
+        self._reservoirs = Reservoirs(max_bytes=max_bytes, recent_share=recent_share, max_tenant_share=max_tenant_share)
         self._by_text: dict[bytes, Slot] = {}
         self._refused: dict[bytes, None] = {}
         self._mix = TenantMix()
@@ -120,7 +120,7 @@ class Replay:
 
     @property
     def num_bytes(self) -> int:
-        return self._memory.num_bytes + self._waiting_bytes
+        return self._reservoirs.num_bytes + self._waiting_bytes
 
     @property
     def num_tokens(self) -> int:
@@ -146,7 +146,7 @@ class Replay:
     @property
     def members(self) -> dict[str, float]:
         """Learnt traces with their priorities: what `restore` needs after a restart."""
-        return {slot.stored.trace_id: slot.priority for slot in self._memory}
+        return {slot.stored.trace_id: slot.priority for slot in self._reservoirs}
 
     def num_bytes_by_domain(self) -> dict[str, int]:
         sizes: Counter[str] = Counter()
@@ -178,7 +178,7 @@ class Replay:
     def restore(self, stored: Stored, *, domain: str, priority: float = 1.0) -> None:
         """Take a trace that was learnt from before a restart, unless its target is too old."""
         if self._freshness(stored.provenance) and stored.provenance.text_hash not in self._by_text:
-            self._memory.keep(self._place(stored, domain, priority))
+            self._reservoirs.keep(self._place(stored, domain, priority))
             self._make_room()
 
     def follow_target(self, version: int) -> list[Stored]:
@@ -198,7 +198,7 @@ class Replay:
         shares = self._tenant_shares()
         while self._waiting and (behind or not chosen) and _num_tokens(chosen) < num_tokens:
             slot = self._waiting.popleft()
-            self._memory.keep(slot)
+            self._reservoirs.keep(slot)
             # A tenant may have its share of the memory, or the cap where that is more; anything while no trace is kept.
             limit = max(shares.get(slot.tenant, 0.0), self._max_tenant_share) if shares else 1.0
             if self._mix.share_with(slot.tenant, slot.num_tokens) > limit:
@@ -233,7 +233,7 @@ class Replay:
             text_hash = one.provenance.text_hash
             self._refused[text_hash] = None
             if (slot := self._by_text.get(text_hash)) is not None and slot.learnt:
-                self._memory.remove(slot)
+                self._reservoirs.remove(slot)
                 del self._by_text[text_hash]
         while len(self._refused) > _MAX_REFUSED:
             del self._refused[next(iter(self._refused))]
@@ -243,7 +243,7 @@ class Replay:
         gone = [slot for slot in self._by_text.values() if is_gone(slot.stored.provenance)]
         for slot in gone:
             if slot.learnt:
-                self._memory.remove(slot)
+                self._reservoirs.remove(slot)
             else:
                 self._waiting.remove(slot)
             del self._by_text[slot.stored.provenance.text_hash]
@@ -267,7 +267,7 @@ class Replay:
             slot.stored = stored
 
     def _make_room(self) -> None:
-        given_up = self._memory.make_room(self._waiting_bytes)
+        given_up = self._reservoirs.make_room(self._waiting_bytes)
         self.num_evicted += len(given_up)
         for slot in given_up:
             del self._by_text[slot.stored.provenance.text_hash]
@@ -275,7 +275,7 @@ class Replay:
     def _masses(self) -> dict[str, float]:
         """Weighted tokens by tenant: the mix that would be drawn without a cap."""
         masses: defaultdict[str, float] = defaultdict(float)
-        for slot in self._memory:
+        for slot in self._reservoirs:
             masses[slot.tenant] += self._weight(slot) * slot.num_tokens
         return masses
 
@@ -288,7 +288,7 @@ class Replay:
         Exponential races (Efraimidis and Spirakis 2006): the next slot is slot i with probability wᵢ / Σ w.
         """
         masses, shares = self._masses(), self._tenant_shares()
-        slots = list(self._memory)
+        slots = list(self._reservoirs)
         race = [
             (self._rng.expovariate(self._weight(slot) * shares[slot.tenant] / masses[slot.tenant]), index)
             for index, slot in enumerate(slots)

@@ -37,7 +37,7 @@ from speculator.trace import Trace
 from trainer.config import ENV_PREFIX, TrainerConfig
 from trainer.learning.batch import Example
 from trainer.ranks import Ranks
-from trainer.replay.memory import Provenance, Stored, provenance_of, sampling_key
+from trainer.replay.reservoirs import Provenance, Stored, provenance_of, sampling_key
 
 
 class KeptTraces:
@@ -87,7 +87,7 @@ class HeldOut(KeptTraces):
         self.is_young = True
         """No trace was released since the start of the process."""
 
-    def chooses(self, stored: Stored) -> bool:
+    def holds_out(self, stored: Stored) -> bool:
         return sampling_key(stored.provenance.text_hash, self._seed) < self._share
 
     def release(self) -> Iterator[Stored]:
@@ -116,7 +116,7 @@ class GoldenSet(KeptTraces):
         self._max_traces, self._max_bytes = max_traces, max_bytes
         self._max_of_tenant = max_tenant_share * max_traces
 
-    def wants(self, stored: Stored) -> bool:
+    def accepts(self, stored: Stored) -> bool:
         """Whether to keep a new trace: there is room, no other answer to its prompt is here, and its domain and tenant
         are below their shares. With n domains, this one's included, a domain gets a share of 1/(n + 1), so that another
         one still finds room.
@@ -132,7 +132,7 @@ class GoldenSet(KeptTraces):
             and stored.num_bytes + self.num_bytes <= self._max_bytes
         )
 
-    def give_up(self) -> list[Stored]:
+    def remove_all(self) -> list[Stored]:
         """Empty the set and return its traces, so that the next ones can fill it."""
         given_up = list(self)
         self._by_text.clear()

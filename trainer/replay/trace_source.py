@@ -34,7 +34,7 @@ from speculator.redis.trace_stream import StreamEntry, TraceStream
 from speculator.trace import Trace, decode_trace
 from trainer.learning.batch import Example
 from trainer.metrics import TrainerMetrics
-from trainer.replay.memory import Provenance, Stored, provenance_of
+from trainer.replay.reservoirs import Provenance, Stored, provenance_of
 
 RETRY_S = 2.0
 _NUM_TAKEN_OVER = 16
@@ -61,7 +61,7 @@ class TraceSource:
         *,
         target_fingerprint: str,
         used_trace_ids: Iterable[str],
-        shelf: TraceFiles,
+        trace_files: TraceFiles,
         metrics: TrainerMetrics,
         max_known: int = 20_000,
         reason_to_forget: Callable[[Provenance], str | None] = lambda _: None,
@@ -69,14 +69,14 @@ class TraceSource:
         retry_s: float = RETRY_S,
     ) -> None:
         """`used_trace_ids` are those that the resumed checkpoint lists; `make_example` may raise TraceError. Arriving
-        traces are written to the `shelf`, from which the caller removes them. A trace with a `reason_to_forget` is
-        acked unused; `has_refused`: an earlier process may have left such traces in the stream. Duplicates are
+        traces are written to the `trace_files`, from which the caller removes them. A trace with a `reason_to_forget`
+        is acked unused; `has_refused`: an earlier process may have left such traces in the stream. Duplicates are
         recognised among the last `max_known` traces.
         """
         self._stream = stream
         self._make_example = make_example
         self._fingerprint = target_fingerprint
-        self._shelf = shelf
+        self._trace_files = trace_files
         self._metrics = metrics
         self._max_known, self._reason_to_forget, self._retry_s = max_known, reason_to_forget, retry_s
         self.has_refused = has_refused
@@ -116,7 +116,7 @@ class TraceSource:
         self._dead_letter_unusable()
         return traces
 
-    def take_found(self) -> list[Stored]:
+    def pop_found(self) -> list[Stored]:
         """Traces that `history` wanted and did not find, because they were still pending, and that `read` got since."""
         found, self._found = self._found, []
         return found
@@ -132,7 +132,7 @@ class TraceSource:
         self.has_refused = False
 
     @property
-    def trace_ids_in_hand(self) -> Collection[str]:
+    def unused_trace_ids(self) -> Collection[str]:
         """Traces that no step has learnt from yet."""
         return self._in_hand.keys()
 
@@ -169,7 +169,7 @@ class TraceSource:
         """
         self._wanted = set(wanted or ())
         for trace_id in wanted or ():
-            payload = self._shelf.take_over(trace_id)
+            payload = self._trace_files.take_over(trace_id)
             if payload is not None and (stored := self._decode_again(payload)) is not None:
                 self._wanted.discard(trace_id)
                 yield stored
@@ -185,7 +185,7 @@ class TraceSource:
                 continue
             if (stored := self._decode_again(entry.payload)) is not None:
                 self._wanted.discard(stored.trace_id)
-                self._shelf.put(stored.trace_id, entry.payload)
+                self._trace_files.put(stored.trace_id, entry.payload)
                 yield stored
 
     def _admit(self, entry: StreamEntry) -> Stored | None:
@@ -203,7 +203,7 @@ class TraceSource:
             self._metrics.traces.labels("duplicate").inc()
             if trace_id in self._wanted and self._reason_to_forget(stored.provenance) is None:
                 self._wanted.remove(trace_id)
-                self._shelf.put(trace_id, entry.payload)
+                self._trace_files.put(trace_id, entry.payload)
                 self._found.append(stored)
             return None
         if (reason := self._reason_to_forget(stored.provenance)) is not None:
@@ -216,7 +216,7 @@ class TraceSource:
             del self._known[next(iter(self._known))]
         self._metrics.known_traces.set(len(self._known))
         self._in_hand[trace_id] = entry.id
-        self._shelf.put(trace_id, entry.payload)
+        self._trace_files.put(trace_id, entry.payload)
         self._metrics.observe_arrival(stored.num_bases, entry.created_ms)
         return stored
 
@@ -227,7 +227,7 @@ class TraceSource:
             return None  # a dead letter that the stream still holds and that was counted, or a damaged file
         if self._reason_to_forget(stored.provenance) is None:
             return stored
-        self._shelf.remove([stored.trace_id])
+        self._trace_files.remove([stored.trace_id])
         return None
 
     def _decode(self, payload: bytes) -> Stored:
@@ -265,7 +265,7 @@ TEMPORARY = ".tmp"
 """Suffix of a file that is being written."""
 
 
-def shelf_folder(state_dir: Path) -> Path:
+def trace_folder(state_dir: Path) -> Path:
     """The folder of a trainer's trace files."""
     return state_dir / "replay"
 

@@ -26,7 +26,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.samples import Sample
 from starlette.concurrency import run_in_threadpool
 
-from serving.engine import DraftHost
+from serving.engine import SwappableDraft
 from serving.gateway.admin import Drafts
 from serving.gateway.errors import reply, unavailable
 from speculator.errors import SlipstreamError
@@ -132,7 +132,7 @@ class Live:
 
     def __init__(
         self,
-        host: DraftHost,
+        host: SwappableDraft,
         registry: CollectorRegistry,
         *,
         shows_tokens: bool,

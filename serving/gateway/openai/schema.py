@@ -22,9 +22,9 @@ from serving.gateway.body import (
     Ignored,
     Neutral,
     Strict,
-    asked_fields,
     changes_nothing,
     invalid,
+    requested_fields,
     without_nulls,
 )
 from serving.gateway.openai.structured import FunctionTool, ResponseFormat, ToolChoice, Tools, may_be_called
@@ -159,7 +159,7 @@ def _part_text(part: object, index: int, ignored: Ignored | None) -> str:
         raise invalid("unsupported_parameter", "only parts of type 'text' are supported", index, "type")
     if not isinstance(part.get("text"), str):
         raise invalid("content_type", "must be a string", index, "text")
-    if unknown := sorted(asked_fields(TextPart, part, ignored, index).keys() - {"type", "text"}):
+    if unknown := sorted(requested_fields(TextPart, part, ignored, index).keys() - {"type", "text"}):
         raise invalid("extra_forbidden", UNKNOWN, index, unknown[0])
     text: str = part["text"]
     return text

@@ -26,7 +26,7 @@ from serving.gateway.errors import ApiError, reply, unavailable
 from serving.gateway.openai.generation import check_model, completion_tokens
 from serving.gateway.openai.schema import INT32_MAX, INT64_MAX
 from serving.gateway.openai.stream import DONE, EVENTS, LINES, Emit, EventStream
-from serving.gateway.rollouts.book import Rollout, RolloutRegistry
+from serving.gateway.rollouts.registry import Rollout, RolloutRegistry
 from serving.gateway.rollouts.schema import GroupBody, ObservationBody, ObservationsBody, RewardsBody, RolloutBody
 from serving.gateway.telemetry import exchange_of
 from serving.rollout.samples import GroupRequest, GroupWork, SampleId, SampleState
@@ -61,7 +61,7 @@ SendRewards = Callable[[Sequence[GroupRewards]], object]
 
 
 def rollout_routes(
-    book: RolloutRegistry,
+    rollout_registry: RolloutRegistry,
     *,
     info: EngineInfo,
     tokenizer: Tokenizer,
@@ -72,10 +72,10 @@ def rollout_routes(
     router = APIRouter(prefix=ROUTE)
 
     def find(request: Request, rollout_id: str) -> Rollout:
-        return book.find(exchange_of(request).tenant, rollout_id)
+        return rollout_registry.find(exchange_of(request).tenant, rollout_id)
 
     def stream(request: Request, rollout: Rollout, after: int) -> Response:
-        return streamed(request, book, rollout, after=after, limit_s=settings.max_request_s)
+        return streamed(request, rollout_registry, rollout, after=after, limit_s=settings.max_request_s)
 
     @router.post("", openapi_extra=request_body(RolloutBody, served=info.model))
     async def create_rollout(request: Request) -> Response:
@@ -83,7 +83,7 @@ def rollout_routes(
         body = await read_body(request, RolloutBody, max_bytes=settings.max_body_bytes)
         check_model(info, body.model)
         # Before work is done for each sample.
-        book.check_size(sum(group.num_samples for group in body.groups))
+        rollout_registry.check_size(sum(group.num_samples for group in body.groups))
         prompts = await asyncio.to_thread(_token_ids, tokenizer, body.groups)
         exchange, key = exchange_of(request), uuid4().hex
 
@@ -100,7 +100,7 @@ def rollout_routes(
                 priority=group.priority,
                 job=f"{exchange.tenant}/{body.job or ''}",
                 weight=body.weight,
-                deadline_s=None if group.deadline_s is None else book.clock() + group.deadline_s,
+                deadline_s=None if group.deadline_s is None else rollout_registry.clock() + group.deadline_s,
                 max_staleness=group.max_staleness,
                 when_stale=group.when_stale,
                 turn_tokens=None if group.environment is None else group.turn_tokens or INT32_MAX,
@@ -119,11 +119,11 @@ def rollout_routes(
             group.id or str(number): work(number, group, prompt)
             for number, (group, prompt) in enumerate(zip(body.groups, prompts, strict=True))
         }
-        return stream(request, book.submit(exchange.tenant, body.id or key, key, groups), 0)
+        return stream(request, rollout_registry.submit(exchange.tenant, body.id or key, key, groups), 0)
 
     @router.get("/{rollout_id}")
     async def show_rollout(request: Request, rollout_id: str) -> Response:
-        return reply(described(book, find(request, rollout_id)))
+        return reply(described(rollout_registry, find(request, rollout_id)))
 
     @router.get("/{rollout_id}/samples", openapi_extra=_CURSOR)
     async def follow_rollout(request: Request, rollout_id: str) -> Response:
@@ -138,8 +138,8 @@ def rollout_routes(
         if unknown := names - rollout.groups.keys():
             message = f"This rollout has no group {min(unknown)}."
             raise ApiError(404, message, code="group_not_found", param="group_id")
-        book.cancel(rollout, names)
-        return reply(described(book, rollout))
+        rollout_registry.cancel(rollout, names)
+        return reply(described(rollout_registry, rollout))
 
     @router.post("/{rollout_id}/observations", openapi_extra=request_body(ObservationsBody))
     async def observe(request: Request, rollout_id: str) -> Response:
@@ -147,18 +147,22 @@ def rollout_routes(
         rollout = find(request, rollout_id)
         body = await read_body(request, ObservationsBody, max_bytes=settings.max_body_bytes)
         awaited = [(_awaiting(rollout, at, one), one) for at, one in enumerate(body.observations)]
-        awaited = [(sample_id, one) for sample_id, one in awaited if book.driver.awaited_turn(sample_id) == one.turn]
-        observed = [(one, book.driver.last_token(sample_id)) for sample_id, one in awaited]
+        awaited = [
+            (sample_id, one)
+            for sample_id, one in awaited
+            if rollout_registry.driver.awaited_turn(sample_id) == one.turn
+        ]
+        observed = [(one, rollout_registry.driver.last_token(sample_id)) for sample_id, one in awaited]
         texts = await asyncio.to_thread(_observed, tokenizer, observed)
         taken = 0
         for (sample_id, one), tokens in zip(awaited, texts, strict=True):
             # Meanwhile the same observation may have come from another request.
-            if book.driver.awaited_turn(sample_id) == one.turn:
+            if rollout_registry.driver.awaited_turn(sample_id) == one.turn:
                 taken += 1
                 if tokens is not None:
-                    book.driver.observe(sample_id, tokens)
+                    rollout_registry.driver.observe(sample_id, tokens)
                 else:
-                    book.driver.end_conversation(sample_id, failure=one.failure)
+                    rollout_registry.driver.end_conversation(sample_id, failure=one.failure)
         return reply({"object": "rollout.observations", "id": rollout_id, "num_taken": taken})
 
     @router.post("/{rollout_id}/rewards", openapi_extra=request_body(RewardsBody))
@@ -227,33 +231,35 @@ SILENCE_S = 10.0
 """After so long without a sample an empty line or event is sent, which shows whether the other side still lives."""
 
 
-def streamed(request: Request, book: RolloutRegistry, rollout: Rollout, *, after: int, limit_s: float) -> EventStream:
+def streamed(
+    request: Request, rollout_registry: RolloutRegistry, rollout: Rollout, *, after: int, limit_s: float
+) -> EventStream:
     """A stream of the samples from number `after` on, future ones included, for `limit_s` at most."""
     wants_events = EVENTS.media_type in request.headers.get("accept", "")
     framing = EVENTS if wants_events else LINES
 
     async def produce(emit: Emit) -> bytes:
         number = after
-        with book.reading(rollout), suppress(TimeoutError):
+        with rollout_registry.reading(rollout), suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                await emit(framing.frame(described(book, rollout)))
+                await emit(framing.frame(described(rollout_registry, rollout)))
                 while number < len(rollout.lines) or rollout.ended_s is None:
                     if number == len(rollout.lines):
-                        if book.has_no_engine:
+                        if rollout_registry.has_no_engine:
                             raise unavailable("No engine runs: ask for the other samples later.")
                         with suppress(TimeoutError):
                             await asyncio.wait_for(rollout.changed.wait(), SILENCE_S)
                     lines = rollout.lines[number : number + _BLOCK]
                     await emit(b"".join(framing.frame(msgspec.Raw(line)) for line in lines) or framing.silence)
                     number += len(lines)
-        return framing.frame({**described(book, rollout), "object": "rollout.end", "next": number}) + (
+        return framing.frame({**described(rollout_registry, rollout), "object": "rollout.end", "next": number}) + (
             DONE if wants_events else b""
         )
 
     return EventStream(exchange_of(request), produce, framing)
 
 
-def described(book: RolloutRegistry, rollout: Rollout) -> dict[str, Any]:
+def described(rollout_registry: RolloutRegistry, rollout: Rollout) -> dict[str, Any]:
     """The state of a rollout, as JSON."""
     return {
         "object": "rollout",
@@ -263,7 +269,7 @@ def described(book: RolloutRegistry, rollout: Rollout) -> dict[str, Any]:
         "num_groups": len(rollout.groups),
         "num_samples": rollout.num_samples,
         "num_ended": len(rollout.ends),
-        "samples": book.counts_of(rollout),
+        "samples": rollout_registry.counts_of(rollout),
     }
 
 

@@ -51,14 +51,14 @@ class RecentTexts:
             found.publish = self._sharing.join(GroupKey(policy.tenant, policy.group_id), found.group, found.context)
         return found
 
-    def take_shared(self) -> None:
+    def index_received(self) -> None:
         """Index some of the text that has arrived from other engines."""
         if self._sharing is not None:
-            self._sharing.take()
+            self._sharing.index_received()
 
-    def target_moved(self, version: int) -> None:
+    def target_updated(self, version: int) -> None:
         if self.drafter is not None:
-            self.drafter.target_moved()
+            self.drafter.target_updated()
         if self._sharing is not None:
             self._sharing.set_target_version(version)
 

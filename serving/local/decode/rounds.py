@@ -108,7 +108,7 @@ class RoundRunner:
         """Read a chunk in a pass of its own; after the prompt's last token, commit the answer's first."""
         hidden_Td, aux_Tw = self._target.forward([piece.tokens], first_slot=piece.slot, starts=[piece.start])
         logits_1V = self._target.logits(hidden_Td[-1:]) if piece.ends_prompt else None
-        self._take_piece(piece, hidden_Td, aux_Tw, logits_1V, drafting=drafting)
+        self._commit_chunk(piece, hidden_Td, aux_Tw, logits_1V, drafting=drafting)
 
     @torch.inference_mode()
     def run(
@@ -196,7 +196,7 @@ class RoundRunner:
         self._send()
         if piece is not None:
             logits_1V = logits_MV[-1:] if piece.ends_prompt else None
-            self._take_piece(piece, hidden_Md[num_verified:], aux_Mw[num_verified:], logits_1V, drafting=drafting)
+            self._commit_chunk(piece, hidden_Md[num_verified:], aux_Mw[num_verified:], logits_1V, drafting=drafting)
         return tuple(verified), num_verified
 
     def _commit(
@@ -257,7 +257,7 @@ class RoundRunner:
             )
         )
 
-    def _take_piece(
+    def _commit_chunk(
         self, piece: PrefillChunk, hidden_Td: Tensor, aux_Tw: Tensor, logits_1V: Tensor | None, *, drafting: bool
     ) -> None:
         """Keep features of a chunk; if it ends the prompt, commit the answer's first token, from the logits of the

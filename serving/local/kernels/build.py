@@ -82,7 +82,7 @@ def found_kernels() -> Kernels | None:
     except (ConfigError, OSError, RuntimeError) as error:
         log.info("without kernels of our own", reason=(str(error).splitlines() or [type(error).__name__])[0])
         return None
-    kernels.in_pairs = faster_in_pairs(kernels)
+    kernels.in_pairs = prefers_bf16_pairs(kernels)
     products = "in pairs" if kernels.in_pairs else "one by one"
     log.info("with kernels of our own", instructions=instructions[0].needed[0], products=products)
     return kernels
@@ -135,7 +135,7 @@ def _file_name(instructions: Instructions) -> str:
     return f"kernels-{hashlib.sha256(sources + repr(instructions.options).encode()).hexdigest()[:16]}.so"
 
 
-def faster_in_pairs(kernels: Kernels, *, clock: Callable[[], float] = time.perf_counter) -> bool:
+def prefers_bf16_pairs(kernels: Kernels, *, clock: Callable[[], float] = time.perf_counter) -> bool:
     """Whether products should use the bfloat16 pair instruction on this CPU: measured in a millisecond, best of some
     turns each. The weight is one panel, so it takes one thread and stays in the nearest cache.
 

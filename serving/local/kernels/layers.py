@@ -40,9 +40,9 @@ class KernelLinear(nn.Module):
         """The packed tensors that the pass reads; those of another layer of the same shape can be copied over them."""
         self.layer = Layer(linear.in_features, linear.out_features, pointer(weight), pointer(bias_N), in_pairs)
 
-    def move(self, pages: LargePages) -> None:
+    def move(self, pages: HugePages) -> None:
         """Move the weight into these pages."""
-        weight = pages.hold(self.parts[0])
+        weight = pages.copy_in(self.parts[0])
         self.parts = weight, *self.parts[1:]
         self.layer.weight = pointer(weight)
 
@@ -50,10 +50,10 @@ class KernelLinear(nn.Module):
         return self._kernels.linear(self.layer, x)
 
 
-def gather(layers: Sequence[KernelLinear]) -> None:
+def move_to_huge_pages(layers: Sequence[KernelLinear]) -> None:
     """Move the layers' weights into huge pages, one after the other; they stay where they are if there is no memory."""
     try:
-        pages = LargePages([layer.parts[0].nbytes for layer in layers])
+        pages = HugePages([layer.parts[0].nbytes for layer in layers])
     except OSError as error:
         log.info("weights are not in huge pages", reason=str(error))
         return
@@ -68,7 +68,7 @@ def panels(weight_NK: Tensor) -> Tensor:
     return padded.view(-1, PANEL, padded.shape[1] // 2, 2).transpose(1, 2).contiguous()
 
 
-class LargePages:
+class HugePages:
     """A huge-page buffer for tensors, freed with the last of them. Unwritten pages cost no memory."""
 
     def __init__(self, sizes: list[int]) -> None:
@@ -80,7 +80,7 @@ class LargePages:
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._used = -self._bytes.data_ptr() % _PAGE
 
-    def hold(self, tensor: Tensor) -> Tensor:
+    def copy_in(self, tensor: Tensor) -> Tensor:
         """Copy a tensor into the buffer."""
         end = self._used + tensor.nbytes
         copy = self._bytes[self._used : end].view(tensor.dtype).view(tensor.shape)

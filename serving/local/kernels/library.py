@@ -31,7 +31,7 @@ class _Caller(threading.local):
 _caller = _Caller()
 
 
-def compute_with(num_threads: int) -> None:
+def set_num_threads(num_threads: int) -> None:
     """Set how many threads the calling thread's kernels use; they use one while another caller has the others."""
     _caller.num_threads = num_threads
 
@@ -192,7 +192,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 
 
 class Kernels:
-    """The library's functions over tensors, with the caller's number of threads (`compute_with`). Pointers are not
+    """The library's functions over tensors, with the caller's number of threads (`set_num_threads`). Pointers are not
     checked: memory that a structure points to must live as long as the structure is used.
     """
 

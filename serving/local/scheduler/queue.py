@@ -162,7 +162,7 @@ class Slots:
         self.prefilling: ActiveRequest | None = None
 
     @property
-    def everybody(self) -> list[ActiveRequest]:
+    def all_requests(self) -> list[ActiveRequest]:
         return [*self.running, *([self.prefilling] if self.prefilling else [])]
 
     @property
@@ -207,7 +207,7 @@ class Slots:
 
     def drop_aborted(self) -> int:
         """Free the slots of requests whose clients have left; returns how many."""
-        gone = [generation for generation in self.everybody if generation.aborted]
+        gone = [generation for generation in self.all_requests if generation.aborted]
         for generation in gone:
             if generation is self.prefilling:
                 self.prefilling = None

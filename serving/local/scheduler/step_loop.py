@@ -73,7 +73,7 @@ class DecodeLoop:
 
     def run(self) -> None:
         """Run steps until the inbox is closed; running requests then end unfinished."""
-        while self._inbox.wait(is_busy=bool(self._slots.everybody)):
+        while self._inbox.wait(is_busy=bool(self._slots.all_requests)):
             with self._load.stepping():
                 self.step()
 
@@ -81,10 +81,10 @@ class DecodeLoop:
         started = time.perf_counter()
         self._num_steps += 1
         self._inbox.run_tasks()
-        self._texts.take_shared()
+        self._texts.index_received()
         self._metrics.aborted.inc(self._inbox.drop_aborted() + self._slots.drop_aborted())
         self._admit()
-        piece = self._next_piece()
+        piece = self._next_chunk()
         if piece is not None and not self._reads_in_round(piece):
             self._prefill(piece)
             piece = None
@@ -100,7 +100,7 @@ class DecodeLoop:
 
     def end(self) -> None:
         """Abort all requests that have a slot."""
-        for generation in self._slots.everybody:
+        for generation in self._slots.all_requests:
             generation.abort()
 
     def install_draft(self, staged: StagedWeights) -> SwapReport:
@@ -109,7 +109,7 @@ class DecodeLoop:
         self._draft.install(staged)
         stall_s = time.perf_counter() - started
         # Otherwise siblings would copy keys of the old draft again and again.
-        for generation in self._slots.everybody:
+        for generation in self._slots.all_requests:
             generation.can_share_draft_kv = generation.num_pairs_read == 0
         self._planner.renew()
         self._metrics.swaps.labels("installed").inc()
@@ -130,12 +130,12 @@ class DecodeLoop:
                 # Its KV cache is the old target's.
                 generation.can_share_prefix_kv = False
             if self._slots.prefilling is not None:
-                self._slots.prefilling.begin_anew()
-            self._capture.forgo_labels()
+                self._slots.prefilling.restart_prefill()
+            self._capture.cancel_labels()
             self._target.install(staged)
             self.target_version = version
             self._planner.renew()
-            self._texts.target_moved(version)
+            self._texts.target_updated(version)
         except Exception as error:
             raise EngineDeadError("the engine stopped while the target moved") from error
         return TargetReport(version=version, previous=previous, stall_ms=1000 * (time.perf_counter() - started))
@@ -146,7 +146,7 @@ class DecodeLoop:
             self._slots.admit(generation)
             generation.suffix = self._texts.begin(generation.request)
 
-    def _next_piece(self) -> PrefillChunk | None:
+    def _next_chunk(self) -> PrefillChunk | None:
         if (generation := self._slots.prefilling) is None:
             return None
         start = generation.num_prefilled
@@ -169,7 +169,7 @@ class DecodeLoop:
     def _prefill(self, piece: PrefillChunk) -> None:
         started = time.perf_counter()
         self._runner.prefill(piece, drafting=self.depth > 0)
-        self._end_piece(piece, time.perf_counter() - started, in_round=False)
+        self._end_chunk(piece, time.perf_counter() - started, in_round=False)
         self._finish_done()
 
     def _decode(self, piece: PrefillChunk | None, *, is_plain: bool) -> int:
@@ -182,13 +182,13 @@ class DecodeLoop:
         report = self._runner.run(running, depth, piece, may_ask_head=arm.is_on)
         self._observer.observe(report, is_control=is_control, target_version=self.target_version, head_arm=arm)
         if piece is not None:
-            self._end_piece(piece, report.seconds, in_round=True)
+            self._end_chunk(piece, report.seconds, in_round=True)
         else:
             self.head_ab.add(arm, batch=report.batch, seconds=report.seconds, committed=report.committed, prompts_s=0.0)
         self._finish_done()
         return report.committed
 
-    def _end_piece(self, piece: PrefillChunk, seconds: float, *, in_round: bool) -> None:
+    def _end_chunk(self, piece: PrefillChunk, seconds: float, *, in_round: bool) -> None:
         """Record a span for a chunk that was read; after the prompt's last chunk its request starts to decode."""
         record(piece.generation.parent, "prefill", seconds, tokens=len(piece.tokens), in_round=in_round)
         if piece.ends_prompt:

@@ -22,7 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from serving.local.kernels.build import found_kernels
-from serving.local.kernels.layers import KernelLinear, PanelSlots, gather
+from serving.local.kernels.layers import KernelLinear, PanelSlots, move_to_huge_pages
 from serving.local.kernels.library import Kernels
 from serving.local.target.forward import Decoder, KernelDecoder, RMSNorm, fits_kernels, fuse, fusible
 from serving.local.target.layers import KVSlots, Parents, Replaced, SlotWindow, pack_linears
@@ -95,7 +95,7 @@ class Target:
         aux_layers = aux_layer_ids(num_layers)
         self._fuse_and_pack(self.model)
         if kernels is not None:
-            gather([module for module in self.model.modules() if isinstance(module, KernelLinear)])
+            move_to_huge_pages([module for module in self.model.modules() if isinstance(module, KernelLinear)])
         self._tensors = list(all_tensors(self.model))
         sizes: dict[str, int] = {
             "num_layers": num_layers,

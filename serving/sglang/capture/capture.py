@@ -28,21 +28,21 @@ from serving.capture.filter import CaptureFilter
 from serving.capture.recorder import TraceRecorder
 from serving.capture.sampling import BRANCH_OUTCOMES, BranchSampler, CaptureSampler
 from serving.sglang.capture.assembler import CopiedVerification, Prefill, TraceAssembler
-from serving.sglang.capture.device_reads import LEAST_PROBABILITY, DraftProbe, HostCopier, Packed, TextRows
+from serving.sglang.capture.device_reads import LEAST_PROBABILITY, DraftLogprobRecorder, HostCopier, Packed, TextRows
 from serving.sglang.capture.request import (
     CaptureState,
     Origin,
     RequestSpan,
     SpanRequest,
-    came_ms,
+    has_metadata,
     is_constrained,
-    is_marked,
     parent_of,
     policy_of,
+    received_ms,
     sampling_of,
 )
 from serving.sglang.capture.verification_rows import TopTokens
-from serving.sglang.device import Device, Mark
+from serving.sglang.device import Device, DeviceEvent
 from serving.sglang.settings import PluginSettings, buffer_bytes
 from speculator.redis.client import connect
 from speculator.redis.trace_stream import TraceStream, cap_for
@@ -95,7 +95,7 @@ class _Launched:
     """Of the whole batch: so small that copying all is cheaper than selecting."""
     nodes: Tensor | None = None
     """[B, A] of a tree: the accepted path, numbered over these requests."""
-    made: Mark | None = None
+    made: DeviceEvent | None = None
     """Reached once the step's stream has computed all of it."""
 
     def tensors(self) -> list[Tensor]:
@@ -118,7 +118,7 @@ class StepCapture:
         assembler: TraceAssembler,
         *,
         device: Device,
-        probe: DraftProbe,
+        probe: DraftLogprobRecorder,
         budget: ByteBudget,
         sampler: CaptureSampler | None = None,
     ) -> None:
@@ -209,10 +209,10 @@ class StepCapture:
         launched = self._launched.popleft()
         if launched.by_tree is None or launched.made is None:
             return
-        with self._device.beside():
+        with self._device.side_stream():
             # SGLang launches a step on one stream and reports its verdict on another.
-            self._device.follow(launched.made)
-            self._device.borrow(launched.tensors())
+            self._device.wait_event(launched.made)
+            self._device.record_stream(launched.tensors())
             self._hand_over(launched, launched.by_tree, [1 + accepted[index] for index in launched.indices])
 
     def _hand_over(self, launched: _Launched, by_tree: Packed, counts: Sequence[int]) -> None:
@@ -323,7 +323,7 @@ class StepCapture:
         if "path" in by_tree:
             own_B1 = torch.arange(len(tickets), device=accept_index.device)[:, None]
             launched.nodes = by_tree["path"][self._device.index(tuple(tickets))] + num_nodes * own_B1
-        launched.made = self._device.mark()
+        launched.made = self._device.record_event()
         return launched
 
     def _draft_logprobs(self, before: Mapping[str, Any], req_pool_indices: Tensor) -> Tensor:
@@ -370,14 +370,14 @@ class StepCapture:
                 sampling=sampling_of(request.sampling_params),
                 policy=policy,
                 constrained=is_constrained(request),
-                created_ms=came_ms(request),
+                created_ms=received_ms(request),
             ),
             target_version=self.assembler.target_version,
         )
 
     def _refusal(self, request: Any) -> str | None:
         """Why a request is not captured that could be; None where it is."""
-        if not self._settings.capture_unmarked and not is_marked(request.sampling_params.custom_params):
+        if not self._settings.capture_unmarked and not has_metadata(request.sampling_params.custom_params):
             return "unmarked"
         if self._sampler is not None and not self._sampler.follows():
             return self._sampler.reason
@@ -393,7 +393,7 @@ _SWITCH_INTERVAL_S = 0.0005
 class TracePipeline:
     """The way of a server's traces to Redis.
 
-    `capture` is for the scheduler's thread, `target_renewed` for any, the rest for the follower's.
+    `capture` is for the scheduler's thread, `target_updated` for any, the rest for the follower's.
     """
 
     def __init__(
@@ -404,7 +404,7 @@ class TracePipeline:
         model_key: str,
         model_dir: Path,
         device: Device,
-        probe: DraftProbe,
+        probe: DraftLogprobRecorder,
     ) -> None:
         ttl_s = 3600 * settings.trace_ttl_hours
         stream_bytes = settings.stream_max_bytes or cap_for(model_dir)
@@ -442,7 +442,7 @@ class TracePipeline:
         )
         self.capture = StepCapture(settings, assembler, device=device, probe=probe, budget=budget, sampler=sampler)
 
-    def target_renewed(self, version: int) -> None:
+    def target_updated(self, version: int) -> None:
         """Note a new target version: requests that began under another are not recorded."""
         self._assembler.target_version = version
 

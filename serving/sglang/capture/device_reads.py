@@ -2,9 +2,9 @@
 
 Copies never block the device: they take a side stream and pinned memory (serving/sglang/device.py).
 
-SGLang keeps only the draft's top token and discards the logits, so `DraftProbe` reads them as they are computed. It
-writes into buffers that live as long as the worker: CUDA graphs record the writes like any other kernel and repeat them
-at every replay. A value is read in the step that made it, on the same stream.
+SGLang keeps only the draft's top token and discards the logits, so `DraftLogprobRecorder` reads them as they are
+computed. It writes into buffers that live as long as the worker: CUDA graphs record the writes like any other kernel
+and repeat them at every replay. A value is read in the step that made it, on the same stream.
 
 A chain (topk 1) proposes the likeliest token: its log-probability is max z − log Σ exp z. The first proposal of a round
 comes out of the pass that brings the draft up to date at the end of the step before, so it is kept by request slot. A
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from serving.sglang.device import Device, Mark
+from serving.sglang.device import Device, DeviceEvent
 
 LEAST_PROBABILITY = 1e-30
 """Lower bound of a proposal's probability, so that its logarithm is finite."""
@@ -52,7 +52,7 @@ class TextRows:
 class HostCopy:
     """Named tensors on their way to the host; `wait` blocks the calling thread, never the device."""
 
-    def __init__(self, tensors: Callable[[], dict[str, Tensor]], num_bytes: int, done: Mark) -> None:
+    def __init__(self, tensors: Callable[[], dict[str, Tensor]], num_bytes: int, done: DeviceEvent) -> None:
         self._tensors, self._done = tensors, done
         self.num_bytes = num_bytes
 
@@ -70,13 +70,15 @@ class HostCopier:
     def start(self, tensors: dict[str, Tensor]) -> HostCopy:
         """Copy tensors as of this point of the current stream; nobody may write to them afterwards."""
         if self._device.is_host:
-            return HostCopy(lambda: tensors, sum(tensor.nbytes for tensor in tensors.values()), self._device.mark())
+            return HostCopy(
+                lambda: tensors, sum(tensor.nbytes for tensor in tensors.values()), self._device.record_event()
+            )
         packed = Packed.of(tensors)
-        made = self._device.mark()
-        with self._device.beside():
-            self._device.follow(made)
+        made = self._device.record_event()
+        with self._device.side_stream():
+            self._device.wait_event(made)
             host = self._device.to_host(packed.data)
-            return HostCopy(lambda: unpacked(host, packed.places), host.nbytes, self._device.mark())
+            return HostCopy(lambda: unpacked(host, packed.places), host.nbytes, self._device.record_event())
 
 
 Places = tuple[tuple[str, torch.dtype, torch.Size], ...]
@@ -108,7 +110,7 @@ def unpacked(data: Tensor, places: Places) -> dict[str, Tensor]:
     return tensors
 
 
-class DraftProbe:
+class DraftLogprobRecorder:
     """Records the log-probabilities of one worker's draft; `logprobs` belongs to the round that was drafted last."""
 
     def __init__(self, *, num_slots: int, max_batch: int, max_proposals: int, topk: int, device: torch.device) -> None:
@@ -121,14 +123,14 @@ class DraftProbe:
         self._extended: Any = None
 
     def around_draft(self, draft: Callable[[], Any]) -> Any:
-        """Run the drafting of a round; `saw_forward` is called for each of its passes."""
+        """Run the drafting of a round; `on_forward` is called for each of its passes."""
         self._is_drafting, self._step = True, 0
         try:
             return draft()
         finally:
             self._is_drafting = False
 
-    def saw_forward(self, output: Any) -> None:
+    def on_forward(self, output: Any) -> None:
         """A pass of the draft: inside a round pass i gives proposal i + 1, outside it was the catch-up pass."""
         if not self._is_drafting:
             self._extended = output
@@ -138,13 +140,13 @@ class DraftProbe:
             logits = output.next_token_logits
             self._later[: len(logits), self._step].copy_(_best_logprob(logits))
 
-    def saw_extended(self, req_pool_indices: Tensor) -> None:
+    def on_extend(self, req_pool_indices: Tensor) -> None:
         """Keep the log-probability of the next round's first proposal, from the logits of the catch-up pass."""
         output, self._extended = self._extended, None
         if output is not None and self._topk == 1 and len(output.next_token_logits) == len(req_pool_indices):
             self._first[req_pool_indices.long()] = _best_logprob(output.next_token_logits)
 
-    def saw_tree(self, scores: list[Tensor], chosen: Tensor) -> None:
+    def on_tree(self, scores: list[Tensor], chosen: Tensor) -> None:
         """Keep the scores of a round's tree: cumulative probabilities of all candidates, and which became its nodes [B,
         P].
         """

@@ -25,7 +25,7 @@ from serving.request_metadata import POLICY_KEY, TARGET_KEY, TARGET_VERSION_KEY,
 from speculator.draft.sampling_params import SamplingParams
 from speculator.host import now_ms
 from speculator.trace import BranchRows, Trace, Verification, VerifyRounds
-from speculator.tracing import Parent, joined
+from speculator.tracing import Parent, remote_parent
 
 _GREEDY_TOP_K = 1
 
@@ -38,7 +38,7 @@ class Origin(NamedTuple):
     verification: Verification
 
 
-def mark(request: Any, header: str) -> None:
+def attach_metadata(request: Any, header: str) -> None:
     """Copy the gateway's header into SGLang's model of the body, whose own copy a router may have dropped.
 
     Raises ValueError for a header that the gateway did not write.
@@ -48,7 +48,7 @@ def mark(request: Any, header: str) -> None:
     request.custom_params = {**(request.custom_params or {}), POLICY_KEY: marks.policy}
 
 
-def mark_generation(generation: Any, header: str) -> None:
+def attach_metadata_to_generation(generation: Any, header: str) -> None:
     """As `mark`, for a generation whose request body has no field for it."""
     marks = RequestMetadata.of_header(header)
     generation.rid = marks.rid
@@ -57,7 +57,7 @@ def mark_generation(generation: Any, header: str) -> None:
     generation.sampling_params["custom_params"] = {POLICY_KEY: marks.policy}
 
 
-def is_marked(custom_params: Mapping[str, Any] | None) -> bool:
+def has_metadata(custom_params: Mapping[str, Any] | None) -> bool:
     """Whether the request carries what the gateway adds to each."""
     return bool(_ours(custom_params))
 
@@ -78,7 +78,7 @@ def is_for_another_target(
 
 
 def policy_of(custom_params: Mapping[str, Any] | None) -> CapturePolicy:
-    """The capture policy that the gateway put into the request; without one it is captured (but see `is_marked`)."""
+    """The capture policy that the gateway put into the request; without one it is captured (but see `has_metadata`)."""
     values = _ours(custom_params)
     return CapturePolicy(
         capture=bool(values.get("capture", True)),
@@ -90,7 +90,7 @@ def policy_of(custom_params: Mapping[str, Any] | None) -> CapturePolicy:
 
 def parent_of(custom_params: Mapping[str, Any] | None) -> Parent | None:
     """The gateway's span of the request; None where spans are off, or it is not sampled."""
-    return joined({"traceparent": str(_ours(custom_params).get("traceparent", ""))})
+    return remote_parent({"traceparent": str(_ours(custom_params).get("traceparent", ""))})
 
 
 def sampling_of(params: Any) -> SamplingParams:
@@ -101,7 +101,7 @@ def sampling_of(params: Any) -> SamplingParams:
     return SamplingParams(temperature=float(params.temperature), top_p=float(params.top_p), top_k=top_k)
 
 
-def came_ms(request: Any) -> int:
+def received_ms(request: Any) -> int:
     """When SGLang's scheduler received the request, in ms since 1970; the same after a wait and after a retraction."""
     waited_s: float = time.perf_counter() - request.time_stats.scheduler_recv_time
     return now_ms() - round(1000 * waited_s)

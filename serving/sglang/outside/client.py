@@ -33,7 +33,7 @@ _UPDATE_TIMEOUT_S = 600.0
 
 
 class SglangClient:
-    """Implements serving.engine.DraftHost for an SGLang server whose scheduler runs the plugin."""
+    """Implements serving.engine.SwappableDraft for an SGLang server whose scheduler runs the plugin."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class SglangClient:
         """The version of which older weights may not answer; 0 where the weights' labels name no version."""
         return (self._report.target_label if self._report is not None else None) or 0
 
-    def move_target(self, version: int, folder: Path | None) -> TargetReport:
+    def update_target(self, version: int, folder: Path | None) -> TargetReport:
         """Move all servers to a version of the target: load the weights in `folder`, or without one expect them there
         already.
 
@@ -184,7 +184,7 @@ class SglangClient:
 
     def poll(self) -> None:
         """Poll SGLang and its report once."""
-        self._look_at_server()
+        self._poll_server()
         try:
             self._read_report()
         except StreamError as error:
@@ -205,7 +205,7 @@ class SglangClient:
                 # Health goes by the age of the last answer; the next poll may succeed.
                 log.error("sglang not polled", error=type_and_place(error))
 
-    def _look_at_server(self) -> None:
+    def _poll_server(self) -> None:
         try:
             if self._http.get("/health").status_code != 200:
                 return

@@ -30,7 +30,7 @@ import httpx
 
 from serving.capture.sampling import DEFAULT_BRANCH_SHARE, DEFAULT_FLOOR
 from speculator.errors import ConfigError, EngineDeadError
-from speculator.host import end_with, free_port
+from speculator.host import end_with_parent, free_port
 
 REFUSAL = "slipstream: "
 """How the plugin's line begins when it refuses to let SGLang start."""
@@ -182,7 +182,7 @@ class SglangProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=partial(end_with, os.getpid()),
+                preexec_fn=partial(end_with_parent, os.getpid()),
             )
         except OSError as error:
             self._scratch.cleanup()

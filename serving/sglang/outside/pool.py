@@ -57,7 +57,7 @@ def list_servers(http: httpx.Client, routers: Sequence[str]) -> list[str] | None
 
 
 class PoolClient(SglangClient):
-    """Implements serving.engine.DraftHost for every engine that reports under the pointer's model."""
+    """Implements serving.engine.SwappableDraft for every engine that reports under the pointer's model."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class PoolClient(SglangClient):
 
     def _ask_info(self, max_depth: int) -> EngineInfo:
         """What the engines report: a router lists models without the length of their context."""
-        report = Pool().take(self._parsed())
+        report = Pool().merge(self._parsed())
         if report is None or not report.model or report.context_length is None or report.max_depth is None:
             self._http.close()
             raise EngineDeadError("no engine reports its model in Redis")
@@ -125,7 +125,7 @@ class PoolClient(SglangClient):
             heeds_seed=bool(report.heeds_seed),
         )
 
-    def _look_at_server(self) -> None:
+    def _poll_server(self) -> None:
         """Whether a router has an engine to send requests to."""
         for router in self._routers:
             if is_ready(self._http, router):
@@ -143,7 +143,7 @@ class PoolClient(SglangClient):
     def _read_report(self) -> EngineReport | None:
         with self._reading:
             self._reports = self._parsed()
-            self._note_report(self._pool.take(self._reports))
+            self._note_report(self._pool.merge(self._reports))
             self._num_running = (self._report.running if self._report is not None else None) or 0
         return self._report
 

@@ -53,7 +53,7 @@ _MAX_SEED = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wiring:
+class PoolSettings:
     """What is common to all servers of one model."""
 
     tokenizer: LocalTokenizer
@@ -120,7 +120,7 @@ _EVENT = msgspec.json.Decoder(_Event)
 class SglangRolloutEngine:
     """Implements `serving.rollout.engines.RolloutEngine` for one server."""
 
-    def __init__(self, url: str, wiring: Wiring) -> None:
+    def __init__(self, url: str, wiring: PoolSettings) -> None:
         self._url, self._wiring = url.rstrip("/"), wiring
         self._upstream = Upstream(url, max_connections=_MOST_OPEN)
         self._http = httpx.AsyncClient(base_url=self._url, timeout=_TIMEOUT_S, trust_env=False)
@@ -162,7 +162,7 @@ class SglangRolloutEngine:
     def drop(self, tenant: str, group_id: str) -> None:
         self._wiring.end_group(tenant, group_id)
 
-    def compare(self, newest: int) -> None:
+    def check_weights(self, newest: int) -> None:
         """Compare with the newest weights in the pool: a server with older ones takes nothing new, and finally counts
         as dead.
         """
@@ -303,7 +303,7 @@ class _Answer:
 
     request: GenerateRequest
     text: AnswerText
-    wiring: Wiring
+    wiring: PoolSettings
     num_tokens: int = 0
 
     def take(self, event: _Event) -> Iterator[Chunk]:
@@ -355,14 +355,14 @@ class ServerPool:
 
     urls: Sequence[str]
     is_routed: bool
-    wiring: Wiring
+    wiring: PoolSettings
     poll_s: float = POLL_S
     _engines: dict[str, SglangRolloutEngine] = field(default_factory=dict)
     _http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=_TIMEOUT_S, trust_env=False))
 
     @asynccontextmanager
     async def running(self, on_change: Callable[[Iterable[RolloutEngine]], None]) -> AsyncIterator[None]:
-        looking = asyncio.create_task(self._look_on(on_change))
+        looking = asyncio.create_task(self._poll_repeatedly(on_change))
         try:
             yield
         finally:
@@ -379,7 +379,7 @@ class ServerPool:
         await asyncio.gather(*(engine.poll() for engine in self._engines.values()))
         newest = max((engine.target_label for engine in self._engines.values()), default=0)
         for engine in self._engines.values():
-            engine.compare(newest)
+            engine.check_weights(newest)
         if gone or new:
             log.info("rollout_servers", servers=sorted(engine.name for engine in self._engines.values()))
             on_change(self._engines.values())
@@ -390,7 +390,7 @@ class ServerPool:
         listed = await asyncio.to_thread(list_servers, self._http, self.urls)
         return tuple(self._engines) if listed is None else listed
 
-    async def _look_on(self, on_change: Callable[[Iterable[RolloutEngine]], None]) -> None:
+    async def _poll_repeatedly(self, on_change: Callable[[Iterable[RolloutEngine]], None]) -> None:
         while True:
             began_s = time.monotonic()
             try:

@@ -13,7 +13,7 @@ from serving.sglang.settings import PREFIX, PluginSettings
 from speculator.draft.checkpoint import check_fits, config_from_json, target_fingerprint
 from speculator.errors import ConfigError, SlipstreamError
 from speculator.trace import Verification
-from speculator.tracing import is_wanted
+from speculator.tracing import is_enabled
 from speculator.versions.store import DraftStore, Manifest
 
 EXIT_CODE = 2
@@ -62,7 +62,7 @@ def check_server(args: Any, settings: PluginSettings) -> str:
             f"{PREFIX}SHARE_GROUPS sends answers to Redis as they come, but {PREFIX}CAPTURE_FILTER needs "
             "whole answers: unset one of them"
         )
-    is_wanted()
+    is_enabled()
     manifest = version_of(args, settings)
     if args.speculative_use_rejection_sampling:
         config = config_from_json(DraftStore(settings.store).config(manifest.version))

@@ -14,7 +14,7 @@ import structlog
 
 from serving.request_metadata import HEADER, OTHER_TARGET
 from serving.sglang import one_token
-from serving.sglang.capture.request import is_for_another_target, mark, mark_generation
+from serving.sglang.capture.request import attach_metadata, attach_metadata_to_generation, is_for_another_target
 from serving.sglang.plugin.checks import (
     check_draft_options,
     check_server,
@@ -184,7 +184,7 @@ def _around_attach(run: Any, worker: Any, settings: PluginSettings, registry: An
 
     def observed_forward(*args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
-        runtime.saw_forward(lambda: output.logits_output)
+        runtime.on_forward(lambda: output.logits_output)
         return output
 
     runner.forward = observed_forward
@@ -245,11 +245,11 @@ def _around_extend_decode(run: Any, draft: Any, batch: Any, result: Any, *args: 
 
 
 def _after_extend_graph(result: Any, *args: Any, **kwargs: Any) -> None:
-    _the_runtime().saw_forward(lambda: result)
+    _the_runtime().on_forward(lambda: result)
 
 
 def _after_tree(result: Any, score_list: Any, *args: Any, **kwargs: Any) -> None:
-    _the_runtime().saw_tree(score_list, result)
+    _the_runtime().on_tree(score_list, result)
 
 
 def _before_arrival(_: Any, request: Any) -> None:
@@ -291,7 +291,7 @@ def _before_weights_updated(_: Any, request: Any, *args: Any, **kwargs: Any) -> 
 def before_conversion(endpoint: Any, request: Any, raw_request: Any = None) -> None:
     """Mark a request as its gateway header says, in SGLang's HTTP server; an exception here refuses the request."""
     if raw_request is not None and (header := raw_request.headers.get(HEADER)) is not None:
-        mark(request, header)
+        attach_metadata(request, header)
     # A router may have lost the header; the body has the same values.
     _check_target(endpoint, getattr(request, "custom_params", None))
 
@@ -301,7 +301,7 @@ def before_response(
 ) -> None:
     """As `before_conversion`, for requests whose body has no field for the gateway's values."""
     if raw_request is not None and (header := raw_request.headers.get(HEADER)) is not None:
-        mark_generation(generation, header)
+        attach_metadata_to_generation(generation, header)
     _check_target(endpoint, params.get("custom_params"))
 
 

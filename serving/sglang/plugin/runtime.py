@@ -29,26 +29,26 @@ from serving.hotswap.breaker import LiveWatch
 from serving.hotswap.follower import DraftFollower
 from serving.metrics import GroupTextMetrics
 from serving.sglang.capture.capture import TracePipeline
-from serving.sglang.capture.device_reads import DraftProbe
+from serving.sglang.capture.device_reads import DraftLogprobRecorder
 from serving.sglang.capture.request import Origin
 from serving.sglang.device import Device, device_layer
 from serving.sglang.plugin.checks import resolved, verification_of, version_of
 from serving.sglang.plugin.normed_residual import add_to_normed_features
 from serving.sglang.pointer import LazyPointer, RankPointer, RankTarget
-from serving.sglang.proposals.depth import DepthControl, QuietSwitches
+from serving.sglang.proposals.depth import DepthControl, DepthSwitchLogFilter
 from serving.sglang.proposals.draft_sleep import DraftSleep
 from serving.sglang.proposals.remembered_text import RememberedText, ring_size, text_width
 from serving.sglang.proposals.splice import CommittedTokens, TextSplice
 from serving.sglang.proposals.step_clock import StepClock
 from serving.sglang.rank_agreement import Agreement
-from serving.sglang.report import Fields, of_group_text, of_speedup, of_swaps
+from serving.sglang.report import Fields, group_text_fields, speedup_fields, swap_fields
 from serving.sglang.settings import PluginSettings, default_engine_id
 from serving.sglang.swap import SglangDraft
 from serving.speedup import ControlShare, SpeedupMeter
 from speculator.draft.checkpoint import config_from_json, expected_shapes, model_key
 from speculator.errors import ConfigError, type_and_place
 from speculator.redis.client import connect
-from speculator.redis.control_plane import EngineLoad, card_id
+from speculator.redis.control_plane import EngineLoad, gpu_id
 from speculator.tracing import close_spans, configure_spans
 from speculator.versions.store import DraftStore, Manifest
 
@@ -113,7 +113,7 @@ class EngineRuntime:
         self._accept_index: torch.Tensor | None = None
         """The accepted path of the verification that is under way."""
 
-        self._load = EngineLoad(card=card_id(device_of(worker)))
+        self._load = EngineLoad(gpu=gpu_id(device_of(worker)))
         self._traces: TracePipeline | None = None
         self._erasures: ErasureWatch | None = None
         if self._pointer is not None:
@@ -124,7 +124,7 @@ class EngineRuntime:
             forget = [] if self._traces is None else [self._traces.forget]
             forget += [] if self.text is None else [self.text.forget]
             self._erasures = ErasureWatch(self._pointer.orders, forget)
-        self._target = RankTarget(self._target_renewed)
+        self._target = RankTarget(self._on_target_update)
         self._follower = self._new_follower(settings, store, watch)
         log.info("slipstream: draft version %d in service, engine %s, model %s", manifest.version, self._engine_id, key)
 
@@ -247,7 +247,7 @@ class EngineRuntime:
         if self._is_headless:
             self._choosing(self.depth.committed)
         caught_up = run()
-        self._capturing(self._saw_extended, batch)
+        self._capturing(self._on_extend, batch)
         return caught_up
 
     def read_prompt(self, run: Callable[[], Any], batch: Any, next_tokens: torch.Tensor) -> Any:
@@ -258,7 +258,7 @@ class EngineRuntime:
         if unread is not None:
             return unread
         read = run()
-        self._capturing(self._saw_extended, batch)
+        self._capturing(self._on_extend, batch)
         return read
 
     def drafting(self, run: Callable[[], Any], forward_batch: Any) -> Any:
@@ -268,14 +268,14 @@ class EngineRuntime:
             return passes()
         return self._splice.around_passes(passes, self._worker.draft_worker, forward_batch)
 
-    def saw_forward(self, output: Callable[[], Any]) -> None:
+    def on_forward(self, output: Callable[[], Any]) -> None:
         """Note a pass of the draft; `output` returns its `logits_output`."""
         if (probe := self.probe) is not None:
-            self._capturing(lambda: probe.saw_forward(output()))
+            self._capturing(lambda: probe.on_forward(output()))
 
-    def saw_tree(self, scores: list[torch.Tensor], organized: Any) -> None:
+    def on_tree(self, scores: list[torch.Tensor], organized: Any) -> None:
         if (probe := self.probe) is not None:
-            self._capturing(lambda: probe.saw_tree(scores, organized[1]))
+            self._capturing(lambda: probe.on_tree(scores, organized[1]))
 
     def released(self, request: Any) -> None:
         if self._traces is not None:
@@ -308,9 +308,9 @@ class EngineRuntime:
         if self._traces is not None:
             self._traces.capture.verified(accepted)
 
-    def _saw_extended(self, batch: Any) -> None:
+    def _on_extend(self, batch: Any) -> None:
         if self.probe is not None and not batch.forward_mode.is_idle():
-            self.probe.saw_extended(batch.req_pool_indices)
+            self.probe.on_extend(batch.req_pool_indices)
 
     def _skip_reading(self, batch: Any, result: Any) -> bool:
         """Skip the draft's reading of this step's tokens where it gains nothing; returns whether it was skipped."""
@@ -356,21 +356,21 @@ class EngineRuntime:
 
     def _meet(self) -> None:
         if not self._agreement.is_alone:
-            self.depth.learn_times(self._agreement.times(self.depth.take_times()))
+            self.depth.learn_times(self._agreement.times(self.depth.pop_times()))
             self._rank_pointer.wanted = self._agreement.first(self.draft.staged_version) or None
         self.depth.limit = self._agreement.limit(self._asked_limit)
         if self._agreement.all_staged(self.draft.staged_version):
             self.draft.at_boundary(self.steps, self._agreement.all)
         if self.draft.draft_version != self._depth_version:
             self._depth_version = self.draft.draft_version
-            self.depth.renewed(self._depth_version)
+            self.depth.draft_changed(self._depth_version)
 
-    def _target_renewed(self, version: int) -> None:
+    def _on_target_update(self, version: int) -> None:
         self.depth.target_version = version
         if self.text is not None:
-            self.text.target_renewed(version)
+            self.text.target_updated(version)
         if self._traces is not None:
-            self._traces.target_renewed(version)
+            self._traces.target_updated(version)
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
@@ -393,7 +393,7 @@ class EngineRuntime:
         watch: LiveWatch | None,
     ) -> DepthControl:
         if self._worker.adaptive_controller is not None:
-            logging.getLogger("sglang.srt.speculative.eagle_worker_v2").addFilter(QuietSwitches())
+            logging.getLogger("sglang.srt.speculative.eagle_worker_v2").addFilter(DepthSwitchLogFilter())
         return DepthControl(
             depths,
             StepClock(device),
@@ -448,10 +448,10 @@ class EngineRuntime:
             **self._erasures.poll(),
             **failed_parts((self._capturing, self._choosing, self._remembering, self._splicing, self._meeting)),
             **({} if self.text is None else self.text.report()),
-            **({} if self.text is None or self.text.sharing is None else of_group_text(self.text.sharing.metrics)),
-            **of_swaps(self._follower.log),
+            **({} if self.text is None or self.text.sharing is None else group_text_fields(self.text.sharing.metrics)),
+            **swap_fields(self._follower.log),
             **self.depth.report(),
-            **of_speedup(self.meter.measure(), self.depth.end_to_end.measure()),
+            **speedup_fields(self.meter.measure(), self.depth.end_to_end.measure()),
             **({} if self._traces is None else self._traces.status()),
         }
 
@@ -506,9 +506,9 @@ def _new_draft(worker: Any, store: DraftStore, manifest: Manifest, device: Devic
     return SglangDraft(model, manifest.version, load, device=device, alone=alone)
 
 
-def _new_probe(worker: Any, depths: list[int]) -> DraftProbe:
+def _new_probe(worker: Any, depths: list[int]) -> DraftLogprobRecorder:
     num_slots = worker.req_to_token_pool.req_to_token.shape[0]
-    return DraftProbe(
+    return DraftLogprobRecorder(
         num_slots=num_slots,
         # Graphs are captured for batches that are padded beyond the number of requests.
         max_batch=2 * num_slots,

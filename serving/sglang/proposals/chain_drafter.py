@@ -41,7 +41,7 @@ class _Blocks:
         self._size = size
         self._free: dict[int, set[int]] = {size: {0}}
 
-    def take(self, size: int) -> int | None:
+    def allocate(self, size: int) -> int | None:
         """Take a block; returns where it begins, None where there is no room."""
         larger = min((each for each, places in self._free.items() if each >= size and places), default=None)
         if larger is None:
@@ -52,7 +52,7 @@ class _Blocks:
             self._free.setdefault(larger, set()).add(place + larger)
         return place
 
-    def give_back(self, place: int, size: int) -> None:
+    def free(self, place: int, size: int) -> None:
         while size < self._size and (place ^ size) in self._free.get(size, ()):
             self._free[size].remove(place ^ size)
             place, size = min(place, place ^ size), 2 * size
@@ -79,7 +79,7 @@ class _Tenant:
     def __init__(self, number: int, answers: _Window | None) -> None:
         self.number, self.answers = number, answers
         self.groups: OrderedDict[str, _Window] = OrderedDict()
-        self.born_s = time.monotonic()
+        self.created_s = time.monotonic()
         self.target_age = 0
         """Changes of the target since the first text."""
         self.num_users = 1
@@ -114,16 +114,16 @@ class ChainDrafter:
 
         With `shared` false it proposes from its own text alone and leaves nothing behind.
         """
-        home = self._home(tenant) if shared else self._new_tenant(None)
-        home.num_users += shared
+        owner = self._tenant_of(tenant) if shared else self._new_tenant(None)
+        owner.num_users += shared
         # Held before room is made for others, since eviction frees what nobody uses.
-        answers = _retained(home.answers)
-        group = _retained(self._group(home, group_id)) if shared and group_id else None
+        answers = _retained(owner.answers)
+        group = _retained(self._group(owner, group_id)) if shared and group_id else None
         tokens = np.array(prompt[-REQUEST_WINDOW:], np.int64)
         windows = [self._window(min(len(tokens) + max_answer, REQUEST_WINDOW)), group, answers]
         slot, requests = self._slot(), self._requests
         context = tokens[-MAX_MATCH:]
-        requests.tenant[slot], requests.num_context[slot], requests.sums[slot] = home.number, len(context), WEIGHT
+        requests.tenant[slot], requests.num_context[slot], requests.sums[slot] = owner.number, len(context), WEIGHT
         requests.num_chosen[slot] = requests.num_guessed[slot] = 0
         requests.context[slot] = 0
         requests.context[slot, MAX_MATCH - len(context) :] = context
@@ -133,7 +133,7 @@ class ChainDrafter:
                 # Shared texts begin with the prompt's last tokens: so the beginnings of answers are found too.
                 before = tokens if source == OWN else context
                 requests.texts[slot, source] = window.append(NEW_TEXT, before)
-        self._of_slot[slot] = home, windows
+        self._of_slot[slot] = owner, windows
         return slot
 
     def group_of(self, slot: int) -> _Window | None:
@@ -142,11 +142,11 @@ class ChainDrafter:
 
     def end(self, slot: int) -> None:
         """End a request; its text in the windows of its group and its tenant stays."""
-        home, windows = self._of_slot.pop(slot)
+        owner, windows = self._of_slot.pop(slot)
         for window in windows:
             if window is not None:
                 self._release(window)
-        self._leave(home)
+        self._drop_user(owner)
         self._free_slots.append(slot)
 
     def advance(
@@ -187,28 +187,28 @@ class ChainDrafter:
     def forget(self, tenants: Collection[str]) -> None:
         """Drop all text of these tenants; running requests use theirs until they end."""
         for name in tenants:
-            if (home := self._tenants.pop(name, None)) is not None:
-                self._drop(home)
+            if (owner := self._tenants.pop(name, None)) is not None:
+                self._drop(owner)
 
     def drop(self, tenant: str, group_id: str) -> None:
         """Drop the text of a group that has ended; running requests use it until they end."""
-        home = self._tenants.get(tenant)
-        if home is not None and (window := home.groups.pop(group_id, None)) is not None:
+        owner = self._tenants.get(tenant)
+        if owner is not None and (window := owner.groups.pop(group_id, None)) is not None:
             self._release(window)
 
     def expire(self, ttl_s: float) -> None:
         """Drop all windows of a tenant whose first text may be older than `ttl_s`."""
-        self.forget([name for name, home in self._tenants.items() if time.monotonic() - home.born_s > ttl_s])
+        self.forget([name for name, owner in self._tenants.items() if time.monotonic() - owner.created_s > ttl_s])
 
-    def target_moved(self) -> None:
+    def target_updated(self) -> None:
         """Count a new target, and drop all windows of a tenant whose first text is too many targets old."""
-        for home in self._tenants.values():
-            home.target_age += 1
-        self.forget([name for name, home in self._tenants.items() if home.target_age > self._config.max_target_age])
+        for owner in self._tenants.values():
+            owner.target_age += 1
+        self.forget([name for name, owner in self._tenants.items() if owner.target_age > self._config.max_target_age])
 
     # -- windows and slots
 
-    def _home(self, name: str) -> _Tenant:
+    def _tenant_of(self, name: str) -> _Tenant:
         if name not in self._tenants:
             self._tenants[name] = self._new_tenant(self._window(TENANT_WINDOW))
         self._tenants.move_to_end(name)
@@ -224,26 +224,26 @@ class ChainDrafter:
         self._tenant_sums[number] = WEIGHT
         return _Tenant(number, answers)
 
-    def _group(self, home: _Tenant, name: str) -> _Window | None:
-        if name not in home.groups:
+    def _group(self, owner: _Tenant, name: str) -> _Window | None:
+        if name not in owner.groups:
             window = self._window(GROUP_WINDOW)
             if window is None:
                 return None
-            home.groups[name] = window
-        home.groups.move_to_end(name)
-        while len(home.groups) > self._config.max_groups:
-            self._release(home.groups.popitem(last=False)[1])
-        return home.groups[name]
+            owner.groups[name] = window
+        owner.groups.move_to_end(name)
+        while len(owner.groups) > self._config.max_groups:
+            self._release(owner.groups.popitem(last=False)[1])
+        return owner.groups[name]
 
     def _window(self, num_tokens: int) -> _Window | None:
         """A window for `num_tokens`, made by eviction where the arena is full; None where that does not help."""
         size = max(1 << max(num_tokens - 1, 0).bit_length(), _LEAST_BLOCK)
-        place = self._blocks.take(size)
+        place = self._blocks.allocate(size)
         while place is None:
             self.num_evicted += 1
             if not self._evict():
                 return None
-            place = self._blocks.take(size)
+            place = self._blocks.allocate(size)
         number = self._free_windows.pop()
         self._windows[number] = place, size, 0
         self._arena.newest_one[place : place + size] = -1
@@ -252,33 +252,33 @@ class ChainDrafter:
 
     def _evict(self) -> bool:
         """Drop the least recently used group, or else tenant; False where there is none."""
-        for home in self._tenants.values():
-            if home.groups:
-                self._release(home.groups.popitem(last=False)[1])
+        for owner in self._tenants.values():
+            if owner.groups:
+                self._release(owner.groups.popitem(last=False)[1])
                 return True
         if self._tenants:
             self._drop(self._tenants.popitem(last=False)[1])
             return True
         return False
 
-    def _drop(self, home: _Tenant) -> None:
-        while home.groups:
-            self._release(home.groups.popitem()[1])
-        if home.answers is not None:
-            self._release(home.answers)
-        self._leave(home)
+    def _drop(self, owner: _Tenant) -> None:
+        while owner.groups:
+            self._release(owner.groups.popitem()[1])
+        if owner.answers is not None:
+            self._release(owner.answers)
+        self._drop_user(owner)
 
-    def _leave(self, home: _Tenant) -> None:
-        home.num_users -= 1
-        if not home.num_users:
-            self._free_tenants.append(home.number)
+    def _drop_user(self, owner: _Tenant) -> None:
+        owner.num_users -= 1
+        if not owner.num_users:
+            self._free_tenants.append(owner.number)
 
     def _release(self, window: _Window) -> None:
         window.num_users -= 1
         if not window.num_users:
             self._windows[window.number] = 0
             self._free_windows.append(window.number)
-            self._blocks.give_back(window.place, window.size)
+            self._blocks.free(window.place, window.size)
 
     def _slot(self) -> int:
         if not self._free_slots:

@@ -28,7 +28,7 @@ from serving.sglang.proposals.remembered_text import Continuations
 from serving.sglang.proposals.step_clock import RoundTally, StepClock
 from serving.speedup import NO_AB, AbSpeedup, Arm, ControlShare, EstimatedSpeedup, Group, SpeedupMeter
 from speculator.proposals.length_planner import LengthPlan, LengthPlanner
-from speculator.proposals.planner import FadingMean
+from speculator.proposals.planner import DecayingMean
 from speculator.tracing import Parent, record
 
 _ATTRIBUTE = "_slipstream_facts"
@@ -122,7 +122,7 @@ class DepthControl:
 
         `draft_sleep` lets a draft that does not pay sleep. `version` is the draft in service, `control` the share of
         control steps, `plain_share` that of plain stretches. Several ranks all learn the same times at meetings:
-        `take_times`, `learn_times`. `on_round` is called with what each step says about the draft and must not block.
+        `pop_times`, `learn_times`. `on_round` is called with what each step says about the draft and must not block.
         """
         self._depths, self._clock, self.meter, self._is_alone = depths, clock, meter, is_alone
         self._head_depth = head_depth
@@ -138,7 +138,7 @@ class DepthControl:
         """Continuations for the requests of the next step."""
         self.plan = LengthPlan(batch=0)
         """The plan of the next decode step."""
-        self._reading: defaultdict[int, FadingMean] = defaultdict(lambda: FadingMean(0.0))
+        self._reading: defaultdict[int, DecayingMean] = defaultdict(lambda: DecayingMean(0.0))
         """What the draft's reading of a step without its chains takes, in plain steps, by depth."""
         self._are_cold = False
         """Whether all requests of the last step are cold: the head is then not used."""
@@ -252,10 +252,10 @@ class DepthControl:
             reading_s = timed.whole_s - timed.committed_s
             self._times.append(TimedStep(done.batch, done.depth, seconds, done.uses_head, reading_s))
         if self._is_alone:
-            self.learn_times(self.take_times())
+            self.learn_times(self.pop_times())
         self._settle()
 
-    def take_times(self) -> list[TimedStep]:
+    def pop_times(self) -> list[TimedStep]:
         """The times of this rank's steps since the last call."""
         times, self._times = self._times, []
         return times
@@ -323,7 +323,7 @@ class DepthControl:
         headless_s = done.plan.headless_s or plain_s / done.batch
         self._draft_sleep.add_saving(((done.batch + num_accepted) * headless_s - took_s) / plain_s)
 
-    def renewed(self, version: int) -> None:
+    def draft_changed(self, version: int) -> None:
         """Another draft version is in service."""
         self._version = version
         self._draft_sleep.wake()
@@ -447,7 +447,7 @@ def _record(done: _Round, seconds: float, accepted: Sequence[int]) -> None:
         )
 
 
-class QuietSwitches(logging.Filter):
+class DepthSwitchLogFilter(logging.Filter):
     """Drops the line that SGLang logs at every switch of the depth: control rounds would fill its log."""
 
     def filter(self, record: logging.LogRecord) -> bool:

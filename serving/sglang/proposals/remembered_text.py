@@ -29,7 +29,7 @@ import numpy as np
 from serving.group_cache.sync import GroupSharing, Publish
 from serving.group_cache.texts import GroupKey
 from serving.sglang.capture.device_reads import LEAST_PROBABILITY
-from serving.sglang.capture.request import is_marked, policy_of
+from serving.sglang.capture.request import has_metadata, policy_of
 from serving.sglang.proposals.chain_drafter import ChainDrafter
 from speculator.proposals.suffix_drafter import MAX_MATCH
 
@@ -192,7 +192,7 @@ class RememberedText:
         if self._error is not None:
             raise self._error
         if self._thread is None:
-            found = self._look(requests, [len(request.output_ids) for request in requests])
+            found = self._look_up(requests, [len(request.output_ids) for request in requests])
             return found.continuations if found.continuations.counts.any() else None
         if (newest := self._found) is None:
             return None
@@ -216,11 +216,11 @@ class RememberedText:
     def _run(self) -> None:
         try:
             while (job := self._jobs.get()) is not None:
-                self._found = self._look(*job)
+                self._found = self._look_up(*job)
         except Exception as error:
             self._error = error
 
-    def _look(self, requests: Sequence[Any], lengths: Sequence[int]) -> _Found:
+    def _look_up(self, requests: Sequence[Any], lengths: Sequence[int]) -> _Found:
         """Look up continuations at these lengths of the answers."""
         self._tidy()
         slots, limits, first, starts = [], [], [], [0]
@@ -255,11 +255,11 @@ class RememberedText:
             self.sharing.drop(tenant, group_id)
         self._tasks.append(lambda drafter: drafter.drop(tenant, group_id))
 
-    def target_renewed(self, version: int) -> None:
+    def target_updated(self, version: int) -> None:
         """Note a new version of the target; for any thread."""
         if self.sharing is not None:
             self.sharing.set_target_version(version)
-        self._tasks.append(ChainDrafter.target_moved)
+        self._tasks.append(ChainDrafter.target_updated)
 
     def _tidy(self) -> None:
         while self._tasks:
@@ -269,7 +269,7 @@ class RememberedText:
         if self._ttl_s:
             self._drafter.expire(self._ttl_s)
         if self.sharing is not None:
-            self.sharing.take()
+            self.sharing.index_received()
         if self._num_looks % _COUNT_EVERY == 0:
             self.num_tokens = self._drafter.num_tokens
         self.num_evicted = self._drafter.num_evicted
@@ -294,7 +294,7 @@ class RememberedText:
             max_answer=request.sampling_params.max_new_tokens,
             tenant=policy.tenant,
             group_id=policy.group_id,
-            shared=policy.capture and (self._captures_unmarked or is_marked(marks)),
+            shared=policy.capture and (self._captures_unmarked or has_metadata(marks)),
         )
         group = self._drafter.group_of(slot)
         if self.sharing is None or group is None:

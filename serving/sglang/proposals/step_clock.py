@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from serving.sglang.device import Device, Mark
+from serving.sglang.device import Device, DeviceEvent
 
 
 @dataclass(frozen=True)
@@ -39,28 +39,28 @@ class StepClock:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._started = device.mark()
-        self._committed: Mark | None = None
-        self._last: Mark | None = None
+        self._started = device.record_event()
+        self._committed: DeviceEvent | None = None
+        self._last: DeviceEvent | None = None
         """The end of the step before, where nothing has come between."""
-        self._between: Mark | None = None
+        self._between: DeviceEvent | None = None
         """When other work after the step before began."""
         self._stopped_s = 0.0
-        self._running: deque[tuple[Mark, Mark, Mark, Mark, Any]] = deque()
+        self._running: deque[tuple[DeviceEvent, DeviceEvent, DeviceEvent, DeviceEvent, Any]] = deque()
 
     def start(self) -> None:
         if time.monotonic() - self._stopped_s > _LONGEST_GAP_S:
             self._last = None
-        self._started = self._last or self._device.mark()
+        self._started = self._last or self._device.record_event()
         self._committed = None
 
     def commit(self) -> None:
         """Mark that the step has its tokens, before `stop`; without this call, it has them at its end."""
-        self._committed = self._device.mark()
+        self._committed = self._device.record_event()
 
     def stop(self, about: Any) -> None:
         """The step is over."""
-        over = self._device.mark()
+        over = self._device.record_event()
         self._last, self._stopped_s = over, time.monotonic()
         self._running.append((self._between or self._started, self._started, self._committed or over, over, about))
         self._between = None
@@ -68,7 +68,7 @@ class StepClock:
     def interrupt(self, *, is_idle: bool) -> None:
         """Mark that other work runs before the next step; `is_idle` where there was nothing to run until now."""
         if is_idle or (self._between is None and self._last is None):
-            self._between = self._device.mark()
+            self._between = self._device.record_event()
         elif self._between is None:
             self._between = self._last
         self._last = None

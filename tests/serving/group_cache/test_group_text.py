@@ -51,7 +51,7 @@ class Peer:
 
     def takes(self, index: SuffixIndex, after: list[int]) -> list[int]:
         """What the index has once something has come, behind these tokens."""
-        self.sharing.take()
+        self.sharing.index_received()
         return followed(index, after)
 
     def sees(self, index: SuffixIndex, tokens: list[int]) -> bool:
@@ -130,7 +130,7 @@ def test_work_between_two_steps_is_bounded(one: Peer, other: Peer) -> None:
     sizes = [0]
 
     def has_taken_all() -> bool:
-        other.sharing.take()
+        other.sharing.index_received()
         sizes.append(len(theirs))
         return sizes[-1] == 1000
 
@@ -144,7 +144,7 @@ def test_a_group_that_never_ends_remembers_so_many_texts_and_no_more() -> None:
     group = FollowedGroup(GROUP, weakref.ref(index), max_texts=3)
 
     def take(text: int, start: int, tokens: list[int]) -> int:
-        return group.take(
+        return group.add_piece(
             GroupTextPiece(source=1, text=text, start=start, target_version=0, at_ms=now_ms(), tokens=tokens),
         )
 
@@ -166,7 +166,7 @@ def test_a_group_that_ended_is_gone_everywhere(one: Peer, other: Peer, redis_cli
     publish([9])
     theirs = follow(other)
     wait_until(lambda: other.tokens("published"))
-    other.sharing.take()
+    other.sharing.index_received()
     assert (one.tokens("published"), len(theirs)) == (len(TEXT), 0)
 
 

@@ -12,7 +12,7 @@ from serving.group_cache.texts import (
     GroupKey,
     GroupTextPiece,
     GroupTexts,
-    Place,
+    ReadPosition,
     decode_pieces,
     encode_piece,
     is_head,
@@ -71,27 +71,27 @@ def test_heads_differ() -> None:
     assert not is_head(b"SGT2" + b"12345678")
 
 
-def read(texts: GroupTexts, group: GroupKey, place: Place | None = None) -> tuple[Place, bytes]:
-    return texts.fetch({group: place or Place()})[group]
+def read(texts: GroupTexts, group: GroupKey, place: ReadPosition | None = None) -> tuple[ReadPosition, bytes]:
+    return texts.fetch({group: place or ReadPosition()})[group]
 
 
 def test_a_reader_goes_on_where_it_stopped_and_finds_a_new_beginning(redis_client: redis.Redis) -> None:
     texts = GroupTexts(redis_client, "m")
-    assert read(texts, ANNA) == (Place(), b"")
+    assert read(texts, ANNA) == (ReadPosition(), b"")
     texts.append({ANNA: b"one", BO: b"other"})
     place, data = read(texts, ANNA)
     assert data == b"one"
     texts.append({ANNA: b"two"})
-    place = Place(place.head, place.offset + 3)
+    place = ReadPosition(place.head, place.offset + 3)
     assert read(texts, ANNA, place) == (place, b"two")
     texts.drop([ANNA])
-    assert read(texts, ANNA, place) == (Place(), b"")
+    assert read(texts, ANNA, place) == (ReadPosition(), b"")
     texts.append({ANNA: b"three"})
     found, data = read(texts, ANNA, place)
-    assert (found.offset, data) == (Place().offset, b"three")
+    assert (found.offset, data) == (ReadPosition().offset, b"three")
     assert read(texts, BO)[1] == b"other"
     redis_client.set(KEYS.group_text(BO.member), b"something else that is no text")
-    assert read(texts, BO) == (Place(), b"")
+    assert read(texts, BO) == (ReadPosition(), b"")
 
 
 def test_names_with_colons_and_slashes_are_groups_of_their_own(redis_client: redis.Redis) -> None:
@@ -125,7 +125,7 @@ def test_a_group_and_all_of_them_have_bounds(redis_client: redis.Redis) -> None:
     texts = GroupTexts(redis_client, "m", group_bytes=100, max_bytes=300)
     assert texts.append({ANNA: b"x" * 60}) == 0
     assert texts.append({ANNA: b"x" * 60}) == 1
-    assert read(texts, ANNA) == (Place(), b"")
+    assert read(texts, ANNA) == (ReadPosition(), b"")
     groups = [GroupKey("t", str(number)) for number in range(5)]
     gone = [texts.append({group: b"x"}) for group in groups]
     assert gone == [0, 0, 0, 1, 1]

@@ -11,7 +11,7 @@ import pytest
 from serving.engine import Proposed, Stratum, Verification, WatchedRound, stratum_of
 from serving.hotswap.breaker import LiveWatch, TrialOutcome, Verdict
 from speculator.draft.sampling_params import SamplingParams
-from tests.serving.watching import CHAT, CODE, DEPTH, acceptance_for, rounds, take_in, try_out
+from tests.serving.watching import CHAT, CODE, DEPTH, acceptance_for, rounds, run_trial, take_in
 
 REAL_SPREAD = 0.15
 """Of requests' acceptance; an accept length of 1.7 then spreads by 20%, as that of real answers does."""
@@ -28,7 +28,7 @@ def _trial(
     record = {CHAT: length * (1 + luck), CODE: 1.3 * length * (1 + luck)}
     take_in(watch, rounds(rng, 1, record, spread=spread, batch=batch), 1000)
     after = {CHAT: length * (1 + change), CODE: 1.3 * length * (1 + change)}
-    return try_out(watch, 2, rounds(rng, 2, after, spread=spread, batch=batch), look_every=20)
+    return run_trial(watch, 2, rounds(rng, 2, after, spread=spread, batch=batch), look_every=20)
 
 
 @pytest.mark.parametrize(("batch", "luck"), [(1, 0.0), (4, 0.0), (1, 0.05)])
@@ -72,7 +72,7 @@ def test_looks_are_compared_with_looks_only(seed: int, looks_before: int, rate: 
     rng, watch = random.Random(seed), LiveWatch(1)
     take_in(watch, rounds(rng, 1, {CHAT: 1 + 0.6 + 0.36 + 0.22 + 0.13}), 1000)
     take_in(watch, _looks(rng, 1, 0.3), looks_before)
-    verdict = try_out(watch, 2, _looks(rng, 2, rate))
+    verdict = run_trial(watch, 2, _looks(rng, 2, rate))
     assert verdict.outcome is outcome
 
 
@@ -82,7 +82,7 @@ def test_a_useless_version_is_caught_within_fifty_rounds_or_five_seconds(batch: 
     for seed in range(20):
         rng, watch = random.Random(seed), LiveWatch(1)
         take_in(watch, rounds(rng, 1, {CHAT: 1.8}, batch=batch, spread=0.02), 2000)
-        verdict = try_out(watch, 2, rounds(rng, 2, {CHAT: 1.0}, batch=batch), look_every=10, most_rounds=most_rounds)
+        verdict = run_trial(watch, 2, rounds(rng, 2, {CHAT: 1.0}, batch=batch), look_every=10, most_rounds=most_rounds)
         assert verdict.outcome is TrialOutcome.ROLLED_BACK
 
 
@@ -91,7 +91,7 @@ def test_another_mix_of_requests_is_no_other_draft() -> None:
         rng, watch = random.Random(seed), LiveWatch(1)
         lengths = {CHAT: 1.3, CODE: 2.4}
         take_in(watch, rounds(rng, 1, lengths, mix={CHAT: 0.3, CODE: 0.7}), 3000)
-        verdict = try_out(watch, 2, rounds(rng, 2, lengths, mix={CHAT: 0.95, CODE: 0.05}))
+        verdict = run_trial(watch, 2, rounds(rng, 2, lengths, mix={CHAT: 0.95, CODE: 0.05}))
         assert verdict.outcome is TrialOutcome.PROMOTED
         assert float(verdict.numbers["accept_length"] or 0) < 1.5 < 2.0
 
@@ -104,7 +104,7 @@ def test_harder_requests_do_not_make_a_draft_slow() -> None:
             lengths, mix = {CHAT: 1.2, CODE: 2.2}, {CHAT: known, CODE: 1 - known}
             take_in(watch, rounds(rng, 1, lengths, mix=mix, control_share=0.05), 2000)
             harder = rounds(rng, 2, lengths, mix={CHAT: 1.0, CODE: 0.0}, control_share=0.05)
-            verdict = try_out(watch, 2, harder, look_every=1000)
+            verdict = run_trial(watch, 2, harder, look_every=1000)
             assert verdict.outcome is TrialOutcome.PROMOTED
             assert float(verdict.numbers["time_change"] or 0) == pytest.approx(0.0, abs=0.1)
 
@@ -113,7 +113,7 @@ def test_drafting_is_not_slower_than_an_incumbent_that_does_not_draft() -> None:
     rng, watch = random.Random(0), LiveWatch(1)
     for turn in range(2000):
         watch.observe(WatchedRound(1, 1, turn % 20 > 0, 0.03 * rng.uniform(0.9, 1.1), 1, ()))
-    verdict = try_out(watch, 2, rounds(rng, 2, {CHAT: 1.0}, control_share=0.05, round_s=0.06))
+    verdict = run_trial(watch, 2, rounds(rng, 2, {CHAT: 1.0}, control_share=0.05, round_s=0.06))
     assert verdict.outcome is TrialOutcome.PROMOTED
     assert "time_change" not in verdict.numbers, "none of its rounds has a like"
 
@@ -138,7 +138,7 @@ def mixed(
     """
     share = min(int(4 * (1 - asked) + 0.99), 4)
     stratum = Stratum(CHAT.domain, CHAT.sampling, remembered=share)
-    looked_at = Stratum(CHAT.domain, CHAT.sampling, of_probes=True, remembered=share)
+    examined = Stratum(CHAT.domain, CHAT.sampling, of_probes=True, remembered=share)
     rate = acceptance_for(1 + after * (length - 1))
     for number in itertools.count():
         request, noise = f"{version}-{number // 20}", rng.uniform(0.9, 1.1)
@@ -152,7 +152,7 @@ def mixed(
             seconds = draft_s * noise * (1 + 0.04 * by_text)
             yield WatchedRound(version, 1, True, seconds, 1 + accepted, (one,), Proposed(DEPTH, by_text))
         elif rng.random() < looked:
-            look = Verification(request, looked_at, int(rng.random() < rate / 2), 1)
+            look = Verification(request, examined, int(rng.random() < rate / 2), 1)
             yield WatchedRound(version, 1, True, 0.034 * noise, 1, (look,))
         else:
             from_text = rng.random() < 0.7
@@ -179,7 +179,7 @@ def test_traffic_that_repeats_more_or_less_of_earlier_text_is_no_fault_of_a_bett
         for seed in range(5):
             rng, watch = random.Random(seed), LiveWatch(1)
             take_in(watch, mixed(rng, 1, incumbent, **before), 3000)  # type: ignore[arg-type]
-            verdict = try_out(watch, 2, mixed(rng, 2, version, **now), look_every=100)  # type: ignore[arg-type]
+            verdict = run_trial(watch, 2, mixed(rng, 2, version, **now), look_every=100)  # type: ignore[arg-type]
             assert verdict.outcome is TrialOutcome.PROMOTED, verdict
 
 
@@ -188,7 +188,7 @@ def test_a_slower_draft_is_found_out_where_it_takes_part_whatever_earlier_text_d
     for seed in range(5):
         rng, watch = random.Random(seed), LiveWatch(1)
         take_in(watch, mixed(rng, 1, 1.7, asked=0.5), 3000)
-        verdict = try_out(watch, 2, mixed(rng, 2, 1.7, asked=0.5, draft_s=0.056))
+        verdict = run_trial(watch, 2, mixed(rng, 2, 1.7, asked=0.5, draft_s=0.056))
         assert (verdict.outcome, verdict.reason) == (TrialOutcome.ROLLED_BACK, "slower a token than the incumbent")
 
 
@@ -196,7 +196,7 @@ def test_deeper_chains_pay_for_themselves() -> None:
     """A round of more proposals takes longer: it is another kind of round."""
     rng, watch = random.Random(0), LiveWatch(1)
     take_in(watch, rounds(rng, 1, {CHAT: 3.0}, depth=2, control_share=0.05), 3000)
-    verdict = try_out(watch, 2, rounds(rng, 2, {CHAT: 3.0}, control_share=0.05, round_s=0.048))
+    verdict = run_trial(watch, 2, rounds(rng, 2, {CHAT: 3.0}, control_share=0.05, round_s=0.048))
     assert verdict.outcome is TrialOutcome.PROMOTED
 
 
@@ -204,7 +204,7 @@ def test_a_version_that_costs_more_for_the_same_acceptance_is_slower() -> None:
     for seed in range(5):
         rng, watch = random.Random(seed), LiveWatch(1)
         take_in(watch, rounds(rng, 1, {CHAT: 1.7}, control_share=0.05), 3000)
-        verdict = try_out(watch, 2, rounds(rng, 2, {CHAT: 1.7}, control_share=0.05, round_s=0.056))
+        verdict = run_trial(watch, 2, rounds(rng, 2, {CHAT: 1.7}, control_share=0.05, round_s=0.056))
         assert verdict.outcome is TrialOutcome.ROLLED_BACK
         assert verdict.reason == "slower a token than the incumbent"
         assert float(verdict.numbers["time_change"] or 0) == pytest.approx(0.4, abs=0.1)
@@ -216,13 +216,13 @@ def test_a_machine_that_becomes_busy_is_not_the_drafts_fault(control_share: floa
         rng, watch = random.Random(seed), LiveWatch(1)
         take_in(watch, rounds(rng, 1, {CHAT: 1.7}, control_share=control_share), 3000)
         busy = rounds(rng, 2, {CHAT: 1.7}, control_share=control_share, round_s=0.08, plain_s=0.06)
-        assert try_out(watch, 2, busy).outcome is TrialOutcome.PROMOTED
+        assert run_trial(watch, 2, busy).outcome is TrialOutcome.PROMOTED
 
 
 def test_an_incumbent_that_never_went_so_deep_is_compared_at_its_depth() -> None:
     rng, watch = random.Random(0), LiveWatch(1)
     take_in(watch, rounds(rng, 1, {CHAT: 1.7}, depth=1), 2000)
-    verdict = try_out(watch, 2, rounds(rng, 2, {CHAT: 1.7}))
+    verdict = run_trial(watch, 2, rounds(rng, 2, {CHAT: 1.7}))
     assert verdict.outcome is TrialOutcome.PROMOTED
     # Deeper chains accept a fifth more, and that is not the draft's merit.
     assert float(verdict.numbers["accept_change"] or 0) < 0.1
@@ -231,11 +231,11 @@ def test_an_incumbent_that_never_went_so_deep_is_compared_at_its_depth() -> None
 def test_unknown_strata_are_counted_and_compared_with_nothing() -> None:
     rng, watch = random.Random(0), LiveWatch(1)
     take_in(watch, rounds(rng, 1, {CHAT: 2.0}), 2000)
-    verdict = try_out(watch, 2, rounds(rng, 2, {CODE: 1.0}))
+    verdict = run_trial(watch, 2, rounds(rng, 2, {CODE: 1.0}))
     assert (verdict.outcome, verdict.reason) == (TrialOutcome.PROMOTED, "nothing to compare its accept length with")
     assert verdict.numbers["compared"] == 0
     # From now on they are known.
-    assert try_out(watch, 3, rounds(rng, 3, {CODE: 1.5})).numbers["compared"]
+    assert run_trial(watch, 3, rounds(rng, 3, {CODE: 1.5})).numbers["compared"]
 
 
 def test_it_is_ready_when_the_incumbent_is_known() -> None:
@@ -298,7 +298,7 @@ def test_a_useless_version_is_found_out_though_it_is_hardly_used() -> None:
     for seed in range(10):
         rng, watch = random.Random(seed), LiveWatch(1)
         take_in(watch, rounds(rng, 1, {CHAT: 1.8}), 2000)
-        verdict = try_out(
+        verdict = run_trial(
             watch,
             2,
             itertools.chain(itertools.islice(rounds(rng, 2, {CHAT: 1.0}), 50), rarely(rounds(rng, 2, {CHAT: 1.0}), 50)),

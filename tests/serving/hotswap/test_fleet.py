@@ -140,7 +140,7 @@ class Scene:
     def follow(self, times: int = 1) -> None:
         for _ in range(times):
             for member in self.members:
-                member.follower.follow()
+                member.follower.poll()
 
     def die(self, member: Member) -> None:
         """Killed; its report and, where it had it, the canary's slot have expired."""
@@ -233,7 +233,7 @@ def test_a_newer_version_waits_for_the_verdict(scene: Scene) -> None:
     scene.follow(2)
     assert scene.drafts == [2, 1]
     a.serve(1000)
-    b.follower.follow()
+    b.follower.poll()
     scene.follow()
     assert scene.states.state(2) is VersionState.PROMOTED
     a.serve(600)
@@ -364,7 +364,7 @@ def test_the_count_of_ends_outlives_who_could_not_write_it_down(scene: Scene) ->
     third.serve()
     for _ in range(3):
         with pytest.raises(StoreError):
-            third.follower.follow()
+            third.follower.poll()
     assert (third.draft, third.installed) == (1, [])
     scene.states.is_full = False
     scene.client.delete(KEYS.canary)
@@ -382,13 +382,13 @@ def test_a_version_that_an_operator_releases_is_tried_again(scene: Scene, is_ful
     scene.states.is_full = is_full_first
     if is_full_first:
         with pytest.raises(StoreError):
-            third.follower.follow()
+            third.follower.poll()
     scene.states.is_full = False
-    third.follower.follow()
+    third.follower.poll()
     assert scene.states.state(2) is VersionState.QUARANTINED
     scene.states.move(2, VersionState.SCORED, actor="operator:test")
     scene.pointer.publish(2)
-    third.follower.follow()
+    third.follower.poll()
     assert third.draft == 2
 
 
@@ -423,7 +423,7 @@ def test_an_idle_canary_gives_its_place_on(scene: Scene) -> None:
     scene.follow(2)
     assert scene.drafts == [2, 1]
     scene.now_s += PATIENCE_S
-    b.follower.follow()
+    b.follower.poll()
     assert scene.drafts == [2, 1], "the slot is free once the other has left the version"
     scene.follow(2)
     assert scene.drafts == [1, 2]
@@ -459,12 +459,12 @@ def test_an_idle_canary_that_cannot_go_back_does_not_keep_its_slot(scene: Scene)
     scene.now_s += PATIENCE_S
     for _ in range(2):
         with pytest.raises(EngineBusyError):
-            a.follower.follow()
+            a.follower.poll()
     assert scene.canary == "a"
     scene.client.delete(KEYS.canary)  # it expires, for it is not renewed
     with pytest.raises(EngineBusyError):
-        a.follower.follow()
-    b.follower.follow()
+        a.follower.poll()
+    b.follower.poll()
     assert (scene.drafts, scene.canary) == ([2, 2], "b")
     a.engine.is_idle = False
     scene.follow(2)
@@ -497,16 +497,16 @@ def test_an_engine_that_cannot_swap_holds_nobody_for_long(scene: Scene) -> None:
     a.engine.is_idle = True
     scene.pointer.publish(2)
     with pytest.raises(EngineBusyError):
-        a.follower.follow()
-    b.follower.follow()
+        a.follower.poll()
+    b.follower.poll()
     assert (b.draft, scene.canary) == (1, "a")
     assert scene.client.pttl(KEYS.canary) <= 1000 * INSTALL_S, "the slot expires by itself"
     scene.now_s += INSTALL_S
-    a.follower.follow()
-    b.follower.follow()
+    a.follower.poll()
+    b.follower.poll()
     assert (b.draft, scene.canary) == (2, "b")
     scene.now_s += YIELD_S
-    a.follower.follow()
+    a.follower.poll()
     assert a.draft == 1
 
 
@@ -549,9 +549,9 @@ def test_a_verdict_does_not_wait_for_redis(scene: Scene, is_bad: bool) -> None:
     a.line.is_cut = True
     a.serve(1000)
     with pytest.raises(StreamError):
-        a.follower.follow()
+        a.follower.poll()
     assert scene.states.state(2) is (VersionState.QUARANTINED if is_bad else VersionState.PROMOTED)
-    b.follower.follow()
+    b.follower.poll()
     assert scene.drafts == ([1, 1] if is_bad else [2, 2])
     a.line.is_cut = False
     scene.follow()
@@ -567,12 +567,12 @@ def test_an_operator_who_publishes_a_version_again_has_the_last_word(scene: Scen
     a.line.is_cut = True
     a.serve(300)
     with pytest.raises(StreamError):
-        a.follower.follow()
+        a.follower.poll()
     assert (a.draft, scene.states.state(2)) == (1, VersionState.QUARANTINED)
     scene.states.move(2, VersionState.SCORED, actor="operator:o")
     scene.pointer.publish(2)
     a.line.is_cut = False
-    a.follower.follow()
+    a.follower.poll()
     assert scene.pointer.desired() == 2
 
 
@@ -582,7 +582,7 @@ def test_a_canary_that_was_cut_off_for_too_long_leaves_the_version_to_the_next(s
     scene.follow()
     a.line.is_cut = True
     scene.client.delete(KEYS.canary)  # expired
-    b.follower.follow()
+    b.follower.poll()
     assert scene.drafts == [2, 2]
     a.line.is_cut = False
     scene.follow(2)
@@ -620,7 +620,7 @@ def test_whatever_happens_a_bad_version_stays_on_its_canary_and_engines_converge
                 rng.choice(scene.members).serve(500)
             case "follow" if scene.members:
                 scene.now_s += rng.choice([1.0, 30.0, 130.0])
-                rng.choice(scene.members).follower.follow()
+                rng.choice(scene.members).follower.poll()
         for version in scene.bad:
             assert scene.drafts.count(version) <= 1
             assert scene.states.state(version) is not VersionState.PROMOTED

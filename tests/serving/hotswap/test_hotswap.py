@@ -12,7 +12,7 @@ import torch
 from serving.engine import SwapReport, WatchedRound
 from serving.hotswap.breaker import MOVING_TARGET_PATIENCE_S, LiveWatch, WatchRules
 from serving.hotswap.follower import DraftFollower
-from serving.sglang.report import of_swaps
+from serving.sglang.report import swap_fields
 from speculator.errors import DraftFileError, EngineBusyError, StoreError, StreamError
 from speculator.redis.control_plane import CanaryHolder, CanarySlot
 from speculator.versions.lifecycle import Lifecycle, Number, VersionState
@@ -93,11 +93,11 @@ def _follower() -> tuple[DraftFollower, SwappingEngine, FakePointer]:
 
 def test_it_installs_what_is_desired_once() -> None:
     follower, engine, pointer = _follower()
-    follower.follow()
+    follower.poll()
     assert engine.asked == []
     pointer.version = 4
-    follower.follow()
-    follower.follow()
+    follower.poll()
+    follower.poll()
     assert engine.asked == [4]
     assert [report.version for _, report in follower.log.installed] == [4]
     assert pointer.status["version"] == 4
@@ -106,14 +106,14 @@ def test_it_installs_what_is_desired_once() -> None:
 def test_a_refused_version_is_not_tried_again_and_is_reported() -> None:
     follower, engine, pointer = _follower()
     pointer.version, engine.refusal = 2, DraftFileError("not finite")
-    follower.follow()
+    follower.poll()
     assert pointer.version == 1, "the version in service is published instead"
     pointer.version = 2
-    follower.follow()
+    follower.poll()
     assert engine.asked == [2]
     assert (pointer.status["version"], pointer.status["refused"]) == (1, "2")
     pointer.version, engine.refusal = 3, None
-    follower.follow()
+    follower.poll()
     assert engine.draft_version == 3
 
 
@@ -121,7 +121,7 @@ def test_a_refused_version_is_not_tried_again_and_is_reported() -> None:
 def test_whatever_fails_in_one_attempt_it_counts_and_follows_on(failure: Exception) -> None:
     """On its own thread, which would otherwise end, with all swaps and all reports."""
     engine, pointer = SwappingEngine(), FakePointer()
-    follower = DraftFollower(engine, pointer, engine_id="e", poll_s=0.01, status=lambda: of_swaps(follower.log))
+    follower = DraftFollower(engine, pointer, engine_id="e", poll_s=0.01, status=lambda: swap_fields(follower.log))
     pointer.version, engine.refusal = 2, failure
     follower.start()
     wait_until(lambda: engine.asked == [2, 2])
@@ -177,7 +177,7 @@ def test_without_redis_the_version_stays() -> None:
     follower, engine, pointer = _follower()
     pointer.away = True
     with pytest.raises(StreamError):
-        follower.follow()
+        follower.poll()
     assert engine.asked == []
 
 
@@ -217,13 +217,13 @@ class Scene:
     def on_trial(self, version: int = 2) -> None:
         self.serve()
         self.pointer.version = version
-        self.follower.follow()
+        self.follower.poll()
         assert (self.engine.draft_version, self.watch.watched) == (version, version)
 
     def roll_back(self) -> None:
         self.on_trial()
         self.serve(1.0, 200)
-        self.follower.follow()
+        self.follower.poll()
 
 
 @pytest.fixture
@@ -233,10 +233,10 @@ def scene(tmp_path: Path) -> Scene:
 
 def test_a_version_waits_until_the_incumbent_is_known(scene: Scene) -> None:
     scene.pointer.version = 2
-    scene.follower.follow()
+    scene.follower.poll()
     assert scene.engine.asked == []
     scene.serve()
-    scene.follower.follow()
+    scene.follower.poll()
     assert scene.engine.asked == [2]
     assert scene.states.state(2) is VersionState.LIVE
     assert scene.pointer.status["watched"] == 2
@@ -245,7 +245,7 @@ def test_a_version_waits_until_the_incumbent_is_known(scene: Scene) -> None:
 def test_a_good_version_is_promoted(scene: Scene) -> None:
     scene.on_trial()
     scene.serve(2.4, 1000)
-    scene.follower.follow()
+    scene.follower.poll()
     last = scene.states.history(2)[-1]
     assert (last.state, last.actor, last.reason) == (
         VersionState.PROMOTED,
@@ -269,24 +269,24 @@ def test_a_bad_version_is_taken_back_and_barred(scene: Scene) -> None:
     assert len(scene.states.rollbacks_in_a_row()) == 1
     assert scene.follower.log.last_verdict == "version 2 rolled_back: accepts less than the incumbent"
     scene.pointer.version = 3
-    scene.follower.follow()
+    scene.follower.poll()
     assert scene.engine.draft_version == 3, "the incumbent is still known"
 
 
 def test_a_draft_is_not_blamed_for_a_new_target(scene: Scene) -> None:
     scene.on_trial()
     scene.serve(1.0, 200, target_version=1)
-    scene.follower.follow()
+    scene.follower.poll()
     assert (scene.engine.draft_version, scene.watch.watched) == (2, None)
     assert scene.follower.log.verdicts == {"promoted": 0, "rolled_back": 0, "withdrawn": 1}
     assert scene.follower.log.last_verdict == "version 2 withdrawn: the target has moved"
     assert scene.watch.baseline_verifications == 200, "a new record, of the version that stayed"
     scene.serve(1.0, 2000, target_version=1)
     scene.pointer.version = 3
-    scene.follower.follow()
+    scene.follower.poll()
     assert scene.watch.watched == 3
     scene.serve(1.0, 1000, target_version=1)
-    scene.follower.follow()
+    scene.follower.poll()
     assert scene.states.state(3) is VersionState.PROMOTED, "as good as the one before it, on this target"
 
 
@@ -294,16 +294,16 @@ def test_a_draft_is_not_blamed_for_a_new_target(scene: Scene) -> None:
 def test_a_newer_version_that_waits_ends_a_trial_that_has_shown_enough(scene: Scene, is_asked: bool) -> None:
     scene.on_trial()
     scene.pointer.version = 3
-    scene.follower.follow()
+    scene.follower.poll()
     if is_asked:
         scene.serve(2.0, 600)
     else:
         for _ in range(600):
             scene.watch.observe(WatchedRound(2, 1, False, 0.06, 1, ()))
-    scene.follower.follow()
+    scene.follower.poll()
     assert scene.states.state(2) is (VersionState.PROMOTED if is_asked else VersionState.LIVE)
     assert scene.follower.log.verdicts == {"promoted": int(is_asked), "rolled_back": 0, "withdrawn": int(not is_asked)}
-    scene.follower.follow()
+    scene.follower.poll()
     assert scene.watch.watched == 3
 
 
@@ -311,17 +311,17 @@ def test_patience_with_a_moving_target_begins_anew_with_another_version(scene: S
     scene.serve(count=100)
     scene.serve(count=100, target_version=1)
     scene.pointer.version = 2
-    scene.follower.follow()
+    scene.follower.poll()
     scene.now_s = MOVING_TARGET_PATIENCE_S - 1
     scene.pointer.pin = 3
-    scene.follower.follow()
+    scene.follower.poll()
     assert scene.engine.draft_version == 3
     scene.now_s += 2
     scene.pointer.pin = None
-    scene.follower.follow()
+    scene.follower.poll()
     assert scene.watch.watched is None, "the pinned version serves since two seconds"
     scene.now_s += MOVING_TARGET_PATIENCE_S
-    scene.follower.follow()
+    scene.follower.poll()
     assert scene.watch.watched == 2
 
 
@@ -329,11 +329,11 @@ def test_an_incumbent_that_a_moving_target_keeps_unknown_is_not_waited_for_for_e
     scene.serve(count=100)
     scene.pointer.version = 2
     for step in range(3):
-        scene.follower.follow()
+        scene.follower.poll()
         scene.serve(count=100, target_version=step + 1)
     assert scene.engine.draft_version == 1
     scene.now_s = MOVING_TARGET_PATIENCE_S
-    scene.follower.follow()
+    scene.follower.poll()
     assert (scene.engine.draft_version, scene.watch.watched) == (2, 2)
 
 
@@ -343,11 +343,11 @@ def test_the_rollback_waits_for_nothing(scene: Scene) -> None:
     scene.serve(1.0, 200)
     scene.pointer.away = scene.states.is_full = True
     with pytest.raises(StreamError):
-        scene.follower.follow()
+        scene.follower.poll()
     assert scene.engine.draft_version == 1
     assert scene.states.state(2) is VersionState.LIVE
     scene.pointer.away = scene.states.is_full = False
-    scene.follower.follow()
+    scene.follower.poll()
     assert scene.states.state(2) is VersionState.QUARANTINED
     assert scene.pointer.version == 1
     assert scene.engine.asked == [2, 1]
@@ -358,14 +358,14 @@ def test_a_rollback_that_fails_is_tried_again(scene: Scene) -> None:
     scene.serve(1.0, 200)
     scene.engine.refusal = EngineBusyError("the ranks cannot agree")
     with pytest.raises(EngineBusyError):
-        scene.follower.follow()
+        scene.follower.poll()
     assert scene.engine.draft_version == 2
     assert scene.states.state(2) is VersionState.QUARANTINED, "so that no other engine tries it"
     assert scene.pointer.version == 1
     with pytest.raises(EngineBusyError):
-        scene.follower.follow()
+        scene.follower.poll()
     scene.engine.refusal = None
-    scene.follower.follow()
+    scene.follower.poll()
     assert scene.engine.draft_version == 1
     assert scene.states.state(2) is VersionState.QUARANTINED
 
@@ -373,11 +373,11 @@ def test_a_rollback_that_fails_is_tried_again(scene: Scene) -> None:
 def test_a_pinned_version_comes_at_once_and_is_not_tried(scene: Scene) -> None:
     scene.on_trial()
     scene.pointer.pin = 3
-    scene.follower.follow()
+    scene.follower.poll()
     assert (scene.engine.draft_version, scene.watch.watched) == (3, None)
     assert scene.follower.log.verdicts["withdrawn"] == 1
     scene.serve(1.0)
-    scene.follower.follow()
+    scene.follower.poll()
     assert scene.engine.draft_version == 3
     assert scene.states.state(2) is VersionState.LIVE, "nobody has judged it"
 
@@ -385,9 +385,9 @@ def test_a_pinned_version_comes_at_once_and_is_not_tried(scene: Scene) -> None:
 def test_a_version_that_is_pinned_during_its_trial_stays(scene: Scene) -> None:
     scene.on_trial()
     scene.pointer.pin = 2
-    scene.follower.follow()
+    scene.follower.poll()
     scene.serve(1.0)
-    scene.follower.follow()
+    scene.follower.poll()
     assert (scene.engine.draft_version, scene.watch.watched) == (2, None)
 
 
@@ -396,7 +396,7 @@ def test_a_promoted_version_comes_at_once(scene: Scene) -> None:
     for state in (VersionState.LIVE, VersionState.PROMOTED):
         scene.states.move(3, state, actor="operator:o")
     scene.pointer.version = 3
-    scene.follower.follow()
+    scene.follower.poll()
     assert (scene.engine.draft_version, scene.watch.watched) == (3, None)
 
 
@@ -405,13 +405,13 @@ def test_what_is_known_of_the_incumbent_outlasts_a_trial_that_others_ended(scene
     known = scene.watch.baseline_verifications
     scene.serve(count=100)
     scene.states.bar(2, actor="trainer:review", reason="accepts less")
-    scene.follower.follow()
+    scene.follower.poll()
     assert (scene.engine.draft_version, scene.pointer.version) == (1, 1)
     assert scene.follower.log.verdicts["withdrawn"] == 1
     assert known > 0
     assert scene.watch.baseline_verifications == known
     scene.pointer.version = 3
-    scene.follower.follow()
+    scene.follower.poll()
     assert scene.engine.draft_version == 3, "it is known well enough to try the next one at once"
 
 
@@ -419,7 +419,7 @@ def test_a_barred_version_is_not_taken(scene: Scene) -> None:
     scene.states.move(2, VersionState.QUARANTINED, actor="operator:o")
     scene.serve()
     scene.pointer.version = 2
-    scene.follower.follow()
+    scene.follower.poll()
     assert scene.engine.asked == []
     assert scene.pointer.version == 1
 
@@ -427,12 +427,12 @@ def test_a_barred_version_is_not_taken(scene: Scene) -> None:
 def test_a_damaged_version_is_quarantined(scene: Scene) -> None:
     scene.serve()
     scene.pointer.version, scene.engine.refusal = 2, DraftFileError("fc.weight is not finite")
-    scene.follower.follow()
+    scene.follower.poll()
     last = scene.states.history(2)[-1]
     assert (last.state, last.reason) == (VersionState.QUARANTINED, "fc.weight is not finite")
     assert scene.pointer.version == 1
     assert scene.engine.draft_version == 1
-    scene.follower.follow()
+    scene.follower.poll()
     assert scene.engine.asked == [2]
 
 
@@ -445,7 +445,7 @@ def test_after_a_crash_it_goes_on_from_what_was_written(scene: Scene, written: t
     scene.start()
     assert scene.engine.draft_version == 1
     scene.serve()
-    scene.follower.follow()
+    scene.follower.poll()
     if VersionState.ROLLED_BACK in written:
         assert scene.states.state(2) is VersionState.QUARANTINED
         assert (scene.engine.draft_version, scene.pointer.version) == (1, 1)
@@ -460,12 +460,12 @@ def test_a_version_that_nobody_has_scored_is_not_taken(scene: Scene, states: tup
     for state in states:
         scene.states.move(9, state, actor="test")
     scene.pointer.version = 9
-    scene.follower.follow()
+    scene.follower.poll()
     assert scene.engine.asked == []
     assert scene.pointer.version == 9, "it may be scored yet"
     for state in WAY[len(states) :]:
         scene.states.move(9, state, actor="test")
-    scene.follower.follow()
+    scene.follower.poll()
     assert scene.engine.draft_version == 9
 
 
@@ -473,6 +473,6 @@ def test_without_a_watch_what_is_published_serves_and_is_promoted(tmp_path: Path
     scene = Scene(tmp_path)
     follower = DraftFollower(scene.engine, scene.pointer, engine_id="e", lifecycle=scene.states)
     scene.pointer.version = 2
-    follower.follow()
+    follower.poll()
     assert scene.engine.draft_version == 2
     assert scene.states.last_good() == 2

@@ -102,7 +102,7 @@ def test_what_another_target_would_say_is_left_out(scene: Scene, is_reading: boo
     first, _ = scene.label()
     assert scene.head.reading.wait(10)
     second, _ = scene.label()
-    scene.capture.forgo_labels()
+    scene.capture.cancel_labels()
     scene.head.may_read.set()
     scene.capture.drain()
     assert ((first if is_reading else second).ids == -1).all()

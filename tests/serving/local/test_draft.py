@@ -135,7 +135,7 @@ def _output(serving: ServingDraft, pairs: Pairs, num_steps: int = 1) -> tuple[li
     steps: list[Step] = []
     rule = ChainRule([1.0] * num_steps, [-1.0] * num_steps)
     while len(steps) < num_steps:
-        found, output = serving.network.propose(pairs, rule.behind(len(steps)), [1.0] * batch, None)
+        found, output = serving.network.propose(pairs, rule.after(len(steps)), [1.0] * batch, None)
         pairs = pairs.followed_by(found, output)
         steps += found
     return steps, output[:batch].clone()

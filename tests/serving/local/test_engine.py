@@ -506,7 +506,7 @@ def test_a_sample_of_a_group_takes_nothing_that_old_weights_have_read(
         if what == "draft":
             engine.install_draft(2)
         else:
-            engine.move_target(1, new_dir)
+            engine.update_target(1, new_dir)
         for seed in range(2):
             async for _ in engine.generate(harness.request(prompt, request_id=str(seed), policy=policy)):
                 pass

@@ -147,7 +147,7 @@ def test_a_target_that_moves_between_two_shared_pieces(model_dir: Path, target: 
         def move(rows: list[Row]) -> None:
             if len(rows) == 2 and rows[1].start and rows[1].is_piece_of(prompt) and not moved:
                 moved.append(rows[1])
-                threading.Thread(target=engine.move_target, args=(1, new_dir)).start()
+                threading.Thread(target=engine.update_target, args=(1, new_dir)).start()
                 wait_until(lambda: harness.inbox.num_tasks == 1)
 
         target.on_pass = move
@@ -237,13 +237,13 @@ def test_clients_that_leave_and_drafts_that_come_between_two_pieces_change_no_te
             chunks = [chunk async for chunk in harness.engine.generate(harness.request(prompt))]
             return [token for chunk in chunks for token in chunk.token_ids]
 
-        async def everybody() -> list[list[int] | BaseException]:
+        async def all_requests() -> list[list[int] | BaseException]:
             clients.extend(asyncio.create_task(one(prompt)) for prompt in PROMPTS)
             return await asyncio.gather(*clients, return_exceptions=True)
 
         target.on_pass = disturb
         with ThreadPoolExecutor(1) as pool:
-            answers = asyncio.run(everybody())
+            answers = asyncio.run(all_requests())
         assert harness.engine.draft_version == 2
     stayed = [isinstance(answer, list) for answer in answers]
     assert sum(stayed) == len(PROMPTS) - 2

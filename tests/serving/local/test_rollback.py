@@ -46,7 +46,7 @@ def test_a_useless_draft_is_taken_back_under_load(tmp_path: Path, redis_client: 
         follower = DraftFollower(harness.engine, pointer, engine_id="e", watch=watch, lifecycle=states)
         for turn in range(200):
             requests = [harness.request(prompt, request_id=f"{prompt} {turn}") for prompt in PROMPTS]
-            answers = harness.ask(*requests, on_chunk=lambda index, _: follower.follow() if index == 0 else None)
+            answers = harness.ask(*requests, on_chunk=lambda index, _: follower.poll() if index == 0 else None)
             assert [answer.token_ids for answer in answers] == plain
             assert all(answer.finish_reason == "length" for answer in answers)
             if states.state(2) is VersionState.QUARANTINED:

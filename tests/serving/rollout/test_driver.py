@@ -148,12 +148,12 @@ def test_slots_that_others_need_are_given_up_at_once_and_taken_again() -> None:
         driver.submit([work("a", samples=4, max_tokens=LIMIT)])
         await until(lambda: engine.num_chunks >= 8)
         engine.num_slots = 1
-        driver.wake()
+        driver.dispatch()
         assert (driver.counts[SampleState.RUNNING], driver.counts[SampleState.PAUSED]) == (1, 3)
         await until(lambda: engine.num_open <= 1)
         engine.num_slots, engine.holds_after = 4, None
         engine.release.set()
-        driver.wake()
+        driver.dispatch()
         await results.wait_for(4)
 
     for result in drive(talk, engine).by_sample.values():

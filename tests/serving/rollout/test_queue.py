@@ -20,12 +20,12 @@ def test_an_engine_takes_what_it_has_read_before_and_anything_rather_than_nothin
     queue, order = WaitingQueue(), Fifo()
     probe, *others = samples(0, 4)
     for number, one in enumerate(others):
-        one.home = ("x", "y", "z")[number]
+        one.last_engine = ("x", "y", "z")[number]
     for one in others:
         queue.put(one, order.rank(one))
 
     def take(engine: str) -> Sample | None:
-        return queue.take(lambda _: True, lambda _: False, prefers=lambda one: one.is_at_home(engine))
+        return queue.take(lambda _: True, lambda _: False, prefers=lambda one: one.prefers(engine))
 
     assert take("y") is others[1]
     queue.put(probe, order.rank(probe))
@@ -37,10 +37,10 @@ def test_an_engine_takes_what_it_has_read_before_and_anything_rather_than_nothin
 
 def test_a_group_stays_where_its_prompt_was_read() -> None:
     first, second = samples(0, 2)
-    assert first.is_at_home("x")
+    assert first.prefers("x")
     first.group.engines.add("x")
-    assert second.is_at_home("x")
-    assert not second.is_at_home("y")
+    assert second.prefers("x")
+    assert not second.prefers("y")
 
 
 def test_samples_that_have_ended_are_let_go_while_a_better_one_waits() -> None:

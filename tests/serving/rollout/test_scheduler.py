@@ -48,13 +48,13 @@ def test_the_longest_finished_sibling_reorders_what_waits() -> None:
     assert names(scheduler.next_for("x", 1, ROOMY)) == ["b1"]
 
 
-def test_memory_is_promised_by_the_chunk() -> None:
+def test_memory_is_reserved_by_the_chunk() -> None:
     scheduler = divided(chunk_tokens=20)
     scheduler.submit(request("a", samples=4))
     # 10 of prompt and 20 of chunk each; half of the 100 that each may become: 60 each.
     leases = scheduler.next_for("x", 4, 130)
     assert names(leases) == ["a0", "a1"]
-    assert scheduler.promised_tokens("x") == 60
+    assert scheduler.reserved_tokens("x") == 60
     scheduler.next_for("x", 2, 10)
     assert scheduler.progressed(leases[0], (0,) * 20) == "stop"  # 20 more do not fit into 10
     assert sample(scheduler, "a0").state is SampleState.PAUSED
@@ -213,7 +213,7 @@ def test_what_is_urgent_gets_memory_at_the_end_of_a_chunk(order: Order) -> None:
     scheduler.submit(request("urgent", samples=1, priority=9, prompt_token_ids=(0,) * 1200, max_tokens=60))
     stopped = [scheduler.progressed(lease, (0,) * 16) for lease in running].count("stop")
     assert 10 < stopped < len(running), "as many as have to, and no more"
-    assert names(scheduler.next_for("x", 100 - len(running) + stopped, 2000 - scheduler.promised_tokens("x")))[0] == (
+    assert names(scheduler.next_for("x", 100 - len(running) + stopped, 2000 - scheduler.reserved_tokens("x")))[0] == (
         "urgent0"
     )
     scheduler.check()
@@ -257,9 +257,9 @@ def test_tokens_beyond_the_end_of_a_chunk_are_booked() -> None:
     (lease,) = scheduler.next_for("x", 1, 90)
     # 10 of prompt and 20 of the chunk; the last round of it brings 8 more than that, and 20 follow.
     assert scheduler.progressed(lease, (0,) * 28) == "go on"
-    assert (scheduler.promised_tokens("x"), scheduler.free_tokens("x")) == (58, 32)
+    assert (scheduler.reserved_tokens("x"), scheduler.free_tokens("x")) == (58, 32)
     assert scheduler.progressed(lease, (0,) * 28) == "go on"
-    assert (scheduler.promised_tokens("x"), scheduler.free_tokens("x")) == (86, 4)
+    assert (scheduler.reserved_tokens("x"), scheduler.free_tokens("x")) == (86, 4)
     assert scheduler.progressed(lease, (0,) * 24) == "stop", "10 more would be needed"
     assert scheduler.free_tokens("x") == 90
 
@@ -279,6 +279,6 @@ def test_a_chunk_ends_at_the_limit_at_the_latest() -> None:
     scheduler = divided(chunk_tokens=64)
     scheduler.submit(request("a", samples=1, max_tokens=100))
     (lease,) = scheduler.next_for("x", 1, ROOMY)
-    assert scheduler.promised_tokens("x") == 10 + 64
+    assert scheduler.reserved_tokens("x") == 10 + 64
     assert scheduler.progressed(lease, (0,) * 64) == "go on"
-    assert scheduler.promised_tokens("x") == 10 + 100
+    assert scheduler.reserved_tokens("x") == 10 + 100

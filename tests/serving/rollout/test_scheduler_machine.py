@@ -103,7 +103,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(engine=st.sampled_from(ENGINES))
     def ask(self, engine: str) -> None:
         mine = [lease for lease in self.running.values() if lease.engine == engine]
-        free = MEMORY - (self.scheduler.promised_tokens(engine) if mine else 0)
+        free = MEMORY - (self.scheduler.reserved_tokens(engine) if mine else 0)
         leases = self.scheduler.next_for(engine, SLOTS - len(mine), free)
         assert len(leases) <= SLOTS - len(mine)
         for lease in leases:
@@ -115,7 +115,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.running[lease.sample_id] = lease
             self.given.append(lease)
         if mine or leases:
-            assert self.scheduler.promised_tokens(engine) <= MEMORY
+            assert self.scheduler.reserved_tokens(engine) <= MEMORY
 
     def left(self, lease: Lease) -> int:
         """Tokens that this lease may have yet."""
@@ -230,7 +230,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert all(start < end for start, end in sample.turns) or not sample.turns
             assert sample.state.has_ended == (sample_id in self.ended)
         for engine in {lease.engine for lease in self.running.values()}:
-            assert self.scheduler.free_tokens(engine) + self.scheduler.promised_tokens(engine) == MEMORY
+            assert self.scheduler.free_tokens(engine) + self.scheduler.reserved_tokens(engine) == MEMORY
 
     def teardown(self) -> None:
         """Whatever happened, one engine that goes on brings everything that has not ended to its end."""

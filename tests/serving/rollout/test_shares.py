@@ -7,7 +7,7 @@ import pytest
 from serving.rollout.order import ContextAware
 from serving.rollout.samples import Lease
 from serving.rollout.scheduler import Policy, Scheduler
-from serving.rollout.shares import Shares
+from serving.rollout.shares import FairShares
 from speculator.errors import RequestError
 from tests.serving.rollout.groups import names, request, sample
 
@@ -97,9 +97,9 @@ def test_a_weight_is_above_zero() -> None:
 
 
 def test_jobs_that_are_gone_are_forgotten_in_the_end() -> None:
-    shares = Shares()
+    shares = FairShares()
     for number in range(3000):
-        shares.came(str(number), 1)
-        shares.got(str(number), 10, 1.0)
-        shares.ended(str(number))
+        shares.add_samples(str(number), 1)
+        shares.charge(str(number), 10, 1.0)
+        shares.sample_ended(str(number))
     assert len(shares._times) <= 1000

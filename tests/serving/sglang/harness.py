@@ -12,9 +12,9 @@ import torch
 from serving.capture.sampling import CaptureSampler
 from serving.sglang.capture.assembler import Gathering, TraceAssembler
 from serving.sglang.capture.capture import ByteBudget, StepCapture
-from serving.sglang.capture.device_reads import DraftProbe, TextRows
+from serving.sglang.capture.device_reads import DraftLogprobRecorder, TextRows
 from serving.sglang.capture.request import Origin
-from serving.sglang.device import Device, HostDevice
+from serving.sglang.device import CpuDevice, Device
 from serving.sglang.settings import PluginSettings
 from speculator.trace import Trace
 
@@ -64,14 +64,14 @@ def make_capture(
     traces: list[Trace],
     *,
     budget: ByteBudget | None = None,
-    probe: DraftProbe | None = None,
+    probe: DraftLogprobRecorder | None = None,
     sampler: CaptureSampler | None = None,
     gathering: Gathering = Gathering(),  # noqa: B008 - frozen
     device: Device | None = None,
     **settings: Any,
 ) -> StepCapture:
     """With an assembler of its own, which hands its traces to `traces`."""
-    device = device or HostDevice()
+    device = device or CpuDevice()
     plugin_settings = PluginSettings(**{"capture": True, "capture_topk": KEPT, **settings})
     assembler = TraceAssembler(
         plugin_settings,
@@ -84,7 +84,8 @@ def make_capture(
         plugin_settings,
         assembler,
         device=device,
-        probe=probe or DraftProbe(num_slots=4, max_batch=4, max_proposals=3, topk=1, device=torch.device("cpu")),
+        probe=probe
+        or DraftLogprobRecorder(num_slots=4, max_batch=4, max_proposals=3, topk=1, device=torch.device("cpu")),
         budget=budget or ByteBudget(0),
         sampler=sampler,
     )
@@ -164,7 +165,7 @@ def settle(capture: StepCapture) -> None:
     capture.assembler.close(5)
 
 
-def decode_half_of_a_batch(capture: StepCapture, probe: DraftProbe, traces: list[Trace], step: Step) -> None:
+def decode_half_of_a_batch(capture: StepCapture, probe: DraftLogprobRecorder, traces: list[Trace], step: Step) -> None:
     """Two of four requests opt out; a prefill, and two rounds with the draft's passes. The others have their traces."""
     opted_out = {"slipstream": {"capture": False}}
     requests = [Request([1, 2, 3], "a", custom_params=opted_out), Request([4, 5], "b")]
@@ -172,7 +173,7 @@ def decode_half_of_a_batch(capture: StepCapture, probe: DraftProbe, traces: list
 
     def saw(rows: int) -> None:
         output = SimpleNamespace(next_token_logits=torch.randn(rows, VOCAB))
-        step(lambda: probe.saw_forward(output), [output])
+        step(lambda: probe.on_forward(output), [output])
 
     prefill(capture, requests, step=step)
     slots = torch.arange(4)
@@ -180,7 +181,7 @@ def decode_half_of_a_batch(capture: StepCapture, probe: DraftProbe, traces: list
         request.output_ids += [5]
     for lengths in ([3, 2, 4, 2], [5, 4, 6, 4]):
         saw(4)
-        step(lambda: probe.saw_extended(slots), [slots])
+        step(lambda: probe.on_extend(slots), [slots])
         probe.around_draft(lambda: saw(4))
         verify(capture, requests, lengths, [[7, 8]] * 4, [1, 1, 1, 1], step=step)
     for request in requests:

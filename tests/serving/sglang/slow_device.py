@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from serving.sglang.device import HostDevice, Mark
+from serving.sglang.device import CpuDevice, DeviceEvent
 
 
 class WaitedError(AssertionError):
@@ -81,7 +81,7 @@ class NoWaiting(TorchDispatchMode):
         return result
 
 
-class SlowMark:
+class SlowEvent:
     def __init__(self, at_s: float) -> None:
         self.at_s, self.reached = at_s, threading.Event()
 
@@ -92,12 +92,12 @@ class SlowMark:
     def is_reached(self) -> bool:
         return self.reached.is_set()
 
-    def seconds_since(self, earlier: SlowMark) -> float:
+    def seconds_since(self, earlier: SlowEvent) -> float:
         return self.at_s - earlier.at_s
 
 
-class SlowDevice(HostDevice):
-    """Marks hold the device's time, `now_s`. What a side stream is told is done at once.
+class SlowDevice(CpuDevice):
+    """Events hold the device's time, `now_s`. What a side stream is told is done at once.
 
     Under a `NoWaiting` it tells that one which tensors are on the device.
     """
@@ -108,41 +108,41 @@ class SlowDevice(HostDevice):
         self._watched = watched
         self.now_s = 0.0
         self.log: list[str] = []
-        self._beside = threading.local()
-        self._marks: list[SlowMark] = []
+        self._nesting = threading.local()
+        self._events: list[SlowEvent] = []
 
     def finish(self) -> None:
         """The main stream has done all that it was told."""
-        marks, self._marks = self._marks, []
-        for mark in marks:
-            mark.reached.set()
+        events, self._events = self._events, []
+        for event in events:
+            event.reached.set()
 
     @property
     def _stream(self) -> str:
-        return "side" if getattr(self._beside, "depth", 0) else "main"
+        return "side" if getattr(self._nesting, "depth", 0) else "main"
 
-    def mark(self) -> Mark:
-        self.log.append(f"{self._stream}: mark")
-        mark = SlowMark(self.now_s)
+    def record_event(self) -> DeviceEvent:
+        self.log.append(f"{self._stream}: event")
+        event = SlowEvent(self.now_s)
         if self._stream == "side":
-            mark.reached.set()
+            event.reached.set()
         else:
-            self._marks.append(mark)
-        return mark
+            self._events.append(event)
+        return event
 
     @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
-        self._beside.depth = getattr(self._beside, "depth", 0) + 1
+    def side_stream(self) -> Iterator[None]:
+        self._nesting.depth = getattr(self._nesting, "depth", 0) + 1
         try:
             yield
         finally:
-            self._beside.depth -= 1
+            self._nesting.depth -= 1
 
-    def follow(self, mark: Mark) -> None:
-        self.log.append(f"{self._stream}: follow")
+    def wait_event(self, event: DeviceEvent) -> None:
+        self.log.append(f"{self._stream}: wait event")
 
-    def borrow(self, tensors: Iterable[Tensor]) -> None:
-        self.log.append(f"{self._stream}: borrow {len(list(tensors))}")
+    def record_stream(self, tensors: Iterable[Tensor]) -> None:
+        self.log.append(f"{self._stream}: record stream {len(list(tensors))}")
 
     def to_host(self, tensor: Tensor) -> Tensor:
         self.log.append(f"{self._stream}: to host")
@@ -156,6 +156,6 @@ class SlowDevice(HostDevice):
             self._watched.place(index)
         return index
 
-    def settle(self) -> None:
-        self.log.append("settle")
+    def synchronize(self) -> None:
+        self.log.append("synchronize")
         self.finish()

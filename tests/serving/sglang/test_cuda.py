@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from serving.sglang.capture.device_reads import DraftProbe
+from serving.sglang.capture.device_reads import DraftLogprobRecorder
 from serving.sglang.device import CudaDevice
 from serving.sglang.swap import SglangDraft
 from speculator.trace import Trace
@@ -59,7 +59,7 @@ def test_a_host_index_would_have_waited(gpu: torch.device) -> None:
 
 def test_capture_of_half_a_batch_waits_for_nothing(gpu: torch.device) -> None:
     traces: list[Trace] = []
-    probe = DraftProbe(num_slots=4, max_batch=4, max_proposals=3, topk=1, device=gpu)
+    probe = DraftLogprobRecorder(num_slots=4, max_batch=4, max_proposals=3, topk=1, device=gpu)
     capture = make_capture(traces, device=CudaDevice(gpu), probe=probe)
 
     def step(hook: Callable[[], object], objects: list[Any]) -> object:
@@ -72,13 +72,13 @@ def test_capture_of_half_a_batch_waits_for_nothing(gpu: torch.device) -> None:
 
 
 def test_the_probe_is_repeated_with_a_graph(gpu: torch.device) -> None:
-    probe = DraftProbe(num_slots=4, max_batch=4, max_proposals=3, topk=1, device=gpu)
+    probe = DraftLogprobRecorder(num_slots=4, max_batch=4, max_proposals=3, topk=1, device=gpu)
     logits = torch.randn(2, VOCAB, device=gpu)
     slots = torch.arange(2, device=gpu)
 
     def extend() -> None:
-        probe.saw_forward(SimpleNamespace(next_token_logits=logits))
-        probe.saw_extended(slots)
+        probe.on_forward(SimpleNamespace(next_token_logits=logits))
+        probe.on_extend(slots)
 
     extend()
     graph = torch.cuda.CUDAGraph()
@@ -190,7 +190,7 @@ def test_each_thread_works_on_the_devices_own_gpu(gpu: torch.device) -> None:
     found: list[Any] = []
 
     def work() -> None:
-        with device.beside():
+        with device.side_stream():
             found.append((torch.cuda.current_device(), torch.cuda.current_stream() == torch.cuda.default_stream()))
 
     thread = threading.Thread(target=work)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.launch import cost
-from serving.sglang.capture.device_reads import DraftProbe
+from serving.sglang.capture.device_reads import DraftLogprobRecorder
 from serving.sglang.swap import SglangDraft
 from speculator.trace import Trace
 from tests.fixtures.waiting import wait_until
@@ -51,7 +51,7 @@ def test_what_does_not_wait_goes_through() -> None:
 def test_capture_of_half_a_batch() -> None:
     traces: list[Trace] = []
     watched = NoWaiting()
-    probe = DraftProbe(num_slots=4, max_batch=4, max_proposals=3, topk=1, device=torch.device("cpu"))
+    probe = DraftLogprobRecorder(num_slots=4, max_batch=4, max_proposals=3, topk=1, device=torch.device("cpu"))
     device = SlowDevice(watched)
     capture = make_capture(traces, device=device, probe=probe)
     watched.place({name: value for name, value in vars(probe).items() if isinstance(value, torch.Tensor)})

@@ -207,7 +207,7 @@ def test_no_other_thread_uses_the_device_while_graphs_are_captured(unstarted: Sc
 @pytest.mark.parametrize("unstarted", [0], indirect=True)
 def test_without_capture_nothing_of_ours_is_in_the_drafts_graphs(scene: Scene) -> None:
     asked: list[str] = []
-    scene.runtime.saw_forward(lambda: asked.append("logits"))
+    scene.runtime.on_forward(lambda: asked.append("logits"))
     assert scene.runtime.drafting(lambda: SERVED, None) is SERVED
     assert scene.prefill([Request([1, 2, 3])]) is SERVED
     assert (scene.runtime.probe, asked) == (None, [])
@@ -255,7 +255,7 @@ def test_a_verification_that_cannot_be_read_is_served(scene: Scene) -> None:
 
 
 def test_the_draft_that_cannot_be_looked_at_goes_on(scene: Scene) -> None:
-    scene.runtime.saw_forward(lambda: SimpleNamespace().logits_output)
+    scene.runtime.on_forward(lambda: SimpleNamespace().logits_output)
     assert scene.prefill([Request([1, 2, 3])]) is SERVED
     scene.wait_for_failure("capture:AttributeError=1")
 
@@ -370,7 +370,7 @@ def test_what_sglang_has_decided_on_is_reported(scene: Scene) -> None:
 @pytest.mark.parametrize("unstarted", [4], indirect=True)
 def test_a_tree_that_nobody_asked_for_is_looked_at_as_one(scene: Scene) -> None:
     scores = torch.tensor([[[0.5], [0.25]]])
-    scene.runtime.saw_tree([scores], (None, torch.tensor([[1, 0]])))
+    scene.runtime.on_tree([scores], (None, torch.tensor([[1, 0]])))
     assert scene.runtime.probe is not None
     assert torch.equal(scene.runtime.probe.logprobs(torch.tensor([0]), 2), torch.tensor([[0.25, 0.5]]).log())
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from serving.engine import SwapReport
-from serving.sglang.device import Device, HostDevice
+from serving.sglang.device import CpuDevice, Device
 from serving.sglang.swap import SglangDraft
 from speculator.errors import DraftFileError, DraftMismatchError, EngineBusyError, EngineDeadError, EngineError
 from tests.fixtures.waiting import wait_until
@@ -59,7 +59,7 @@ def model() -> FusedDraft:
 
 
 def make_draft(model: FusedDraft, *, alone: bool = True, version: int = 1, device: Device | None = None) -> SglangDraft:
-    return SglangDraft(model, version, VERSIONS.__getitem__, device=device or HostDevice(), alone=alone)
+    return SglangDraft(model, version, VERSIONS.__getitem__, device=device or CpuDevice(), alone=alone)
 
 
 def install_in_thread(draft: SglangDraft, version: int) -> tuple[threading.Thread, list[object]]:
@@ -232,4 +232,4 @@ def test_an_idle_swap_waits_for_what_runs_and_is_through_before_the_next_step(mo
     draft = make_draft(model, device=device)
     device.log.clear()
     draft.install_draft(2)
-    assert device.log == ["side: mark", "settle", "side: mark", "side: mark"], "staged; then begin and end"
+    assert device.log == ["side: event", "synchronize", "side: event", "side: event"], "staged; then begin and end"

@@ -105,9 +105,9 @@ def test_bars_move_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     for is_terminal in (False, True):
         out = io.StringIO()
         monkeypatch.setattr(terminal, "console", Console(file=out, force_terminal=is_terminal))
-        with terminal.counting("steps") as bar:
+        with terminal.progress_bar("steps") as bar:
             bar(3, 10)
-        with terminal.working("reading"):
+        with terminal.spinner("reading"):
             pass
         assert ("3/10" in out.getvalue()) == is_terminal
 
@@ -116,14 +116,14 @@ def test_what_is_logged_meanwhile_stands_above_a_bar(monkeypatch: pytest.MonkeyP
     out = io.StringIO()
     monkeypatch.setattr(terminal, "console", Console(file=out, force_terminal=True, width=80))
     configure_logs()
-    with terminal.working("loading") as is_loaded:
+    with terminal.spinner("loading") as is_loaded:
         structlog.get_logger().info("ours")
         logging.getLogger("httpx").warning("theirs")
         is_loaded()
         shown = out.getvalue()
         assert "ours" in shown
         assert "theirs" in shown
-        terminal.say("page")
+        terminal.print_status("page")
     assert out.getvalue() == f"{shown}page\n", "nothing moves any more"
 
 
@@ -148,7 +148,7 @@ def test_a_model_of_the_hub_is_called_by_its_id(
     monkeypatch.setattr(
         "slipstream.start.local.run_server", lambda options, _: served.append(options.engine.model_name)
     )
-    monkeypatch.setattr("slipstream.start.sglang.become_sglang", lambda start, **_: served.append(start.model_name))
+    monkeypatch.setattr("slipstream.start.sglang.exec_sglang", lambda start, **_: served.append(start.model_name))
     hub = Path(shutil.copytree(toy_model, tmp_path / "models--some--Toy-8B" / "snapshots" / ("0123456789" * 4)))
     for command in ("serve", "sglang"):
         for model in (toy_model, hub):

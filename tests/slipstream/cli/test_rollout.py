@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
-from serving.gateway.rollouts import book, routes
+from serving.gateway.rollouts import registry, routes
 from slipstream.cli.main import app
 from speculator.errors import EngineDeadError, EngineError
 from tests.fixtures.doubles import DoubleEngine, says
@@ -185,7 +185,7 @@ def test_a_server_that_has_gone_for_good(groups: Path) -> None:
 
 
 def test_a_server_whose_engine_has_gone_for_good(groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(book, "ENGINE_GRACE_S", 0.2)
+    monkeypatch.setattr(registry, "ENGINE_GRACE_S", 0.2)
     monkeypatch.setattr(routes, "SILENCE_S", 0.05)
     engine = DoubleEngine(failure=EngineDeadError("gone"), alive=False)
     with served(engine) as url, pytest.raises(EngineError, match="after 0 samples: No engine runs"):

@@ -10,11 +10,11 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from serving.metrics import EngineMetrics
-from slipstream.demo.narration import chapter_sentences, progress, sentences
+from slipstream.demo.chapters import CHAPTERS, POISON, PoisonedDraft
 from slipstream.demo.report import ChapterRun, DemoRun, figures
 from slipstream.demo.servers import Scrape
-from slipstream.demo.story import CHAPTERS, POISON, PoisonedDraft
-from slipstream.demo.topics import built_in_prompts, endless
+from slipstream.demo.summary import chapter_sentences, progress, sentences
+from slipstream.demo.topics import built_in_prompts, cycle_prompts
 from slipstream.demo.traffic import Stretch, Traffic
 from speculator.redis.stream_accounting import StreamLag
 
@@ -24,7 +24,8 @@ SPEEDUP = 'slipstream_speedup_measured_ratio{baseline="depth0_same_batch"}'
 
 def _run(samples: list[Scrape], *, num_prompts: int = 12, duration_s: float = 300.0) -> DemoRun:
     traffic, plain = (
-        Traffic("http://none", "toy", endless(built_in_prompts(), 0), max_tokens=1, temperature=0) for _ in range(2)
+        Traffic("http://none", "toy", cycle_prompts(built_in_prompts(), 0), max_tokens=1, temperature=0)
+        for _ in range(2)
     )
     traffic.stats.requests, traffic.stats.completion_tokens = 12, 99
     traffic.stats.gaps += [(1000.0 + second, 0.01 if second != 200 else 0.05) for second in range(300)]
@@ -150,7 +151,7 @@ def test_a_chapter_tells_where_its_tokens_came_from_and_what_became_of_the_poiso
 
 def test_the_counters_of_a_restarted_engine_go_on() -> None:
     before = Scrape(60.0, {("a_total", ()): 7.0, ("b_total", ()): 2.0, ("version", ()): 3.0})
-    after = Scrape(70.0, {("a_total", ()): 1.0, ("version", ()): 2.0}).going_on(before)
+    after = Scrape(70.0, {("a_total", ()): 1.0, ("version", ()): 2.0}).continued_from(before)
     assert after.values == {("a_total", ()): 8.0, ("b_total", ()): 2.0, ("version", ()): 2.0}
     assert after.at_s == 70.0
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 
 from slipstream.demo import TENANTS
-from slipstream.demo.topics import Prompt, TenantTraffic, built_in_prompts, endless
+from slipstream.demo.topics import Prompt, TenantTraffic, built_in_prompts, cycle_prompts
 
 
 def test_built_in_prompts_are_of_several_domains_in_an_order_that_a_seed_fixes() -> None:
     prompts = built_in_prompts()
     assert Counter(prompt.domain for prompt in prompts) == {"math": 2000, "code": 100, "qa": 80, "rag": 80}
     assert len({prompt.text for prompt in prompts}) == len(prompts)
-    first, again, other = (endless(prompts, seed) for seed in (1, 1, 2))
+    first, again, other = (cycle_prompts(prompts, seed) for seed in (1, 1, 2))
     drawn = [next(first) for _ in range(len(prompts) + 5)]
     assert drawn == [next(again) for _ in drawn]
     assert drawn != [next(other) for _ in drawn]

@@ -19,7 +19,7 @@ import pytest
 
 from slipstream.children import Child
 from slipstream.demo.servers import Scrape
-from slipstream.start.learning import Learning, TrainerKeeper, TrainerStatus, default_data_dir
+from slipstream.start.learning import Learning, TrainerStatus, TrainerSupervisor, default_data_dir
 from speculator.draft.checkpoint import target_fingerprint
 from speculator.errors import ConfigError
 from speculator.redis.client import connect
@@ -131,7 +131,7 @@ def test_the_trainer_forgets_when_the_server_does(redis_url: str, data: Path, mo
     for hours in (0.0, 24.0):
         with Learning(data, model="m", redis_url=redis_url, store=None, trace_ttl_hours=hours) as learning:
             begun.clear()
-            learning.begin("http://127.0.0.1:1")
+            learning.start("http://127.0.0.1:1")
             wait_until(lambda: begun)
         [words] = begun[:1]
         assert words[words.index("--state") + 2 :] == (["--trace-ttl-hours", "24.0"] if hours else [])
@@ -160,9 +160,9 @@ def test_a_trainer_that_cannot_start_is_tried_less_and_less_often(
             raise OSError("no memory for another process")
         return started[-1]
 
-    keeper = TrainerKeeper(start, tmp_path / "train.log", first_pause_s=0.01)
+    keeper = TrainerSupervisor(start, tmp_path / "train.log", first_pause_s=0.01)
     assert keeper.status == TrainerStatus()
-    keeper.begin()
+    keeper.start()
     wait_until(lambda: len(started) == 4)
     keeper.stop()
     status = keeper.status
@@ -191,8 +191,8 @@ def test_the_log_of_a_trainer_is_bounded(tmp_path: Path) -> None:
         def stop(self, timeout_s: float = 30.0) -> None:
             pass
 
-    keeper = TrainerKeeper(lambda: Talking(0), log, max_log_bytes=150)
-    keeper.begin()
+    keeper = TrainerSupervisor(lambda: Talking(0), log, max_log_bytes=150)
+    keeper.start()
     wait_until(lambda: (tmp_path / "train.log.1").exists() and "line 5" in (tmp_path / "train.log.1").read_text())
     keeper.stop()
     assert {path.name for path in tmp_path.iterdir()} == {"train.log", "train.log.1"}
@@ -214,7 +214,7 @@ def test_a_full_disk_ends_the_start(refused: Refused, toy_model: Path) -> None:
 
 
 def test_a_keeper_that_never_began_can_be_stopped(tmp_path: Path) -> None:
-    TrainerKeeper(lambda: Short(0), tmp_path / "train.log").stop()
+    TrainerSupervisor(lambda: Short(0), tmp_path / "train.log").stop()
     assert not [thread for thread in threading.enumerate() if thread.name == "trainer-keeper"]
 
 

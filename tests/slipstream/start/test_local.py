@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from slipstream.start.local import until_it_fails
+from slipstream.start.local import wait_for_failure
 from speculator.errors import EngineDeadError
 from tests.fixtures.doubles import DoubleEngine
 
@@ -16,7 +16,7 @@ def test_an_engine_that_fails_ends_the_server() -> None:
     engine = DoubleEngine()
 
     async def run() -> None:
-        watching = asyncio.create_task(until_it_fails(engine, poll_s=0))
+        watching = asyncio.create_task(wait_for_failure(engine, poll_s=0))
         for _ in range(10):
             await asyncio.sleep(0)
         assert not watching.done()

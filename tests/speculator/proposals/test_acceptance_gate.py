@@ -16,12 +16,12 @@ USUAL: dict[str, Any] = {"is_first": True, "age": 100, "source": 0, "support": N
 
 
 def told(gate: AcceptanceGate, token: int, calibrated: float, *, accepted: bool, before: int = 5, **about: Any) -> None:
-    learned, features = gate.judge(token, before, calibrated, **{**USUAL, **about})
+    learned, features = gate.predict(token, before, calibrated, **{**USUAL, **about})
     gate.add(calibrated, learned, features, accepted=accepted)
 
 
 def probability(gate: AcceptanceGate, token: int, calibrated: float = 0.5, before: int = 5, **about: Any) -> float:
-    return gate.judge(token, before, calibrated, **{**USUAL, **about})[0]
+    return gate.predict(token, before, calibrated, **{**USUAL, **about})[0]
 
 
 @pytest.mark.parametrize("calibrated", [0.002, 0.1, 0.5, 0.9, 0.998])

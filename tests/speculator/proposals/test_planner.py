@@ -101,7 +101,7 @@ class World:
             reach *= self.planner.head_probability(step, self.alpha)
             if not self.planner.is_worth_verifying(plan, step, self.batch * reach):
                 return step, step + 1
-            if not rule.goes_on(step, [reach] * self.batch):
+            if not rule.continues_after(step, [reach] * self.batch):
                 return step + 1, step + 1
         return head_depth, head_depth
 
@@ -212,10 +212,10 @@ def test_a_token_that_is_worth_less_is_verified_where_it_is_likelier_and_expecte
     for world in worlds:
         world.run(1000)
         plans.append(world.planner.plan(["chat"], 200, [[]], head_depth=DEPTH, unread=[1]))
-        assert world.planner.earnings.gain("chat") == pytest.approx(plans[-1].expected_tokens - 1)
+        assert world.planner.head_gains.gain("chat") == pytest.approx(plans[-1].expected_tokens - 1)
     assert [plan.worth for plan in plans] == [1, pytest.approx(0.6, abs=0.02)]
     for world, plan in zip(worlds, plans, strict=True):
-        assert plan.rate == pytest.approx((1 + plan.worth * world.planner.earnings.gain("chat")) / plan.expected_s)
+        assert plan.rate == pytest.approx((1 + plan.worth * world.planner.head_gains.gain("chat")) / plan.expected_s)
         reaches = [number / 100 for number in range(101)]
         verified = [reach for reach in reaches if world.planner.is_worth_verifying(plan, 1, reach)]
         of_suffixes = [reach for reach in reaches if world.planner.is_worth_verifying(plan, 1, 0.0, reach)]
@@ -235,8 +235,8 @@ def test_a_chain_is_drafted_on_where_its_step_is_verified_and_the_next_one_pays_
         for step, least in enumerate(rules[-1].least):
             assert 0 < least < math.inf
             assert world.planner.is_worth_verifying(plan, step, 1.001 * least)
-            assert not rules[-1].goes_on(step, [0.6 * least, 0.39 * least])
-            assert rules[-1].goes_on(step, [0.6 * least, 0.41 * least]) == (step < DEPTH - 1)
+            assert not rules[-1].continues_after(step, [0.6 * least, 0.39 * least])
+            assert rules[-1].continues_after(step, [0.6 * least, 0.41 * least]) == (step < DEPTH - 1)
             reached = rules[-1].reached(step, [1.0, 0.5], [math.log(0.3)] * 2)
             assert reached == pytest.approx([world.planner.head_probability(step, 0.3) * reach for reach in (1.0, 0.5)])
         # What suffix trees earn beside the chains pays for the rows of both, and for no step of the head.
@@ -329,9 +329,9 @@ def test_domains_have_gains_of_their_own() -> None:
     planner = RoundPlanner(max_depth=DEPTH)
     for _ in range(100):
         planner.observe_head([HeadVerdict("code", [0.9] * 4, 4), HeadVerdict("chat", [0.1], 0)])
-    assert planner.earnings.gain("code") > 3.5
-    assert planner.earnings.gain("chat") < 0.2
-    assert planner.earnings.gain("never seen") == pytest.approx(2, abs=0.5)
+    assert planner.head_gains.gain("code") > 3.5
+    assert planner.head_gains.gain("chat") < 0.2
+    assert planner.head_gains.gain("never seen") == pytest.approx(2, abs=0.5)
 
 
 def test_a_round_without_a_time_of_its_own_changes_no_forecast_of_seconds() -> None:
@@ -353,4 +353,4 @@ def test_domains_are_bounded() -> None:
     planner = RoundPlanner(max_depth=DEPTH)
     for number in range(1000):
         planner.observe_head([HeadVerdict(str(number), [0.5], 1)])
-    assert len(planner.earnings._records) <= 65
+    assert len(planner.head_gains._records) <= 65

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from speculator.proposals.draft_tree import ROOT, DraftTree
 from speculator.proposals.estimates import Calibration
 from speculator.proposals.suffix_drafter import (
-    Kind,
-    Rank,
+    CalibrationKey,
+    GuessRank,
     SuffixConfig,
     SuffixDrafter,
     SuffixRequest,
-    Tenant,
+    TenantText,
     TextSource,
 )
 from speculator.proposals.suffix_index import NEW_TEXT, Match, SuffixIndex, Vote
@@ -337,8 +337,8 @@ def test_of_two_matches_that_name_a_token_the_surer_one_is_believed() -> None:
     request = drafter.start(own, tenant="a")
     request.commit([40, 50, 51, 52])
     by_token = {guess.token: guess for guess in request.propose(16).chosen}
-    assert (by_token[7].kind.source, by_token[7].kind.rank) == (TextSource.OWN, Rank.FIRST)
-    assert (by_token[8].kind.source, by_token[8].kind.rank) == (TextSource.TENANT, Rank.BESIDE)
+    assert (by_token[7].kind.source, by_token[7].kind.rank) == (TextSource.OWN, GuessRank.FIRST)
+    assert (by_token[8].kind.source, by_token[8].kind.rank) == (TextSource.TENANT, GuessRank.BESIDE)
     unnamed = 1 - by_token[7].probability
     assert by_token[8].predicted == pytest.approx(unnamed * 2 / (2 + 3.5 / 4))
 
@@ -371,21 +371,21 @@ def test_continuations_beside_the_most_frequent_one_are_corrected_apart() -> Non
 
 def test_it_is_followed_into_any_branch() -> None:
     """A text that took the second way is judged there, too: what came behind it is right from then on."""
-    judged: list[tuple[Kind, bool]] = []
+    judged: list[tuple[CalibrationKey, bool]] = []
 
     class Noted(Calibration):
         def add(self, kind: Any, predicted: float, *, accepted: bool) -> None:
             judged.append((kind, accepted))
 
     config = SuffixConfig(min_reach=0.01)
-    tenant = Tenant(config)
+    tenant = TenantText(config)
     tenant.calibration = Noted()
     request = forked(SuffixRequest(config, [100], tenant, None))
     grown = ask(request)
     assert grown.child(grown.child(ROOT, 8) or 0, 2) is not None
     judged.clear()
     request.commit([8, 2, 902])
-    firsts = [(kind.rank is Rank.FIRST, accepted) for kind, accepted in judged]
+    firsts = [(kind.rank is GuessRank.FIRST, accepted) for kind, accepted in judged]
     assert firsts == [(True, False), (False, True), (True, True), (True, True)]
 
 

@@ -20,7 +20,7 @@ from speculator.redis.control_plane import (
     DraftPointer,
     EndedGroups,
     EngineLoad,
-    busiest_here,
+    busiest_local_engine,
     machine_id,
 )
 from tests.fixtures.waiting import wait_until
@@ -264,5 +264,5 @@ def test_the_busiest_engine_of_this_machine() -> None:
         "g": {"machine": here, "busy": "very"},
         "h": {"machine": here, "busy": "17"},
     }
-    assert busiest_here(reports) == 0.5
-    assert busiest_here({}) == 0.0
+    assert busiest_local_engine(reports) == 0.5
+    assert busiest_local_engine({}) == 0.0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from speculator.redis.client import RedisKeys
-from speculator.redis.trace_deletion import Remover
+from speculator.redis.trace_deletion import TraceRemover
 from speculator.redis.trace_stream import StreamEntry, TraceStream
 from tests.fixtures.traces import make_header
 
@@ -112,7 +112,7 @@ class StreamMachine(RuleBasedStateMachine):
         self.erased |= chosen - self.acked
         rows: Any = self.client.xrange(TRACES)
         names = {fields[b"trace_id"].decode() for entry_id, fields in rows if entry_id.decode() in chosen}
-        Remover(self.client, "machine").remove(lambda header: header.trace_id in names, unreadable=False)
+        TraceRemover(self.client, "machine").remove(lambda header: header.trace_id in names, unreadable=False)
         assert set(self.alive()) == set(alive) - chosen
 
     @rule(consumer=CONSUMERS)

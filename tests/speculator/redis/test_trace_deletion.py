@@ -15,7 +15,7 @@ from speculator.recording import RecordingHeader, RecordingReader, RecordingWrit
 from speculator.redis.client import RedisKeys, connect
 from speculator.redis.embedded import EmbeddedRedis
 from speculator.redis.stream_accounting import StreamLag
-from speculator.redis.trace_deletion import Removed, Remover, remove_from_recording
+from speculator.redis.trace_deletion import Removed, TraceRemover, remove_from_recording
 from speculator.redis.trace_stream import StreamEntry, TraceStream
 from speculator.trace import Trace, TraceHeader, encode_trace, read_header
 from tests.fixtures.traces import make_trace
@@ -55,7 +55,7 @@ def test_a_header_is_read_without_the_rest() -> None:
 
 
 def test_acked_pending_and_undelivered_entries_go(redis_client: redis.Redis) -> None:
-    stream, remover = open_stream(redis_client), Remover(redis_client, "toy")
+    stream, remover = open_stream(redis_client), TraceRemover(redis_client, "toy")
     fill(stream, ["anna", "bo", "anna", "bo", "anna", "bo", "anna", "anna", "bo"])
     first, second, third, fourth = stream.read(4, 0)
     stream.ack([first.id, second.id])
@@ -77,11 +77,11 @@ def test_acked_pending_and_undelivered_entries_go(redis_client: redis.Redis) -> 
 
 
 def test_an_empty_stream_has_nothing(redis_client: redis.Redis) -> None:
-    assert Remover(redis_client, "toy").remove(is_annas) == Removed()
+    assert TraceRemover(redis_client, "toy").remove(is_annas) == Removed()
 
 
 def test_killed_in_the_middle_and_repeated(redis_client: redis.Redis) -> None:
-    stream, remover = open_stream(redis_client), Remover(redis_client, "toy")
+    stream, remover = open_stream(redis_client), TraceRemover(redis_client, "toy")
     fill(stream, ["anna", "bo"] * 12)
     stream.read(7, 0)
 
@@ -107,7 +107,7 @@ def test_no_byte_of_it_is_left_on_redis_disk(tmp_path: Path) -> None:
         client.config_set("rdbcompression", "no")
         stream = open_stream(client)
         traces = fill(stream, ["anna", "bo", "anna"])
-        remover = Remover(client, "toy")
+        remover = TraceRemover(client, "toy")
         remover.remove(is_annas)
 
         def on_disk() -> list[bool]:
@@ -125,11 +125,11 @@ def test_no_byte_of_it_is_left_on_redis_disk(tmp_path: Path) -> None:
 def test_a_user_who_may_not_ask_for_it_is_told_so_at_once(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path) as server, connect(server.url) as client:
         client.execute_command("ACL", "SETUSER", "default", "-bgrewriteaof")
-        assert not Remover(client, "toy").compact()
+        assert not TraceRemover(client, "toy").compact()
 
 
 def test_an_entry_with_somebody_elses_idea_of_an_index_goes_like_any_other(redis_client: redis.Redis) -> None:
-    stream, remover = open_stream(redis_client), Remover(redis_client, "toy")
+    stream, remover = open_stream(redis_client), TraceRemover(redis_client, "toy")
     fill(stream, ["anna"])
     payload = encode_trace(trace_of(9, "anna"))
     for index in (b"9" * 5000, b"9" * 30):

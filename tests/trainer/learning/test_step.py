@@ -171,11 +171,11 @@ def test_the_average_forgets_sooner_when_the_target_has_moved(
 
     learner = make_learner(model_dir, tmp_path)
     assert share(learner) == pytest.approx(9 / 10, abs=0.01)
-    learner.target_moved()
+    learner.after_target_update()
     assert share(learner) == pytest.approx(9 / 11, abs=0.01), "a short average gets no longer"
     learner.history = 5000
     assert share(learner) == pytest.approx(1 / MAX_AVERAGED_STEPS, abs=1e-3)
-    learner.target_moved()
+    learner.after_target_update()
     resumed = make_learner(model_dir, tmp_path)
     resumed.load_state(learner.state())
     assert share(resumed) == pytest.approx(1 / MOVED_AVERAGED_STEPS, abs=2e-3)

@@ -18,7 +18,7 @@ from trainer.config import TrainerConfig
 from trainer.ranks import Ranks
 from trainer.release.gate import Gate, GateDecision, GateOutcome, decide
 from trainer.replay.eval_sets import GoldenSet, HeldOut
-from trainer.replay.memory import Stored
+from trainer.replay.reservoirs import Stored
 from trainer.statistics import MIN_TRACES, Acceptance, Comparison, PairedScores, by_prompt, compare, student_t_quantile
 
 

@@ -41,7 +41,7 @@ from trainer.release.live_review import (
     ReviewOutcome,
     review_outcome,
 )
-from trainer.replay.memory import Stored
+from trainer.replay.reservoirs import Stored
 from trainer.statistics import Acceptance, PairedScores, anytime_quantile, compare
 
 WAY = (VersionState.WRITTEN, VersionState.VALIDATED, VersionState.SCORED)
@@ -426,7 +426,7 @@ def test_a_real_trainer_rolls_back_noise_that_was_forced_into_service(
         now_s[0] += POLL_INTERVAL_S
         trainer.read(block_ms=0)
         trainer.review.take_turn()
-        trainer.heed_rollbacks()
+        trainer.restart_after_rollback()
 
     def force(state: dict[str, Any]) -> int:
         config_json = draft_config_json(trainer.learner.draft.config)

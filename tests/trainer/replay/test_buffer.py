@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.trainer.stored import stored_of
-from trainer.replay.buffer import Admission, Draw, Replay
-from trainer.replay.memory import Stored
+from trainer.replay.buffer import Admission, Draw, ReplayBuffer
+from trainer.replay.reservoirs import Stored
 
 SIZE = stored_of("any").num_bytes
 BASES = stored_of("any").num_bases
 
 
-def replay_of(**changes: Any) -> Replay:
+def replay_of(**changes: Any) -> ReplayBuffer:
     values: dict[str, Any] = {
         "max_bytes": 10**9,
         "max_waiting": 4,
@@ -28,10 +28,10 @@ def replay_of(**changes: Any) -> Replay:
         "max_draft_lag": 4,
         "rng": random.Random(0),
     }
-    return Replay(**values | changes)
+    return ReplayBuffer(**values | changes)
 
 
-def draw(replay: Replay, num_traces: int) -> Draw:
+def draw(replay: ReplayBuffer, num_traces: int) -> Draw:
     return replay.draw(num_traces * BASES, published=1)
 
 
@@ -39,7 +39,7 @@ def ids(drawn: Draw) -> list[str]:
     return [one.trace_id for one in drawn.batch]
 
 
-def fill(replay: Replay, traces: Iterable[Stored], domain: str = "default") -> None:
+def fill(replay: ReplayBuffer, traces: Iterable[Stored], domain: str = "default") -> None:
     for stored in traces:
         replay.restore(stored, domain=domain)
 
@@ -144,7 +144,7 @@ def test_a_tenant_gives_way_only_where_another_needs_the_room() -> None:
     assert all(8 <= count <= 12 for count in by_tenant(replay).values()), "nobody above 60%"
 
 
-def by_tenant(replay: Replay) -> Counter[str]:
+def by_tenant(replay: ReplayBuffer) -> Counter[str]:
     return Counter(one.provenance.tenant for one in draw(replay, 10**6).batch)
 
 

@@ -15,7 +15,7 @@ from tests.trainer.examples import config_for, example_of, record
 from tests.trainer.stored import stored_of
 from trainer.ranks import Ranks
 from trainer.replay.eval_sets import GoldenSet, HeldOut, golden_set
-from trainer.replay.memory import Stored, sampling_key
+from trainer.replay.reservoirs import Stored, sampling_key
 
 MANY = 1 << 40
 
@@ -35,16 +35,16 @@ def fill(held_out: HeldOut, traces: list[Stored]) -> list[str]:
 
 def test_a_fixed_share_of_texts_is_held_out_whoever_sends_them() -> None:
     held_out, texts = pool(), [f"text-{number}" for number in range(2000)]
-    chosen = [text for text in texts if held_out.chooses(stored_of("first", text=text))]
+    chosen = [text for text in texts if held_out.holds_out(stored_of("first", text=text))]
     assert 0.22 < len(chosen) / len(texts) < 0.28
-    assert chosen == [text for text in texts if held_out.chooses(stored_of("again", text=text, tenant="another"))]
+    assert chosen == [text for text in texts if held_out.holds_out(stored_of("again", text=text, tenant="another"))]
 
 
 def test_they_are_not_the_texts_that_the_replay_keeps_longest() -> None:
     held_out, chosen = pool(), []
     for number in range(2000):
         stored = stored_of(str(number))
-        if held_out.chooses(stored):
+        if held_out.holds_out(stored):
             chosen.append(sampling_key(stored.provenance.text_hash, 3))
     assert 0.45 < sum(chosen) / len(chosen) < 0.55
 
@@ -80,7 +80,7 @@ def test_bytes_are_bounded_too() -> None:
 def taken(golden: GoldenSet, traces: list[Stored]) -> list[str]:
     names = []
     for stored in traces:
-        if golden.wants(stored):
+        if golden.accepts(stored):
             golden.keep(stored)
             names.append(stored.trace_id)
     return names
@@ -121,7 +121,7 @@ def test_an_operators_recording_takes_the_place_of_traffic(
     names = [trace.header.trace_id for trace in traces[:5]]
     assert read(Ranks()).trace_ids == names
     assert sorted(read(Ranks(0, 2)).trace_ids + read(Ranks(1, 2)).trace_ids) == names
-    assert not read(Ranks()).wants(stored_of("of traffic"))
+    assert not read(Ranks()).accepts(stored_of("of traffic"))
     with pytest.raises(ConfigError, match="SLIPSTREAM_TRAINER_GOLDEN"):
         read(Ranks(), target="another")
     with pytest.raises(ConfigError, match="SLIPSTREAM_TRAINER_GOLDEN"):
@@ -141,7 +141,7 @@ def test_in_the_golden_set_siblings_take_one_place() -> None:
     golden = GoldenSet(max_traces=8, max_bytes=MANY, max_tenant_share=1.0)
     for number in range(4):
         sibling = stored_of(f"a{number}", prompt_hash=b"a")
-        assert golden.wants(sibling) == (number == 0)
+        assert golden.accepts(sibling) == (number == 0)
         if number == 0:
             golden.keep(sibling)
-    assert golden.wants(stored_of("b"))
+    assert golden.accepts(stored_of("b"))

@@ -11,7 +11,7 @@ import redis
 
 from speculator.errors import StreamError
 from speculator.redis.client import RedisKeys
-from speculator.redis.trace_deletion import Erasures, Remover
+from speculator.redis.trace_deletion import ErasureOrders, TraceRemover
 from speculator.redis.trace_stream import TraceStream
 from speculator.trace import Trace
 from speculator.versions.lineage import MAX_TENANTS, TenantCounts, counts_of, joined_counts
@@ -21,7 +21,7 @@ from tests.trainer.examples import metric, promote, record
 from tests.trainer.trainers import MakeTrainer
 from trainer.loop import Trainer
 from trainer.replay import admission
-from trainer.replay.trace_source import shelf_folder
+from trainer.replay.trace_source import trace_folder
 
 HOUR_S = 3600.0
 
@@ -64,11 +64,11 @@ def test_an_erased_tenant_is_forgotten_wherever_its_traces_are(
     trainer.read(block_ms=0)
     trainer.step()
     assert kept(trainer) == ids(asked, "anna") | ids(asked, "bo")
-    erasures = Erasures(redis_client, "toy")
+    erasures = ErasureOrders(redis_client, "toy")
     at_ms = erasures.order("anna")
     trainer.read(block_ms=0)
     assert kept(trainer) == ids(asked, "bo")
-    assert len(list(shelf_folder(tmp_path / "state").glob("*.trace"))) == 4
+    assert len(list(trace_folder(tmp_path / "state").glob("*.trace"))) == 4
     report = erasures.trainers()["trainer-0"]
     assert (report.erased_ms, report.removed) == (at_ms, {"anna": 4})
     assert metric(trainer, "forgotten_traces_total", reason="erased") == 4
@@ -87,7 +87,7 @@ def test_an_erased_tenant_is_forgotten_wherever_its_traces_are(
 def test_traces_from_before_the_order_are_refused_and_later_ones_learnt(
     start: MakeTrainer, stream: TraceStream, traces: list[Trace], redis_client: redis.Redis
 ) -> None:
-    at_ms = Erasures(redis_client, "toy").order("anna")
+    at_ms = ErasureOrders(redis_client, "toy").order("anna")
     trainer = start()
     trainer.read(block_ms=0)  # with the search of the stream that every start makes
     before, after = (
@@ -124,13 +124,13 @@ def test_old_traces_go_from_everywhere(
     now_s[0] += HOUR_S / 2 + 1
     trainer.read(block_ms=0)
     assert kept(trainer) == {traces[7].header.trace_id}
-    assert len(list(shelf_folder(tmp_path / "state").glob("*.trace"))) == 1
+    assert len(list(trace_folder(tmp_path / "state").glob("*.trace"))) == 1
     assert metric(trainer, "forgotten_traces_total", reason="expired") == 6
     trainer.close()
     again = start(clock=lambda: now_s[0] + HOUR_S, **how)
     again.read(block_ms=0)
     assert kept(again) == set()
-    assert list(shelf_folder(tmp_path / "state").glob("*.trace")) == []
+    assert list(trace_folder(tmp_path / "state").glob("*.trace")) == []
     again.close()
 
 
@@ -138,10 +138,10 @@ def test_an_operators_golden_recording_is_no_exception(
     start: MakeTrainer, traces: list[Trace], redis_client: redis.Redis, tmp_path: Path
 ) -> None:
     path = record(tmp_path / "golden.rec", mixed(traces[:4]))
-    Erasures(redis_client, "toy").order("anna")
+    ErasureOrders(redis_client, "toy").order("anna")
     trainer = start(golden=path, golden_traces=4)
     assert set(trainer.intake.golden.trace_ids) == ids(mixed(traces[:4]), "bo")
-    Erasures(redis_client, "toy").order("bo")
+    ErasureOrders(redis_client, "toy").order("bo")
     trainer.read(block_ms=0)
     assert trainer.intake.golden.trace_ids == []
     trainer.close()
@@ -186,7 +186,7 @@ def test_a_version_says_whom_it_was_learnt_from(
     trainer.close()
     resumed = start(**how)
     assert resumed.training.tenants == trainer.training.tenants
-    resumed.training.start_over(second)
+    resumed.training.restart_from(second)
     assert resumed.training.tenants == learnt
     resumed.close()
     (tmp_path / "state" / "trainer.safetensors").unlink()
@@ -221,13 +221,13 @@ def test_what_could_not_be_taken_out_of_the_stream_is_taken_out_later(
     def away(*_: object, **__: object) -> None:
         raise StreamError("Redis is away")
 
-    Erasures(redis_client, "toy").order("anna")
+    ErasureOrders(redis_client, "toy").order("anna")
     trainer = start()
     trainer.read(block_ms=0)  # with the search of the stream that every start makes
     send(stream, mixed(traces[:2], created_s=1.0))
     trainer.read(block_ms=0)
     with monkeypatch.context() as patched:
-        patched.setattr(Remover, "remove", away)
+        patched.setattr(TraceRemover, "remove", away)
         trainer.read(block_ms=0)
     assert stream.lag().length == 2
     trainer.read(block_ms=0)
@@ -238,7 +238,7 @@ def test_what_could_not_be_taken_out_of_the_stream_is_taken_out_later(
 def test_the_stream_is_searched_for_erased_tenants_and_not_for_what_is_old(
     start: MakeTrainer, stream: TraceStream, traces: list[Trace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Remover, "remove", lambda *_, **__: pytest.fail("every entry of the stream is read"))
+    monkeypatch.setattr(TraceRemover, "remove", lambda *_, **__: pytest.fail("every entry of the stream is read"))
     trainer = start(trace_ttl_hours=1.0)
     send(stream, mixed(traces[:2], created_s=1.0))
     for _ in range(2):
@@ -258,10 +258,10 @@ def test_what_was_refused_before_a_restart_is_taken_out_of_the_stream_after_it(
 ) -> None:
     """Also where Redis could not be asked for the orders at that start."""
 
-    def away(_: Erasures) -> dict[str, int]:
+    def away(_: ErasureOrders) -> dict[str, int]:
         raise StreamError("Redis is away")
 
-    Erasures(redis_client, "toy").order("anna")
+    ErasureOrders(redis_client, "toy").order("anna")
     first = start()
     first.read(block_ms=0)
     send(stream, mixed(traces[:2], created_s=1.0))
@@ -272,7 +272,7 @@ def test_what_was_refused_before_a_restart_is_taken_out_of_the_stream_after_it(
     assert stream.lag().length == 2
     with monkeypatch.context() as patched:
         if not is_readable:
-            patched.setattr(Erasures, "orders", away)
+            patched.setattr(ErasureOrders, "orders", away)
         again = start()
     again.read(block_ms=0)
     assert stream.lag().length == 1
@@ -280,7 +280,7 @@ def test_what_was_refused_before_a_restart_is_taken_out_of_the_stream_after_it(
 
 
 def test_what_others_write_among_the_orders_is_an_error_that_names_the_place(redis_client: redis.Redis) -> None:
-    erasures, keys = Erasures(redis_client, "toy"), RedisKeys(model_key="toy")
+    erasures, keys = ErasureOrders(redis_client, "toy"), RedisKeys(model_key="toy")
     at_ms = erasures.order("anna")
     for field, value in (("bo", "soon"), (b"\xff", "5")):
         redis_client.hset(keys.erasures, field, value)

@@ -13,7 +13,7 @@ from speculator.redis.client import RedisKeys
 from speculator.redis.trace_stream import MAX_GROUPS, GroupRewards, RewardStream
 from tests.trainer.stored import stored_of
 from trainer.metrics import TrainerMetrics
-from trainer.replay.buffer import Replay, RewardWeights, reward_weights
+from trainer.replay.buffer import ReplayBuffer, RewardWeights, reward_weights
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_the_replay_draws_by_reward(stream: RewardStream) -> None:
     weights = Reader(stream)
     stream.append([group("g", 1, 0, tenant="default")])
     weights.poll()
-    replay = Replay(
+    replay = ReplayBuffer(
         max_bytes=10**8,
         max_waiting=8,
         recent_share=0.5,

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 
 from speculator.trace import Trace
 from tests.trainer.replay.test_trace_source import Desk
-from trainer.replay.memory import Stored
+from trainer.replay.reservoirs import Stored
 
 
 class SourceMachine(RuleBasedStateMachine):

@@ -55,7 +55,7 @@ class Desk:
             self._make_example,
             target_fingerprint=self._fingerprint,
             used_trace_ids=used_trace_ids or [],
-            shelf=TraceFiles(self.folder),
+            trace_files=TraceFiles(self.folder),
             metrics=self.metrics,
             retry_s=retry_s,
         )
@@ -198,8 +198,8 @@ def test_history_has_what_is_wanted_and_what_was_not_acked_comes_later(desk: Des
     wanted = ["trace-1", "trace-2", "trimmed"]
     assert [stored.trace_id for stored in after.history(wanted)] == ["trace-1"]
     assert [stored.trace_id for stored in after.read(10, 0)] == ["trace-3"]
-    assert [stored.trace_id for stored in after.take_found()] == ["trace-2"]
-    assert after.take_found() == []
+    assert [stored.trace_id for stored in after.pop_found()] == ["trace-2"]
+    assert after.pop_found() == []
 
 
 def test_history_comes_from_the_shelf_where_the_stream_has_it_no_more(

@@ -26,7 +26,7 @@ from serving.gateway.errors import ApiError, deadline
 from serving.gateway.keys import ApiKey
 from serving.gateway.metrics import GatewayMetrics
 from serving.gateway.openai import stream
-from serving.gateway.server import GatewayServer, make_room
+from serving.gateway.server import GatewayServer, raise_open_file_limit
 from serving.gateway.telemetry import Exchange, Telemetry
 from speculator.errors import ConfigError
 from tests.fixtures.doubles import DoubleEngine
@@ -445,12 +445,12 @@ def test_the_process_may_open_what_the_limits_let_in() -> None:
         pytest.skip("needs a limit of files")
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
-        make_room(settings, each=2)
+        raise_open_file_limit(settings, each=2)
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (2300, hard)
-        make_room(GatewaySettings(max_in_flight=100), each=2)
+        raise_open_file_limit(GatewaySettings(max_in_flight=100), each=2)
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (2300, hard), "what is enough stays"
         with pytest.raises(ConfigError, match=f"MAX_IN_FLIGHT={hard} takes {2 * hard + 100} file descriptors"):
-            make_room(GatewaySettings(max_in_flight=hard), each=2)
+            raise_open_file_limit(GatewaySettings(max_in_flight=hard), each=2)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 

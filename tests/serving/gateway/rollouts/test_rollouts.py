@@ -17,7 +17,7 @@ from pydantic import SecretStr
 from serving.engine import TargetReport
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
-from serving.gateway.rollouts.book import RolloutRegistry
+from serving.gateway.rollouts.registry import RolloutRegistry
 from serving.gateway.rollouts.schema import MAX_GROUPS
 from serving.rollout.samples import MAX_SAMPLES
 from speculator.errors import EngineBusyError, EngineDeadError, StreamError
@@ -264,19 +264,19 @@ def test_a_client_that_reads_or_asks_is_there() -> None:
     async def run() -> None:
         nonlocal now_s
         settings = GatewaySettings(rollout_grace_s=60)
-        book = RolloutRegistry([SeededEngine("x", num_slots=0)], settings, clock=lambda: now_s)
-        rollout = book.submit("t", "r", "key", {"a": work("key/a", samples=1)})
-        with book.reading(rollout):
+        rollout_registry = RolloutRegistry([SeededEngine("x", num_slots=0)], settings, clock=lambda: now_s)
+        rollout = rollout_registry.submit("t", "r", "key", {"a": work("key/a", samples=1)})
+        with rollout_registry.reading(rollout):
             now_s = 1000.0
-            book.tick()
+            rollout_registry.tick()
         now_s += 59
-        book.tick()
-        book.find("t", "r")
+        rollout_registry.tick()
+        rollout_registry.find("t", "r")
         now_s += 59
-        book.tick()
+        rollout_registry.tick()
         assert rollout.state == "running"
         now_s += 2
-        book.tick()
+        rollout_registry.tick()
         assert rollout.state == "cancelled"
 
     asyncio.run(run())

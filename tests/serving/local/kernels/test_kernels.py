@@ -23,13 +23,13 @@ from serving.local.kernels.build import (
     Instructions,
     available,
     compile_library,
-    faster_in_pairs,
     find_compiler,
     found_kernels,
     kernel_folder,
+    prefers_bf16_pairs,
 )
-from serving.local.kernels.layers import KernelLinear, PanelSlots, gather
-from serving.local.kernels.library import Heads, Kernels, KernelWindow, Layer, Norm, compute_with, parents_of
+from serving.local.kernels.layers import KernelLinear, PanelSlots, move_to_huge_pages
+from serving.local.kernels.library import Heads, Kernels, KernelWindow, Layer, Norm, parents_of, set_num_threads
 from serving.local.target.layers import PackedLinear, can_pack
 from serving.local.target.model import Target
 from speculator.draft.sampling_params import SamplingParams
@@ -108,9 +108,9 @@ def _target(
 @pytest.fixture(params=[1, 2, 3])
 def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
     """That the kernels compute with."""
-    compute_with(request.param)
+    set_num_threads(request.param)
     yield request.param
-    compute_with(1)
+    set_num_threads(1)
 
 
 def _ways(kernels: Kernels) -> list[bool]:
@@ -211,9 +211,9 @@ def test_weights_stay_where_they_are_if_there_is_no_room(kernels: Kernels, monke
 
     with monkeypatch.context() as patch:
         patch.setattr("serving.local.kernels.layers.mmap.mmap", refuse)
-        gather([layer])
+        move_to_huge_pages([layer])
     assert layer.layer.weight == place
-    gather([layer])
+    move_to_huge_pages([layer])
     assert layer.layer.weight == layer.parts[0].data_ptr() != place
     assert torch.equal(layer(x), before)
 
@@ -227,7 +227,7 @@ def test_callers_at_the_same_time_get_what_they_get_alone(kernels: Kernels) -> N
     alone = [back(wide(x)) for x in inputs]
 
     def compute(caller: int) -> bool:
-        compute_with(caller + 1)
+        set_num_threads(caller + 1)
         return all(torch.equal(back(wide(inputs[caller])), alone[caller]) for _ in range(200))
 
     with ThreadPoolExecutor(len(inputs)) as pool:
@@ -241,10 +241,10 @@ def test_more_threads_than_cores_and_pieces_give_the_same(kernels: Kernels) -> N
     x = torch.randn(13, 576).bfloat16()
     alone = layer(x)
     try:
-        compute_with(16)
+        set_num_threads(16)
         assert all(torch.equal(layer(x), alone) for _ in range(200))
     finally:
-        compute_with(1)
+        set_num_threads(1)
 
 
 class Timed:
@@ -264,7 +264,7 @@ class Timed:
 def test_pairs_are_taken_where_they_are_measured_to_be_faster(seconds: tuple[int, int], is_faster: bool) -> None:
     """On a CPU that has the instruction."""
     timed: Any = Timed(*seconds)
-    assert faster_in_pairs(timed, clock=lambda: timed.now) is (is_faster and HAS_PAIRS)
+    assert prefers_bf16_pairs(timed, clock=lambda: timed.now) is (is_faster and HAS_PAIRS)
     assert (timed.now > 0) == HAS_PAIRS
 
 

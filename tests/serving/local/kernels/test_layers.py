@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from serving.local.kernels import layers
-from serving.local.kernels.layers import LargePages
+from serving.local.kernels.layers import HugePages
 
 
 def _some() -> list[Tensor]:
@@ -19,8 +19,8 @@ def _some() -> list[Tensor]:
 
 def test_copies_lie_one_behind_the_other_from_a_page_on_and_each_from_a_line_on() -> None:
     tensors = _some()
-    pages = LargePages([tensor.nbytes for tensor in tensors])
-    copies = [pages.hold(tensor) for tensor in tensors]
+    pages = HugePages([tensor.nbytes for tensor in tensors])
+    copies = [pages.copy_in(tensor) for tensor in tensors]
     for copy, tensor in zip(copies, tensors, strict=True):
         assert copy.dtype == tensor.dtype
         assert torch.equal(copy, tensor)
@@ -37,8 +37,8 @@ def test_memory_goes_with_the_last_tensor() -> None:
         return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
 
     before, room = size(), 4 << 30
-    pages = LargePages([room])
-    held = [pages.hold(torch.ones(100)) for _ in range(2)]
+    pages = HugePages([room])
+    held = [pages.copy_in(torch.ones(100)) for _ in range(2)]
     del pages, held[0]
     assert size() > before + room
     assert held[0].sum() == 100
@@ -53,4 +53,4 @@ def test_a_system_without_large_pages_gives_others(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(layers.mmap, "mmap", Refusing)
     tensor = torch.randn(30)
-    assert torch.equal(LargePages([tensor.nbytes]).hold(tensor), tensor)
+    assert torch.equal(HugePages([tensor.nbytes]).copy_in(tensor), tensor)

@@ -80,7 +80,7 @@ def test_after_the_change_the_text_is_that_of_a_fresh_engine(
 ) -> None:
     with toy_engine(model_dir, dtype="float64") as harness:
         assert tokens_of(harness, *PROMPTS) == tokens_of(old, *PROMPTS)
-        report = harness.engine.move_target(3, new_dir)
+        report = harness.engine.update_target(3, new_dir)
         assert (report.version, report.previous, harness.engine.target_version) == (3, 0, 3)
         assert tokens_of(harness, *PROMPTS) == tokens_of(new, *PROMPTS) != tokens_of(old, *PROMPTS)
         wait_until(lambda: len(harness.traces) == 6)
@@ -101,7 +101,7 @@ class MovesAt:
             return
         self._has_begun = True
         harness = self.harness.result()
-        threading.Thread(target=lambda: self.report.set_result(harness.engine.move_target(1, self._folder))).start()
+        threading.Thread(target=lambda: self.report.set_result(harness.engine.update_target(1, self._folder))).start()
         wait_until(lambda: harness.inbox.num_tasks == 1)
 
 
@@ -201,14 +201,14 @@ def test_a_refused_change_leaves_everything_as_it_was(
     folder = moved_model(new_dir, tmp_path / "2")
     spoil(folder)
     with pytest.raises(TargetError, match=reason):
-        old.engine.move_target(1, folder)
+        old.engine.update_target(1, folder)
     assert old.engine.target_version == 0
     assert tokens_of(old, PROMPTS[0]) == before
 
 
 def test_this_engine_needs_a_folder(old: Harness) -> None:
     with pytest.raises(RequestError, match="path"):
-        old.engine.move_target(1, None)
+        old.engine.update_target(1, None)
 
 
 def test_half_a_target_never_serves(model_dir: Path, new_dir: Path) -> None:
@@ -218,7 +218,7 @@ def test_half_a_target_never_serves(model_dir: Path, new_dir: Path) -> None:
 
     with toy_engine(model_dir, target=Half(model_dir)) as harness:
         with pytest.raises(EngineDeadError):
-            harness.engine.move_target(1, new_dir)
+            harness.engine.update_target(1, new_dir)
         wait_until(lambda: not harness.engine.health().alive)
 
 
@@ -227,7 +227,7 @@ def test_text_of_old_targets_is_not_proposed_for_ever() -> None:
     text = list(range(10, 40))
     suffixes.start([1], tenant="a").commit(text)
     for _ in range(2):
-        suffixes.target_moved()
+        suffixes.target_updated()
         assert suffixes.start([2, *text[:8]], tenant="a").propose(4).tree.tokens == tuple(text[8:12])
-    suffixes.target_moved()
+    suffixes.target_updated()
     assert suffixes.start([2, *text[:8]], tenant="a").propose(4).tree.tokens == ()

@@ -20,10 +20,17 @@ from serving.capture.sampling import BRANCH_ROOM, CaptureSampler
 from serving.request_metadata import HEADER, OTHER_TARGET, RequestMetadata
 from serving.sglang.capture.assembler import Gathering
 from serving.sglang.capture.capture import ByteBudget, StepCapture, TracePipeline
-from serving.sglang.capture.device_reads import DraftProbe, TextRows
-from serving.sglang.capture.request import Origin, is_for_another_target, mark, mark_generation, policy_of, sampling_of
+from serving.sglang.capture.device_reads import DraftLogprobRecorder, TextRows
+from serving.sglang.capture.request import (
+    Origin,
+    attach_metadata,
+    attach_metadata_to_generation,
+    is_for_another_target,
+    policy_of,
+    sampling_of,
+)
 from serving.sglang.capture.verification_rows import TopTokens, in_order, tree_parents
-from serving.sglang.device import Device, HostDevice
+from serving.sglang.device import CpuDevice, Device
 from serving.sglang.plugin import hooks
 from serving.sglang.settings import PluginSettings
 from speculator.draft.sampling_params import SamplingParams
@@ -89,7 +96,7 @@ def test_rounds_of_earlier_text_are_no_drafts() -> None:
 
 
 @pytest.mark.parametrize("gather_s", [0, 10])
-@pytest.mark.parametrize("device", [HostDevice(), SlowDevice()], ids=["host", "device"])
+@pytest.mark.parametrize("device", [CpuDevice(), SlowDevice()], ids=["host", "device"])
 def test_of_some_chains_the_rejected_rows_are_kept_as_the_target_computed_them(device: Device, gather_s: float) -> None:
     """Beside a request that opted out, whose rows go nowhere, and one under a grammar."""
     torch.manual_seed(0)
@@ -149,7 +156,7 @@ def test_of_some_chains_the_rejected_rows_are_kept_as_the_target_computed_them(d
 def test_rows_behind_rejections_beyond_their_budget_are_counted_and_not_copied() -> None:
     """Hardly anything is accepted, and 15 proposals are rejected at a time."""
     traces: list[Trace] = []
-    probe = DraftProbe(num_slots=4, max_batch=4, max_proposals=15, topk=1, device=torch.device("cpu"))
+    probe = DraftLogprobRecorder(num_slots=4, max_batch=4, max_proposals=15, topk=1, device=torch.device("cpu"))
     capture = make_capture(traces, probe=probe, branch_share=0.1)
     request = Request([1, 2, 3])
     prefill(capture, [request])
@@ -192,7 +199,7 @@ def test_an_order_to_erase_covers_what_waits_for_its_first_prefill_or_for_anothe
     retracted, queued = Request([1, 2, 3], "retracted"), Request([4, 5], "queued")
     for request in (retracted, queued):
         request.time_stats.scheduler_recv_time -= 60
-    came_ms = now_ms() - 60_000
+    received_ms = now_ms() - 60_000
     prefill(capture, [retracted])
     capture.on_release(retracted)
     prefill(capture, [retracted, queued])
@@ -201,7 +208,7 @@ def test_an_order_to_erase_covers_what_waits_for_its_first_prefill_or_for_anothe
     for request in (retracted, queued):
         end(capture, request)
     settle(capture)
-    assert [abs(trace.header.created_ms - came_ms) < 30_000 for trace in traces] == [True, True]
+    assert [abs(trace.header.created_ms - received_ms) < 30_000 for trace in traces] == [True, True]
 
 
 def test_a_step_after_the_end_is_ignored() -> None:
@@ -322,8 +329,8 @@ def test_the_report_counts_what_was_refused_and_what_was_dropped(monkeypatch: py
         origin=Origin("e", "f" * 64, "target_only"),
         model_key="m",
         model_dir=Path(),
-        device=HostDevice(),
-        probe=DraftProbe(num_slots=4, max_batch=4, max_proposals=3, topk=1, device=torch.device("cpu")),
+        device=CpuDevice(),
+        probe=DraftLogprobRecorder(num_slots=4, max_batch=4, max_proposals=3, topk=1, device=torch.device("cpu")),
     )
     marked, unmarked = Request([1, 2], custom_params={"slipstream": {"tenant": "t"}}), Request([3, 4])
     prefill(pipeline.capture, [marked, unmarked])
@@ -405,11 +412,11 @@ def _trees(capture: StepCapture, requests: list[Request], paths: list[list[int]]
         request.output_ids += [*[[10, 21, 22][node] for node in path[1:]], 30]
 
 
-@pytest.mark.parametrize("device", [HostDevice(), SlowDevice()], ids=["host", "device"])
+@pytest.mark.parametrize("device", [CpuDevice(), SlowDevice()], ids=["host", "device"])
 def test_of_some_trees_of_a_batch_what_was_committed_alone_is_copied(device: Device) -> None:
     """The first and the third of three trees."""
     traces: list[Trace] = []
-    probe = DraftProbe(num_slots=4, max_batch=4, max_proposals=3, topk=2, device=torch.device("cpu"))
+    probe = DraftLogprobRecorder(num_slots=4, max_batch=4, max_proposals=3, topk=2, device=torch.device("cpu"))
     capture = make_capture(traces, device=device, probe=probe, gathering=Gathering(3600))
     requests = [Request([1, 2], "a"), Request([1, 2], "b", custom_params={"slipstream": {"capture": False}})]
     requests.append(Request([1, 2], "c"))
@@ -438,22 +445,22 @@ def test_of_some_trees_of_a_batch_what_was_committed_alone_is_copied(device: Dev
 def test_what_another_stream_reads_is_not_given_out_again_before() -> None:
     """SGLang launches a step on one stream and takes its result on another."""
     device = SlowDevice()
-    probe = DraftProbe(num_slots=4, max_batch=4, max_proposals=3, topk=2, device=torch.device("cpu"))
+    probe = DraftLogprobRecorder(num_slots=4, max_batch=4, max_proposals=3, topk=2, device=torch.device("cpu"))
     capture = make_capture([], device=device, probe=probe)
     request = Request([1, 2])
     prefill(capture, [request])
     _trees(capture, [request], [[0, 1]])
-    assert device.log[-1] == "main: mark"
+    assert device.log[-1] == "main: event"
     before = len(device.log)
     capture.verified([1])
     # Features, ids and log-probabilities of the likeliest tokens, what belongs to trees, the accepted path.
-    assert device.log[before : before + 2] == ["side: follow", "side: borrow 5"]
+    assert device.log[before : before + 2] == ["side: wait event", "side: record stream 5"]
     assert all(line.startswith("side: ") for line in device.log[before:])
     settle(capture)
 
 
 def test_a_verification_without_a_verdict_is_not_kept_for_ever() -> None:
-    probe = DraftProbe(num_slots=4, max_batch=4, max_proposals=3, topk=2, device=torch.device("cpu"))
+    probe = DraftLogprobRecorder(num_slots=4, max_batch=4, max_proposals=3, topk=2, device=torch.device("cpu"))
     capture = make_capture([], probe=probe, gathering=Gathering(3600))
     request = Request([1, 2])
     prefill(capture, [request])
@@ -499,13 +506,13 @@ def test_what_was_drawn_is_recorded_with_the_probability_that_it_was_drawn_with(
 
 def test_a_trees_logprobs_are_its_nodes_own() -> None:
     traces: list[Trace] = []
-    probe = DraftProbe(num_slots=4, max_batch=4, max_proposals=3, topk=2, device=torch.device("cpu"))
+    probe = DraftLogprobRecorder(num_slots=4, max_batch=4, max_proposals=3, topk=2, device=torch.device("cpu"))
     capture = make_capture(traces, probe=probe)
     request = Request([1, 2])
     prefill(capture, [request])
     request.output_ids = [10]
     # Candidates' cumulative probabilities: two at the first level, two below the first of them.
-    probe.saw_tree([torch.tensor([[[0.5, 0.25]]]), torch.tensor([[[0.4, 0.1]]])], torch.tensor([[0, 1, 2]]))
+    probe.on_tree([torch.tensor([[[0.5, 0.25]]]), torch.tensor([[[0.4, 0.1]]])], torch.tensor([[0, 1, 2]]))
     spec_info = SimpleNamespace(
         draft_token=torch.tensor([10, 21, 22, 23]),
         draft_token_num=4,
@@ -642,7 +649,7 @@ def test_a_response_is_marked_by_the_header_alone(monkeypatch: pytest.MonkeyPatc
         hooks.before_response(*asked, raw_request=raw_request, priority=0)
         assert (generation.rid, generation.cache_salt, generation.extra_key) == ("r", "t/s", None)
         older = SimpleNamespace(rid="resp_r", extra_key=None, sampling_params={})
-        mark_generation(older, marks.to_header()[HEADER])
+        attach_metadata_to_generation(older, marks.to_header()[HEADER])
         assert older.extra_key == "t/s"
         assert params == {"temperature": 0.5, "custom_params": {"slipstream": marks.policy}}
         return
@@ -660,11 +667,11 @@ def test_a_response_that_came_past_the_gateway_is_left_as_it_is() -> None:
 def test_a_header_stands_for_what_a_router_lost() -> None:
     marks = RequestMetadata(rid="r", cache_salt="t", policy={"capture": False, "tenant": "t"})
     body = SimpleNamespace(rid=None, cache_salt=None, custom_params={"mine": 1})
-    mark(body, marks.to_header()[HEADER])
+    attach_metadata(body, marks.to_header()[HEADER])
     assert (body.rid, body.cache_salt) == ("r", "t")
     assert body.custom_params == {"mine": 1, "slipstream": marks.policy}
     with pytest.raises(ValueError, match=r".+"):
-        mark(body, "{}")
+        attach_metadata(body, "{}")
 
 
 @pytest.mark.parametrize(("captures_unmarked", "params"), [(True, None), (False, {"slipstream": {"tenant": "t"}})])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from serving.sglang.capture.device_reads import DraftProbe
+from serving.sglang.capture.device_reads import DraftLogprobRecorder
 
 
 def output(*rows: list[float]) -> SimpleNamespace:
@@ -19,17 +19,17 @@ def best(row: list[float]) -> float:
 
 
 def test_a_chain_of_three_for_two_requests_in_other_slots() -> None:
-    probe = DraftProbe(num_slots=8, max_batch=4, max_proposals=3, topk=1, device=torch.device("cpu"))
+    probe = DraftLogprobRecorder(num_slots=8, max_batch=4, max_proposals=3, topk=1, device=torch.device("cpu"))
     slots = torch.tensor([5, 2])
     first = [[2.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
     second = [[0.0, 3.0, 0.0], [0.5, 0.0, 0.0]]
     third = [[1.0, 1.0, 1.0], [0.0, 0.0, 4.0]]
-    probe.saw_forward(output(*first))  # the catch-up pass of the step before
-    probe.saw_extended(slots)
+    probe.on_forward(output(*first))  # the catch-up pass of the step before
+    probe.on_extend(slots)
 
     def draft() -> str:
-        probe.saw_forward(output(*second))
-        probe.saw_forward(output(*third))
+        probe.on_forward(output(*second))
+        probe.on_forward(output(*third))
         return "drafted"
 
     assert probe.around_draft(draft) == "drafted"
@@ -42,25 +42,25 @@ def test_a_chain_of_three_for_two_requests_in_other_slots() -> None:
 
 
 def test_catch_up_logits_that_sglang_reduced_to_the_last_rows() -> None:
-    probe = DraftProbe(num_slots=4, max_batch=4, max_proposals=1, topk=1, device=torch.device("cpu"))
+    probe = DraftLogprobRecorder(num_slots=4, max_batch=4, max_proposals=1, topk=1, device=torch.device("cpu"))
     seen = output([0.0, 0.0], [9.0, 0.0], [0.0, 1.0])
-    probe.saw_forward(seen)
+    probe.on_forward(seen)
     seen.next_token_logits = seen.next_token_logits[2:]  # what SGLang does with the object between the two calls
-    probe.saw_extended(torch.tensor([3]))
+    probe.on_extend(torch.tensor([3]))
     assert probe.logprobs(torch.tensor([3]), 1).item() == pytest.approx(best([0.0, 1.0]), abs=1e-5)
 
 
 def test_a_failed_drafting_does_not_confuse_the_next() -> None:
-    probe = DraftProbe(num_slots=4, max_batch=4, max_proposals=2, topk=1, device=torch.device("cpu"))
+    probe = DraftLogprobRecorder(num_slots=4, max_batch=4, max_proposals=2, topk=1, device=torch.device("cpu"))
 
     def fail() -> None:
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
         probe.around_draft(fail)
-    probe.saw_forward(output([1.0, 0.0]))
-    probe.saw_extended(torch.tensor([0]))
-    probe.around_draft(lambda: probe.saw_forward(output([3.0, 0.0])))
+    probe.on_forward(output([1.0, 0.0]))
+    probe.on_extend(torch.tensor([0]))
+    probe.around_draft(lambda: probe.on_forward(output([3.0, 0.0])))
     assert probe.logprobs(torch.tensor([0]), 2).flatten().tolist() == pytest.approx(
         [best([1.0, 0.0]), best([3.0, 0.0])]
     )

@@ -152,7 +152,7 @@ def test_a_target_that_somebody_has_moved_is_in_service_once_the_plugin_says_so(
     threading.Timer(
         0.3, lambda: scene.pointer.report_engine(ENGINE, {**reports, "target_version": 6, "target_label": 6})
     ).start()
-    report = scene.client.move_target(6, None)
+    report = scene.client.update_target(6, None)
     assert (report.version, report.previous, scene.client.target_version) == (6, 4, 6)
     assert scene.client.least_target_version == 6
 
@@ -173,28 +173,28 @@ def test_new_weights_go_to_the_server_if_they_are_like_those_in_service(
     other = make_toy_model(tmp_path / "other", hidden_size=48)
     scene.client.target_layout = lambda: read_layout(model)
     with pytest.raises(TargetError, match=r"other: config\.json is of another architecture"):
-        scene.client.move_target(6, other)
+        scene.client.update_target(6, other)
     (other / "config.json").unlink()
     with pytest.raises(TargetError, match="shape"):
-        scene.client.move_target(6, other)
+        scene.client.update_target(6, other)
     (other / "model.safetensors").write_bytes(b"half")
     with pytest.raises(TargetError, match="other"):
-        scene.client.move_target(6, other)
+        scene.client.update_target(6, other)
     assert given == []
-    report = scene.client.move_target(6, model)
+    report = scene.client.update_target(6, model)
     assert report.stall_ms == 12.5
     assert [(version, folder) for _, version, folder in given] == [(6, model)]
     with pytest.raises(EngineError, match=r"version 8 is not on http://127.0.0.1:\d+: no room"):
-        scene.client.move_target(8, model)
+        scene.client.update_target(8, model)
 
 
 def test_a_target_that_nobody_takes_is_an_error(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scene.client, "_swap_timeout_s", 0.2)
     with pytest.raises(EngineError, match="no engine reports"):
-        scene.client.move_target(6, None)
+        scene.client.update_target(6, None)
     scene.pointer.report_engine(ENGINE, {**REPORT, "target_version": 5})
     with pytest.raises(EngineError, match=r"did not take target version 6, .*weight_version"):
-        scene.client.move_target(6, None)
+        scene.client.update_target(6, None)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from serving.request_metadata import HEADER, OTHER_TARGET
 from serving.sglang.gateway_metrics import PoolCollector, SglangCollector
 from serving.sglang.outside.pool import PoolClient, check_routers
 from serving.sglang.outside.weights import update_weights
-from serving.sglang.report import MOST_SILENT, EngineReport, Pool, commonest
+from serving.sglang.report import MOST_SILENT, EngineReport, Pool, most_common
 from speculator.errors import ConfigError, DraftError, EngineDeadError, EngineError, RequestError
 from speculator.redis.control_plane import DraftPointer
 from tests.fixtures.waiting import wait_until
@@ -120,21 +120,21 @@ def test_sums_do_not_fall_when_an_engine_ends_or_starts_again() -> None:
         return EngineReport.parse({"process": process, "captured": str(captured), "pending": "1", "version": "1"})
 
     first, second = parsed("a:1", 10), parsed("b:1", 5)
-    both = pool.take({"a": first, "b": second})
-    gone = pool.take({"b": second})
-    again = pool.take({"a": parsed("a:2", 1), "b": second})
+    both = pool.merge({"a": first, "b": second})
+    gone = pool.merge({"b": second})
+    again = pool.merge({"a": parsed("a:2", 1), "b": second})
     assert both is not None
     assert gone is not None
     assert again is not None
     assert [each.captured for each in (both, gone, again)] == [15, 15, 16]
     assert [each.pending for each in (both, gone, again)] == [2, 1, 2]
-    assert pool.take({}) is None
+    assert pool.merge({}) is None
 
 
 def test_sums_do_not_fall_when_a_container_starts_again_under_its_old_host_and_pid() -> None:
     pool = Pool()
     sums = [
-        pool.take({"a": EngineReport.parse({"process": "pod:1", "captured": str(captured), "steps": str(steps)})})
+        pool.merge({"a": EngineReport.parse({"process": "pod:1", "captured": str(captured), "steps": str(steps)})})
         for captured, steps in ((10, 100), (12, 120), (0, 3), (4, 30), (1, 9))
     ]
     assert [each.captured for each in sums if each is not None] == [10, 12, 12, 16, 17]
@@ -146,7 +146,7 @@ def test_engines_that_come_and_go_leave_their_counts_and_nothing_else() -> None:
     kept = EngineReport.parse({"process": "kept:1", "captured": "0"})
     for number in range(3 * MOST_SILENT):
         pod = EngineReport.parse({"process": f"pod-{number}:1", "captured": "2"})
-        both = pool.take({"kept": kept, f"pod-{number}": pod})
+        both = pool.merge({"kept": kept, f"pod-{number}": pod})
     assert both is not None
     assert both.captured == 6 * MOST_SILENT
     assert len(pool._last) == MOST_SILENT + 2
@@ -164,9 +164,9 @@ def test_what_one_engine_says_of_itself_is_not_said_of_the_pool(scene: Scene) ->
 
 
 def test_commonest() -> None:
-    assert commonest([4, 5, 4]) == 4
-    assert commonest([4, 5]) == 5
-    assert commonest([]) is None
+    assert most_common([4, 5, 4]) == 4
+    assert most_common([4, 5]) == 5
+    assert most_common([]) is None
 
 
 def test_a_pool_is_ready_while_one_of_its_routers_is(redis_client: redis.Redis) -> None:
@@ -238,7 +238,7 @@ def test_new_weights_go_to_every_server_that_a_router_lists(
             urls.append(url)
         monkeypatch.setattr(scene.fake, "workers", urls)
         with pytest.raises(EngineError, match=rf"version 6 is not on {urls[1]}: no room\. Repeat the update"):
-            scene.client.move_target(6, tmp_path)
+            scene.client.update_target(6, tmp_path)
         assert [server.label for server in servers] == ["6", "default", "6"]
         assert all(server.calls[-1] == "/continue_generation" and not server.is_paused for server in servers)
         for name, label in (("a", 6), ("b", 0), ("c", 6)):
@@ -247,14 +247,14 @@ def test_new_weights_go_to_every_server_that_a_router_lists(
         assert (scene.client.target_version, scene.client.least_target_version) == (0, 6)
         servers[1].refuses_weights = ""
         threading.Timer(0.3, lambda: scene.engine("b", target_version=6, target_label=6)).start()
-        moved = scene.client.move_target(6, tmp_path)
+        moved = scene.client.update_target(6, tmp_path)
         assert (moved.version, moved.previous, servers[1].label) == (6, 0, "6")
         updates = [server.calls.count("/update_weights_from_disk") for server in servers]
         assert updates == [1, 2, 1], "who has them is not given them again"
         assert moved.stall_ms > 0
     scene.fake.workers = []
     with pytest.raises(EngineError, match="no router"):
-        scene.client.move_target(7, tmp_path)
+        scene.client.update_target(7, tmp_path)
 
 
 def test_a_server_that_is_away_is_named(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from serving.rollout.driver import Driver
 from serving.rollout.order import ContextAware
 from serving.rollout.samples import GroupRequest, GroupWork, SampleState
 from serving.rollout.scheduler import Policy
-from serving.sglang.outside.rollouts import STREAM_INTERVAL, ServerPool, Wiring
+from serving.sglang.outside.rollouts import STREAM_INTERVAL, PoolSettings, ServerPool
 from speculator.draft.sampling_params import SamplingParams
 from tests.fixtures.toy import toy_tokenizer
 from tests.serving.gateway.client import serve
@@ -47,7 +47,7 @@ def size(tokenizer: LocalTokenizer) -> int:
     return 20
 
 
-def wiring(tokenizer: LocalTokenizer, **changes: Any) -> Wiring:
+def wiring(tokenizer: LocalTokenizer, **changes: Any) -> PoolSettings:
     values: dict[str, Any] = {
         "tokenizer": tokenizer,
         "target": "f" * 64,
@@ -56,7 +56,7 @@ def wiring(tokenizer: LocalTokenizer, **changes: Any) -> Wiring:
         "heeds_seed": lambda: True,
         "end_group": lambda tenant, group_id: None,
     }
-    return Wiring(**{**values, **changes})
+    return PoolSettings(**{**values, **changes})
 
 
 def group(
@@ -102,7 +102,7 @@ class Stage:
 
 
 @asynccontextmanager
-async def staged(wires: Wiring, *servers: RolloutServer, chunk_tokens: int = 16) -> AsyncIterator[Stage]:
+async def staged(wires: PoolSettings, *servers: RolloutServer, chunk_tokens: int = 16) -> AsyncIterator[Stage]:
     async with AsyncExitStack() as opened:
         workers = [(await opened.enter_async_context(serve(server.app(), grace_s=0))).url for server in servers]
         front = await opened.enter_async_context(serve(router(workers), grace_s=0))

@@ -155,9 +155,9 @@ def test_the_text_of_old_targets_and_of_long_ago_goes() -> None:
     assert not knows()
     write()
     for _ in range(4):
-        drafter.target_moved()
+        drafter.target_updated()
     assert knows()
-    drafter.target_moved()
+    drafter.target_updated()
     assert not knows()
     assert np.all(drafter._tenant_sums > 0)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from serving.engine import Proposed, Stratum, WatchedRound
-from serving.sglang.device import Device, HostDevice
+from serving.sglang.device import CpuDevice, Device
 from serving.sglang.proposals.depth import DepthControl, TimedStep
 from serving.sglang.proposals.draft_sleep import PROBE_EVERY_STEPS, SLEEP_AFTER_STEPS, DraftSleep
 from serving.sglang.proposals.remembered_text import Continuations
@@ -36,7 +36,7 @@ def make_control(
     """`seconds` by depth, of rounds of one request, are planned by instead of the measured ones."""
     control = DepthControl(
         [0, 1, 3],
-        StepClock(device or HostDevice()),
+        StepClock(device or CpuDevice()),
         SpeedupMeter(),
         head_depth=3,
         draft_sleep=DraftSleep(is_fresh=is_fresh),
@@ -68,7 +68,7 @@ def test_a_fresh_draft_is_never_run_until_there_is_another_version() -> None:
     control, batch = make_control(is_fresh=True), requests(2)
     assert {step(control, batch) for _ in range(2 * PROBE_EVERY_STEPS)} == {0}
     assert control.is_asleep
-    control.renewed(2)
+    control.draft_changed(2)
     assert not control.is_asleep
     assert {step(control, requests(2)) for _ in range(30)} == {0, 1, 3}
 
@@ -77,7 +77,7 @@ def test_prompts_that_only_random_weights_could_read_are_not_read_and_leave_requ
     seen: list[WatchedRound] = []
     control, unread = make_control(is_fresh=True, seen=seen), requests(1)
     assert not control.reads_prompt_of(unread)
-    control.renewed(2)
+    control.draft_changed(2)
     assert control.reads_prompt_of(requests(1))
     while step(control, [*unread, *requests(1)], accepts=True) == 0:
         pass
@@ -106,7 +106,7 @@ def test_a_useless_draft_falls_asleep_and_is_looked_at_again() -> None:
 def test_requests_that_went_cold_say_nothing_about_the_draft() -> None:
     control, cold = make_control(is_fresh=True, seconds=SECONDS), requests(1)
     step(control, cold)
-    control.renewed(2)
+    control.draft_changed(2)
     for _ in range(200):
         control.started()
         control.launched([*cold, *requests(1)], 1)
@@ -122,7 +122,7 @@ def test_a_version_that_comes_into_a_long_cold_answer_is_looked_at_in_the_next(s
     """Where a draft that nobody has seen is taken to pay, and where it is not."""
     control, cold = make_control(is_fresh=True, seconds=seconds), requests(1)
     step(control, cold)
-    control.renewed(2)
+    control.draft_changed(2)
     assert {step(control, cold, accepts=True) for _ in range(20 * SLEEP_AFTER_STEPS)} == {0}
     assert not control.is_asleep
     assert control.needs_no_reading(cold)
@@ -171,7 +171,7 @@ def test_what_the_watch_is_told() -> None:
     control, cold = make_control(is_fresh=True, control_share=0.2, seen=seen), requests(1)
     step(control, cold)
     assert [(round_.drafted, round_.verifications, round_.kind) for round_ in seen] == [(True, (), None)], "it sleeps"
-    control.renewed(2)
+    control.draft_changed(2)
     seen.clear()
     for _ in range(50):
         step(control, [*cold, *requests(1)], accepts=True)
@@ -189,7 +189,7 @@ def test_what_the_watch_is_told() -> None:
 def test_a_fixed_depth_is_measured_too() -> None:
     control = DepthControl(
         [3],
-        StepClock(HostDevice()),
+        StepClock(CpuDevice()),
         SpeedupMeter(),
         head_depth=3,
         version=1,
@@ -218,7 +218,7 @@ def test_the_baseline_is_the_time_of_a_server_that_has_no_draft_to_keep_up_to_da
         device.finish()
         control.verified([depth])
     assert {(round_.drafted, round_.seconds) for round_ in seen} == {(False, 1.0), (True, 1.25)}
-    planned = {(step.depth > 0, step.seconds) for step in control.take_times()}
+    planned = {(step.depth > 0, step.seconds) for step in control.pop_times()}
     assert planned == {(False, 1.0), (True, 1.25)}, "drafting must beat such a server"
 
 
@@ -310,13 +310,13 @@ def test_a_prefix_that_no_draft_has_read_is_of_no_later_request() -> None:
 
     fresh, learnt = make_control(is_fresh=True), make_control()
     assert (key(fresh, None), key(fresh, "lora")) == (None, "lora")
-    fresh.renewed(2)
+    fresh.draft_changed(2)
     first = key(fresh, None)
     assert first
     assert key(fresh, "lora") == f"lora|{first}"
-    fresh.renewed(3)
+    fresh.draft_changed(3)
     assert key(fresh, None) == first, "it has read all of them"
-    learnt.renewed(2)
+    learnt.draft_changed(2)
     assert key(learnt, None) is None
 
 
@@ -345,7 +345,7 @@ def make_long_control(seen: list[WatchedRound], *, is_fresh: bool = False) -> De
     """Head and text at the same price; text goes on to 8."""
     control = DepthControl(
         [0, 1, 3, 8],
-        StepClock(HostDevice()),
+        StepClock(CpuDevice()),
         SpeedupMeter(),
         head_depth=3,
         draft_sleep=DraftSleep(is_fresh=is_fresh),

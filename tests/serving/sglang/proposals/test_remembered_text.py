@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from serving.group_cache.sync import GroupSharing
-from serving.group_cache.texts import GroupKey, GroupTextPiece, GroupTexts, Place, decode_pieces, encode_piece
+from serving.group_cache.texts import GroupKey, GroupTextPiece, GroupTexts, ReadPosition, decode_pieces, encode_piece
 from serving.metrics import GroupTextMetrics
 from serving.sglang.proposals.remembered_text import Continuations, RememberedText
 from speculator.host import now_ms
@@ -161,7 +161,7 @@ def test_old_text_and_that_of_targets_long_gone_is_dropped() -> None:
     wrote(text, TEXT)
     assert found(text, request([9], SEEN)) == TEXT[16:24]
     for version in range(5):
-        text.target_renewed(version)
+        text.target_updated(version)
     assert found(text, request([9], SEEN)) == []
 
 
@@ -247,7 +247,7 @@ def count(text: RememberedText, outcome: str) -> int:
 def published(texts: GroupTexts, tenant: str = "t") -> list[int]:
     """Of group g."""
     group = GroupKey(tenant, "g")
-    place, _ = texts.fetch({group: Place()})[group]
+    place, _ = texts.fetch({group: ReadPosition()})[group]
     _, data = texts.fetch({group: place})[group]
     return [token for piece, _ in decode_pieces(data, vocab_size=1000) for token in piece.tokens]
 
@@ -329,7 +329,7 @@ def test_text_of_targets_long_gone_is_not_taken(one: RememberedText, other: Reme
     wrote(one, TEXT, group_id="g")
     wait_until(lambda: count(one, "published") == len(PROMPT + TEXT))
     for text in (one, other):
-        text.target_renewed(5)
+        text.target_updated(5)
     wrote(one, LATER, group_id="g")
     wait_until(lambda: found(other, request([9], LATER[:16], group_id="g")) == LATER[16:24])
     assert found(other, request([9], SEEN, group_id="g")) == []

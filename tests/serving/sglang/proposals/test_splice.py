@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from serving.sglang.device import Device, HostDevice
+from serving.sglang.device import CpuDevice, Device
 from serving.sglang.proposals.remembered_text import Continuations, RememberedText, ring_size
 from serving.sglang.proposals.splice import CommittedTokens, TextSplice
 from speculator.proposals.length_planner import LengthPlan
@@ -36,7 +36,7 @@ def text_of(*rows: list[int], first: list[int]) -> Continuations:
 
 def make_splice(*, overlaps: bool = False, device: Device | None = None) -> TextSplice:
     committed = CommittedTokens(4, ring_size(WINDOW), torch.device("cpu")) if overlaps else None
-    return TextSplice(device or HostDevice(), width=WINDOW, committed=committed)
+    return TextSplice(device or CpuDevice(), width=WINDOW, committed=committed)
 
 
 def plan_of(*from_text: bool, num_proposals: int = DEPTH, uses_head: bool = True) -> LengthPlan:
@@ -83,7 +83,7 @@ def test_the_heads_chains_may_be_longer_than_text(overlaps: bool) -> None:
     heads, prompt = list(range(30, 39)), list(range(100, 140))
     text = RememberedText(depth=2, width=len(heads), overlaps=False, captures_unmarked=True)
     committed = CommittedTokens(1, ring_size(text.width), torch.device("cpu")) if overlaps else None
-    splice = TextSplice(HostDevice(), width=text.width, committed=committed)
+    splice = TextSplice(CpuDevice(), width=text.width, committed=committed)
     request = Request([*prompt, 5], max_new_tokens=64)
     request.output_ids += prompt[:16]
     splice.committed(torch.tensor([0]), torch.tensor([41]), torch.tensor(prompt[:16]))

@@ -145,7 +145,7 @@ def sampling_key(text_hash: bytes, seed: int) -> float:
     return int.from_bytes(digest) / 2.0**56
 
 
-class Memory:
+class Reservoirs:
     """Learnt traces by age, domain and tenant; iteration starts with the reservoirs and ends with the newest trace."""
 
     def __init__(self, *, max_bytes: int, recent_share: float, max_tenant_share: float) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.start.card import CardShares, card_shares
+from slipstream.start.gpu_memory import GpuMemoryNeeds, gpu_memory_needs
 from speculator.draft.checkpoint import expected_shapes
 from speculator.draft.eagle3 import DraftConfig
 from speculator.errors import ConfigError
@@ -66,19 +66,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target_folder(tmp_path_factory.mktemp("target"), *QWEN3["Qwen3-8B"])
 
 
-def shares(folder: Path, free_gib: float, *, used_gib: float = 0.0, tp_size: int = 1) -> CardShares:
+def shares(folder: Path, free_gib: float, *, used_gib: float = 0.0, tp_size: int = 1) -> GpuMemoryNeeds:
     sizes = json.loads((folder / "config.json").read_text())
     shapes = expected_shapes(DraftConfig.for_target(sizes, draft_vocab_size=32000))
-    return card_shares(int(free_gib * GIB), folder, shapes, used_bytes=int(used_gib * GIB), tp_size=tp_size)
+    return gpu_memory_needs(int(free_gib * GIB), folder, shapes, used_bytes=int(used_gib * GIB), tp_size=tp_size)
 
 
 def test_the_trainer_fits_into_what_sglang_leaves(folder: Path) -> None:
     for card_gib in (40, 80, 140):
         one = shares(folder, card_gib)
-        static = one.fraction * one.card
+        static = one.fraction * one.free
         assert static >= one.target + one.draft + one.least_cache
-        assert static + one.work + one.trainer <= one.card
-        assert one.work >= 0.15 * one.card
+        assert static + one.work + one.trainer <= one.free
+        assert one.work >= 0.15 * one.free
     assert shares(folder, 80).fraction > shares(folder, 40).fraction
 
 
@@ -99,9 +99,9 @@ def test_sglang_that_starts_again_beside_its_trainer_counts_it_once(folder: Path
     trainer_gib = first.trainer / GIB
     again = shares(folder, 40 - trainer_gib, used_gib=trainer_gib)
     assert (first.trainer > 0, again.trainer) == (True, 0)
-    static_bytes = [one.fraction * one.card for one in (first, again)]
+    static_bytes = [one.fraction * one.free for one in (first, again)]
     assert static_bytes[1] >= static_bytes[0]
-    assert static_bytes[1] + again.work <= again.card
+    assert static_bytes[1] + again.work <= again.free
 
 
 def test_of_a_target_on_two_gpus_each_has_half(folder: Path) -> None:
@@ -111,7 +111,7 @@ def test_of_a_target_on_two_gpus_each_has_half(folder: Path) -> None:
 
 
 def test_the_documents_table_of_cards_says_what_fits(tmp_path: Path) -> None:
-    needs: dict[str, CardShares] = {}
+    needs: dict[str, GpuMemoryNeeds] = {}
     for name, sizes in QWEN3.items():
         (tmp_path / name).mkdir()
         needs[name] = shares(target_folder(tmp_path / name, *sizes), 1000)

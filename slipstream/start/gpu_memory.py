@@ -32,10 +32,10 @@ _CACHE_BYTES = 2
 
 
 @dataclass(frozen=True)
-class CardShares:
+class GpuMemoryNeeds:
     """Memory needs, in bytes, of SGLang and the trainer on one GPU."""
 
-    card: int
+    free: int
     """Free memory when SGLang starts."""
     target: int
     draft: int
@@ -48,7 +48,7 @@ class CardShares:
     def fraction(self) -> float:
         """Share of the free memory for SGLang's weights and cache. Raises ConfigError where that is too little."""
         need = self.target + self.draft + self.least_cache
-        left = self.card - self.work - self.trainer
+        left = self.free - self.work - self.trainer
         if need > left:
             parts = {
                 "target": self.target,
@@ -59,21 +59,21 @@ class CardShares:
             }
             said = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in parts.items())
             raise ConfigError(
-                f"{self.card / _GIB:.1f} GiB of the GPU are free, and SGLang and the trainer together need "
+                f"{self.free / _GIB:.1f} GiB of the GPU are free, and SGLang and the trainer together need "
                 f"{(need + self.work + self.trainer) / _GIB:.1f} ({said}): give the trainer another GPU "
                 f"(SLIPSTREAM_TRAINER_GPU), or pass {FRACTION} after --"
             )
-        return math.floor(1000 * left / self.card) / 1000
+        return math.floor(1000 * left / self.free) / 1000
 
 
-def card_shares(
+def gpu_memory_needs(
     free_bytes: int,
     model_dir: Path,
     draft_shapes: Mapping[str, Sequence[int]],
     *,
     used_bytes: int = 0,
     tp_size: int = 1,
-) -> CardShares:
+) -> GpuMemoryNeeds:
     """The memory needs for a target and a draft of these shapes.
 
     `used_bytes` are allocated on the GPU already: by the trainer, where only SGLang restarts. Raises ConfigError.
@@ -87,8 +87,8 @@ def card_shares(
     token_bytes = 2 * layers * (config.get("num_key_value_heads") or heads) * head_dim * _CACHE_BYTES
     embedding_bytes = config["vocab_size"] * config["hidden_size"] * 2
     trainer_bytes = _TRAINED_BYTES * draft_weights + embedding_bytes + _STEP_BYTES
-    return CardShares(
-        card=free_bytes,
+    return GpuMemoryNeeds(
+        free=free_bytes,
         target=sum(path.stat().st_size for path in files) // tp_size,
         # Twice: a new version is staged beside the one in service. The embedding is the target's.
         draft=2 * 2 * draft_weights // tp_size,

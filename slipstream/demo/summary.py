@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from slipstream.demo.chapters import POISON
 from slipstream.demo.report import (
     Bounds,
     ChapterRun,
@@ -17,7 +18,6 @@ from slipstream.demo.report import (
     poisoned_figures,
     round_tokens_per_s,
 )
-from slipstream.demo.story import POISON
 
 WINDOW_S = 60.0
 """Length of the window that the live display covers."""

@@ -248,7 +248,7 @@ class Rollout:
     created_s: int
     """Unix time."""
     seen_s: float
-    """When a client last asked about it, on the book's clock."""
+    """When a client last asked about it, on the registry's clock."""
     lines: list[bytes] = field(default_factory=list)
     """Encoded lines of ended samples, and of turns that wait for their environments; a client's cursor counts them."""
     ends: dict[tuple[str, int], SampleState] = field(default_factory=dict)

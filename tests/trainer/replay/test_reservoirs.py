@@ -17,7 +17,7 @@ from tests.fixtures.traces import make_trace, with_rounds
 from tests.trainer.stored import stored_of
 from trainer.drift import DEFAULT, OTHER, DomainNames
 from trainer.learning.labels import Verdicts
-from trainer.replay.memory import (
+from trainer.replay.reservoirs import (
     MAX_REPEAT,
     TenantMix,
     capped_shares,
