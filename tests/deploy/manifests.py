@@ -33,8 +33,13 @@ def manifests(folder: Path) -> list[Manifest]:
 
 @functools.cache
 def built(name: str) -> list[Manifest]:
-    """What `kubectl apply -k` would send."""
-    shown = subprocess.run(["kubectl", "kustomize", FOLDER / name], capture_output=True, text=True, check=False)
+    """What `kubectl apply -k` would send for one of our folders."""
+    return kustomized(FOLDER / name)
+
+
+def kustomized(folder: Path) -> list[Manifest]:
+    """What `kubectl apply -k` would send for any folder."""
+    shown = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, check=False)
     assert shown.returncode == 0, shown.stderr
     return list(yaml.safe_load_all(shown.stdout))
 

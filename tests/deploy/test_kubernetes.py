@@ -24,6 +24,7 @@ from tests.deploy.manifests import (
     Manifest,
     built,
     container,
+    kustomized,
     labels,
     manifests,
     needs_kubectl,
@@ -160,6 +161,28 @@ def test_who_shares_a_volume_may() -> None:
     for name, claim in claims.items():
         shared = len(users[name]) > 1
         assert claim["spec"]["accessModes"] == ["ReadWriteMany" if shared else "ReadWriteOnce"], name
+
+
+@needs_kubectl
+def test_on_one_node_no_volume_is_mounted_by_several(tmp_path: Path) -> None:
+    """Pods that mount what others mount, too, run on the labelled node; those that serve without it run anywhere."""
+    (tmp_path / "kustomization.yaml").write_text(
+        yaml.safe_dump(
+            {
+                name: [os.path.relpath(FOLDER / of, tmp_path)]
+                for name, of in {"resources": "base", "components": "one-node"}.items()
+            }
+        )
+    )
+    put_together = kustomized(tmp_path)
+    for one in put_together:
+        schemas.validate(one, NEWEST, strict=True)
+    for name, claim in of_kind("PersistentVolumeClaim", put_together).items():
+        assert claim["spec"]["accessModes"] == ["ReadWriteOnce"], name
+    for name, pod in pods(put_together).items():
+        mounted = {volume.get("persistentVolumeClaim", {}).get("claimName") for volume in pod["spec"]["volumes"]}
+        where = {"slipstream/store": "here"} if mounted & {"models", "store"} else None
+        assert pod["spec"].get("nodeSelector") == where, name
 
 
 def test_services_lead_to_pods() -> None:
