@@ -102,6 +102,8 @@ _MOST_LOOKED_AHEAD = 64
 
 _ANSWER = "the-answer-itself"
 """A text that no chat template contains: marks where the answer stands."""
+_OURS = ("messages", "self")
+"""Names that `_chat` and every template take, beside those of the library's function."""
 
 
 class LocalTokenizer:
@@ -132,20 +134,15 @@ class LocalTokenizer:
         self, messages: list[Message], tools: Sequence[Tool] = (), template_kwargs: Mapping[str, Any] | None = None
     ) -> list[int]:
         own = inspect.signature(self._tokenizer.apply_chat_template).parameters
-        if taken := sorted(own.keys() & (template_kwargs or {}).keys()):
+        if taken := sorted({*own, *_OURS} & (template_kwargs or {}).keys()):
             raise RequestError(
                 f"no chat template can be given {taken[0]!r}: leave it out", param="chat_template_kwargs"
             )
-        how = dict(template_kwargs or {})
-        if self._writes_tool_calls:
-            how["tools"] = list(tools) or None
-        else:
-            messages = in_plain_messages(messages, tools)
-        return self._chat(messages, tokenize=True, add_generation_prompt=True, return_dict=False, **how)  # type: ignore[no-any-return]
+        return self._chat(  # type: ignore[no-any-return]
+            messages, tools, tokenize=True, add_generation_prompt=True, return_dict=False, **(template_kwargs or {})
+        )
 
     def encode_next(self, messages: list[Message], *, last: int) -> list[int]:
-        if not self._writes_tool_calls:
-            messages = in_plain_messages(messages, ())
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
         ended: str = self._chat(before, tokenize=False)
         whole: str = self._chat([*before, *messages], tokenize=False, add_generation_prompt=True)
@@ -162,10 +159,14 @@ class LocalTokenizer:
         """Whether the model's template writes tool calls in the format that `serving.tool_calls` parses."""
         return OPENING in str(self._tokenizer.chat_template)
 
-    def _chat(self, messages: list[Message], **how: Any) -> Any:
+    def _chat(self, messages: list[Message], tools: Sequence[Tool] = (), **how: Any) -> Any:
         if not self._tokenizer.chat_template:
             raise RequestError("this model has no chat template: use /v1/completions", param="messages")
         try:
+            if self._writes_tool_calls:
+                how["tools"] = list(tools) or None
+            else:
+                messages = in_plain_messages(messages, tools)
             return self._tokenizer.apply_chat_template(messages, **how)
         except Exception as error:  # templates can raise any jinja2 error
             raise RequestError(f"the model's chat template refuses these messages: {error}", param="messages") from None

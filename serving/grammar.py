@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import llguidance.numpy
@@ -25,8 +26,36 @@ _SCHEMAS = ("items", "additionalProperties")
 
 
 def json_text(schema: JsonSchema) -> str:
-    """`schema` as JSON, with llguidance's options for white space."""
-    return json.dumps({**schema, "x-guidance": _AS_PYTHON_WRITES_IT})
+    """`schema` as JSON, with llguidance's options for white space and without what it refuses needlessly."""
+    return json.dumps({**_without_annotations(schema), "x-guidance": _AS_PYTHON_WRITES_IT})
+
+
+def _without_annotations(schema: Any) -> Any:
+    """A schema without keywords that demand nothing: formats that llguidance does not know, which JSON Schema takes for
+    annotations, and `uniqueItems: false`.
+    """
+    if not isinstance(schema, Mapping):
+        return schema
+    kept = dict(schema)
+    if isinstance(named := kept.get("format"), str) and not _is_known_format(named):
+        del kept["format"]
+    if kept.get("uniqueItems") is False:
+        del kept["uniqueItems"]
+    for name in kept.keys() & {*_MAPS_OF_SCHEMAS, *_LISTS_OF_SCHEMAS, *_SCHEMAS}:
+        inner = kept[name]
+        if name in _MAPS_OF_SCHEMAS and isinstance(inner, Mapping):
+            kept[name] = {key: _without_annotations(each) for key, each in inner.items()}
+        elif isinstance(inner, list):
+            kept[name] = [_without_annotations(each) for each in inner]
+        elif name in _SCHEMAS:
+            kept[name] = _without_annotations(inner)
+    return kept
+
+
+@lru_cache(maxsize=256)
+def _is_known_format(name: str) -> bool:
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "format": name}))
+    return not LLMatcher.validate_grammar(grammar)
 
 
 def json_grammar(schema: JsonSchema) -> str:

@@ -53,9 +53,11 @@ call: "{opening}" rest
 said_call: said rest{token_call}
 said[lazy]: TEXT "{opening}"
 rest: "\\n" body "\\n{closing}"
-body: %json {body}
+body: {bodies}
 TEXT: /(.|\\n)*/
+{arguments}
 """
+_NAME, _ARGUMENTS = '{"name": "', '", "arguments": '
 
 
 def calls_grammar(tools: Sequence[Tool], *, must_call: bool, several: bool, has_token: bool) -> str:
@@ -63,22 +65,23 @@ def calls_grammar(tools: Sequence[Tool], *, must_call: bool, several: bool, has_
     it with any text before and after; with `several` more than once. `has_token`: the vocabulary has a token for
     `OPENING`, which a grammar names apart from its text.
     """
-    called = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": tool["function"]["name"]}, "arguments": tool["function"]["parameters"]},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]
+    functions = [tool["function"] for tool in tools]
+    bodies = [f'{json.dumps(_NAME + each["name"] + _ARGUMENTS)} arguments_{n} "}}"' for n, each in enumerate(functions)]
+    # Each schema stands alone: its references count from its own root.
+    arguments = [f"arguments_{n}: %json {json_text(each['parameters'])}" for n, each in enumerate(functions)]
     if must_call:
         start = 'call ("\\n" call)*' if several else "call"
     else:
         start = "said_call* TEXT" if several else "said_call | TEXT"
     token_call = f" | TEXT {OPENING} rest" if has_token else ""
-    body = json_text({"anyOf": called})
-    return _GRAMMAR.format(start=start, token_call=token_call, opening=OPENING, closing=_CLOSING, body=body)
+    return _GRAMMAR.format(
+        start=start,
+        token_call=token_call,
+        opening=OPENING,
+        closing=_CLOSING,
+        bodies=" | ".join(bodies),
+        arguments="\n".join(arguments),
+    )
 
 
 class ToolCall(NamedTuple):
@@ -100,8 +103,10 @@ class ToolCallReader:
         # A line break within a call's JSON is written as an escape, so the first real one ends it.
         while (start := self._held.find(_BEGIN)) >= 0 and (end := self._held.find(_END, start + len(_BEGIN))) >= 0:
             found += self._shown(self._held[:start])
-            called = json.loads(self._held[start + len(_BEGIN) : end])
-            found.append(ToolCall(called["name"], json.dumps(called["arguments"], ensure_ascii=False)))
+            body = self._held[start + len(_BEGIN) : end]
+            # Cut, not decoded: Python would change numbers, and fails on very long or deep ones.
+            name, _, arguments = body.removeprefix(_NAME).partition(_ARGUMENTS)
+            found.append(ToolCall(name, arguments.removesuffix("}")))
             self.num_calls, self._is_behind_call = self.num_calls + 1, True
             self._held = self._held[end + len(_END) :]
         certain = start if start >= 0 else len(self._held) - _num_begun(self._held)

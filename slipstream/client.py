@@ -31,8 +31,12 @@ _PAUSE_S = 0.5
 _TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 """A running server sends something at least every ten seconds."""
 _SHORT_S = 10.0
-_LATER = (429, 503)
-"""Statuses after which the client retries."""
+_LATER = frozenset((408, 429, *range(502, 600)))
+"""Statuses after which the client retries: the server is busy, or a proxy in front of it does not reach it."""
+
+
+class _NotNow(httpx.TransportError):
+    """Such a status, where no rollout's request has been sent yet."""
 
 
 class Group(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -190,7 +194,7 @@ class _Progress:
         """Process a broken connection. Raises ConfigError where the server has never answered."""
         if not self._was_there and isinstance(failure, httpx.ConnectError | httpx.UnsupportedProtocol):
             raise ConfigError(f"nothing answers at {self._url}: start the server, or check --url") from None
-        self.why = type(failure).__name__
+        self.why = str(failure) if isinstance(failure, _NotNow) else type(failure).__name__
 
     def pause_s(self) -> float:
         """Seconds to wait before the next call. Raises EngineError after `retry_s` without progress."""
@@ -282,7 +286,9 @@ class _Options:
         """
         self.url, self._model, self._retry_s = url, model, retry_s
         self._job: dict[str, Any] = {"weight": weight, **({} if job is None else {"job": job})}
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        # No header can carry the line end of a file or a Kubernetes secret.
+        key = (api_key or "").strip()
+        headers = {"authorization": f"Bearer {key}".encode()} if key else {}
         self._options: dict[str, Any] = {
             "base_url": url,
             "headers": headers,
@@ -308,6 +314,8 @@ class _Options:
         return _Progress(self.url, body, places, self._retry_s)
 
     def _served(self, response: httpx.Response) -> str:
+        if response.status_code in _LATER:
+            raise _NotNow(message_of(response))
         if response.status_code != 200:
             raise ConfigError(f"{self.url}/v1/models does not list the model: {message_of(response)}")
         return decoded(response.content, _Models, self.url).data[0].id

@@ -7,7 +7,10 @@ terminal.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +27,23 @@ from rich.progress import (
 )
 
 console = Console(stderr=True)
+
+
+def prepare_streams() -> None:
+    """Open standard streams that the caller closed to nowhere, and let standard output show "?" for a character that
+    its encoding lacks.
+
+    A closed descriptor would become that of the next file or socket, and what a library prints would go there.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ some unsupported ones that would change probabilities or details of the answer. 
 from __future__ import annotations
 
 import asyncio
+import codecs
 import functools
 import re
 from collections.abc import Collection, Mapping
@@ -59,12 +60,14 @@ async def read_body(request: Request, model: type[T], *, max_bytes: int, ignored
 
 
 async def read_json(request: Request, *, max_bytes: int, limit_s: float = 60) -> bytes:
-    """The raw body of a request whose content type is JSON; raises ApiError (408, 413, 415)."""
+    """The body of a request whose content type is JSON, without byte order mark; raises ApiError (408, 413, 415)."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         # Also a protection: a browser lets a foreign page send JSON to a loopback server only after a preflight.
         message = "The body must be JSON: send the header 'content-type: application/json'."
         raise ApiError(415, message, code="unsupported_media_type")
+    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise ApiError(415, "Compressed bodies are not read: send it as it is.", code="unsupported_media_type")
     body, num_bytes = bytearray(), 0
     try:
         async with asyncio.timeout(limit_s):
@@ -80,7 +83,8 @@ async def read_json(request: Request, *, max_bytes: int, limit_s: float = 60) ->
     if num_bytes > max_bytes:
         message = f"The body is larger than {max_bytes} bytes: shorten the prompt or send fewer prompts at once."
         raise ApiError(413, message, code="body_too_large")
-    return bytes(body)
+    # Windows tools begin UTF-8 with this mark, which parsers may ignore.
+    return bytes(body).removeprefix(codecs.BOM_UTF8)
 
 
 async def discard_body(receive: Receive) -> None:

@@ -19,6 +19,15 @@ def _as_prefix(path: object) -> object:
     return f"/{path.strip('/')}".removesuffix("/") if isinstance(path, str) else path
 
 
+def _stripped(key: object) -> object:
+    """A key without space around it, such as the line end of a Kubernetes secret: no header can carry that."""
+    key = key.get_secret_value() if isinstance(key, SecretStr) else key
+    return key.strip() if isinstance(key, str) else key
+
+
+Key = Annotated[SecretStr | None, BeforeValidator(_stripped)]
+
+
 class GatewaySettings(BaseSettings):
     """Limits on requests, and the keys that open the gateway."""
 
@@ -68,13 +77,13 @@ class GatewaySettings(BaseSettings):
     """Seconds that a finished rollout can be read and rewarded; fewer if others need its room."""
     keys_file: Path | None = None
     """API keys, as `slipstream keys` writes them; without keys, everyone who reaches the port is let in."""
-    api_key: SecretStr | None = Field(default=None, validation_alias="SLIPSTREAM_API_KEY", min_length=1)
+    api_key: Key = Field(default=None, validation_alias="SLIPSTREAM_API_KEY", min_length=1)
     """The one API key, instead of a file; its tenant is `default`."""
     auth_elsewhere: bool = False
     """1 if something in front checks clients; otherwise a port that other machines reach needs keys."""
     targets_dir: Path | None = None
     """Folder below which POST /v1/target-version may name new target weights; default: nowhere."""
-    admin_key: SecretStr | None = Field(default=None, min_length=16)
+    admin_key: Key = Field(default=None, min_length=16)
     """Key for /admin and POST /v1/target-version; without it, nobody may call them."""
     admin_key_file: Path | None = None
     """File that holds the admin key."""

@@ -19,7 +19,7 @@ from slipstream.cli import config, demo, doctor, drafts, keys, replay, rollout, 
 from slipstream.cli.options import AsJson
 from slipstream.cli.panels import WithPanels
 from slipstream.logs import configure_logs
-from slipstream.terminal import console, print_json
+from slipstream.terminal import console, prepare_streams, print_json
 from speculator.errors import ConfigError, DraftError, LifecycleError, SlipstreamError, StoreError, StreamError
 from speculator.tracing import close_spans
 
@@ -79,6 +79,7 @@ def show_version(as_json: AsJson = False) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line, by default this process's; an error ends in one line and the exit code above."""
+    prepare_streams()
     try:
         app(arguments)
     except (ConfigError, StreamError, StoreError, DraftError, LifecycleError) as error:

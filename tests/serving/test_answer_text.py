@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from serving.answer_text import AnswerText, LocalTokenizer
 from serving.engine import Piece
+from serving.gateway.openai.schema import MessageToolCall
 from slipstream.models import BUNDLED_MODEL, resolve_model
 from speculator.errors import ConfigError, RequestError
 from tests.fixtures import toy
@@ -284,12 +285,24 @@ def test_another_template_is_given_tools_as_text(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode_chat([*system, *TALK], [TOOL])).startswith("system=Be kind.\n\nYou can")
 
 
-@pytest.mark.parametrize("name", ["chat_template", "tools", "tokenize"])
+@pytest.mark.parametrize("name", ["chat_template", "tools", "tokenize", "messages", "self"])
 def test_a_client_gives_a_template_values_and_not_another_template(tmp_path: Path, name: str) -> None:
     tokenizer = _with_template(tmp_path, WRITES_TOOLS)
     with pytest.raises(RequestError, match=name) as refused:
         tokenizer.encode_chat(TALK, (), {name: "{{ 7 * 7 }}"})
     assert refused.value.param == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("template", [WRITES_TOOLS, "{% for m in messages %}{{ m.content }}{% endfor %}"])
+def test_arguments_too_deep_to_be_written_are_refused(tmp_path: Path, template: str) -> None:
+    tokenizer, deep = _with_template(tmp_path, template), json.loads("[" * 800 + "]" * 800)
+    for _ in range(400):
+        deep = [deep]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": deep}}
+    with pytest.raises(RequestError, match="refuses these messages"):
+        tokenizer.encode_chat([{"role": "assistant", "content": "", "tool_calls": [call]}])
+    sent = MessageToolCall.model_validate({"function": {"name": "f", "arguments": "[" * 5000}})
+    assert sent.for_template()["function"]["arguments"] == "[" * 5000
 
 
 def test_a_token_is_a_text_where_it_shows(tmp_path: Path) -> None:

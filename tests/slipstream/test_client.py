@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
+from pydantic import SecretStr
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
@@ -134,3 +139,46 @@ def test_a_server_that_is_not_there(way: Callable[[str], object]) -> None:
 def test_a_reward_for_a_server_that_has_gone() -> None:
     with Rollouts("http://127.0.0.1:9") as rollouts, pytest.raises(EngineError, match="does not answer"):
         rollouts.start(GROUPS).reward({("sum", 0): 1.0})
+
+
+@WAYS
+def test_a_proxy_that_does_not_reach_the_server_is_asked_again(
+    way: Callable[[str], tuple[list[Sample], str]], engine: DoubleEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.client._PAUSE_S", 0.01)
+    statuses = iter([502, 504, 0, 520, 0, 503, 0, 408, 502])
+    with running(behind_a_proxy(engine, statuses)) as site:
+        samples, _ = way(site.url)
+    assert [sample.number for sample in samples] == list(range(5))
+    assert next(statuses, None) is None
+    with (
+        running(behind_a_proxy(engine, itertools.repeat(502))) as site,
+        Rollouts(site.url, retry_s=0.05) as rollouts,
+        pytest.raises(EngineError, match="is gone after 0 samples: status 502"),
+    ):
+        list(rollouts.start(GROUPS))
+
+
+def behind_a_proxy(engine: DoubleEngine, statuses: Iterator[int]) -> FastAPI:
+    """A gateway behind a proxy that answers with these statuses by itself; 0 and no more: it passes a request on."""
+
+    class Proxy:
+        def __init__(self, app: ASGIApp) -> None:
+            self.app = app
+
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            status = next(statuses, 0) if scope["type"] == "http" else 0
+            await (Response("<h1>Bad Gateway</h1>", status) if status else self.app)(scope, receive, send)
+
+    app = create_app(engine, settings=GatewaySettings(), registry=CollectorRegistry(), send_rewards=lambda _: None)
+    app.add_middleware(Proxy)
+    return app
+
+
+def test_a_key_may_end_in_a_line_end_and_be_of_any_letters(engine: DoubleEngine) -> None:
+    app = create_app(engine, settings=GatewaySettings(api_key=SecretStr("schlüssel\n")), registry=CollectorRegistry())
+    with running(app) as site:
+        with Rollouts(site.url, api_key="schlüssel\r\n") as rollouts:
+            assert rollouts.model() == "double"
+        with Rollouts(site.url, api_key="\n") as rollouts, pytest.raises(ConfigError, match="key"):
+            rollouts.model()

@@ -14,7 +14,15 @@ from fastapi import APIRouter, Request, Response
 from serving.engine import Chunk, FinishReason, Message, Piece
 from serving.gateway.body import request_body
 from serving.gateway.errors import reply
-from serving.gateway.openai.generation import AnswerStreams, Gateway, StreamedChoice, check_limits, encode, plan
+from serving.gateway.openai.generation import (
+    INLINE_CHARS,
+    AnswerStreams,
+    Gateway,
+    StreamedChoice,
+    check_limits,
+    encode,
+    plan,
+)
 from serving.gateway.openai.schema import ChatBody, CompletionBody, GenerationBody
 from serving.gateway.openai.stream import DONE, Emit, EventStream, event, until_disconnect
 from serving.gateway.telemetry import Exchange, exchange_of
@@ -34,7 +42,8 @@ def completion_routes(gateway: Gateway) -> APIRouter:
         body = await gateway.read(request, ChatBody)
         check_limits(info, settings, model=body.model, num_samples=body.n)
         messages = [message.for_template() for message in body.messages]
-        num_chars = sum(len(message.content) for message in body.messages)
+        # All of the body: arguments of earlier calls and descriptions of tools may be longer than the messages.
+        num_chars = int(request.headers.get("content-length", INLINE_CHARS + 1))
         tools = [tool.for_template() for tool in body.called]
         grammar = await grammar_of(body)
 

@@ -283,7 +283,7 @@ class MessageToolCall(Strict):
     def for_template(self) -> dict[str, Any]:
         arguments: object = self.function.arguments
         # Parsed, because chat templates write an object as JSON, but a string with quotes.
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             arguments = json.loads(self.function.arguments)
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
 

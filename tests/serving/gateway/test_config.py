@@ -34,6 +34,17 @@ def test_a_prefix_is_written_in_any_way(monkeypatch: pytest.MonkeyPatch, given: 
             load_settings(root_path=other)
 
 
+def test_a_key_of_the_environment_may_end_in_a_line_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_GATEWAY_ADMIN_KEY", "0123456789abcdef\n")
+    monkeypatch.setenv("SLIPSTREAM_API_KEY", " one\r\n")
+    given = load_settings()
+    keys = given.admin_key, given.api_key, load_settings(api_key="two\n").api_key
+    assert [key and key.get_secret_value() for key in keys] == ["0123456789abcdef", "one", "two"]
+    monkeypatch.setenv("SLIPSTREAM_API_KEY", "\n")
+    with pytest.raises(ConfigError, match="SLIPSTREAM_API_KEY is not usable"):
+        load_settings()
+
+
 def test_the_admin_key_may_be_in_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "key"
     monkeypatch.setenv("SLIPSTREAM_GATEWAY_ADMIN_KEY_FILE", str(file))

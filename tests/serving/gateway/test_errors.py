@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import codecs
+import gzip
+
 import httpx
 import pytest
 
@@ -87,9 +90,18 @@ def test_only_json_is_read(content_type: str | None) -> None:
     assert "application/json" in error["message"]
 
 
-def test_json_with_a_charset_is_read() -> None:
-    headers = {"content-type": "Application/JSON; charset=utf-8"}
-    body = b'{"model": "double", "messages": [{"role": "user", "content": "hello"}]}'
+def test_a_compressed_body_is_refused_by_its_encoding() -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    body = gzip.compress(b'{"model": "double", "messages": [{"role": "user", "content": "hello"}]}')
+    response = ask(gateway(DoubleEngine()), lambda client: client.post(CHAT, content=body, headers=headers))
+    assert (response.status_code, error_of(response)["code"]) == (415, "unsupported_media_type")
+    assert "ompressed" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize("mark", [b"", codecs.BOM_UTF8])
+def test_json_with_a_charset_is_read(mark: bytes) -> None:
+    headers = {"content-type": "Application/JSON; charset=utf-8", "content-encoding": "Identity"}
+    body = mark + b'{"model": "double", "messages": [{"role": "user", "content": "hello"}]}'
     response = ask(gateway(DoubleEngine()), lambda client: client.post(CHAT, content=body, headers=headers))
     assert response.status_code == 200
 

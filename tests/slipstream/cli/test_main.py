@@ -182,3 +182,22 @@ def test_an_option_stands_before_its_variable(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("SLIPSTREAM_TRAINER_NUM_THREADS", "2")
     context = train.make_context("train", ["--model", "m", "--seed", "8"])
     assert (context.params["seed"], context.params["threads"]) == (8, 2)
+
+
+@pytest.mark.parametrize("closed", ["<&- 2>&-", "<&- >&- 2>&-", ""])
+def test_a_command_runs_whatever_its_caller_did_to_its_streams(tmp_path: Path, closed: str) -> None:
+    """Closed by a supervisor, or of an encoding without the letters of a table."""
+    keys = tmp_path / "keys.json"
+    key = {"name": "a", "sha256": "0" * 64}
+    keys.write_text(json.dumps({"version": 1, "keys": [key]}))
+    keys.chmod(0o600)
+    command = f'exec "$0" -m slipstream keys list --file "$1" {closed}'
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable, keys],
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("| a " in done.stdout) == (">&- 2" not in closed)

@@ -36,7 +36,6 @@ RAW = [
     b"{'model': 'double'}",
     b'{"model": "double",}',
     b'{"model": "double"} trailing',
-    b"\xef\xbb\xbf{}",
     b'{"model": "\xff\xfe"}',
     b'{"model": "\\ud800"}',
     b'{"model": "\\udfff\\ud800"}',

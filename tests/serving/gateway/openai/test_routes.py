@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from typing import Any
 
@@ -183,7 +184,7 @@ def test_prompt_and_max_tokens_must_fit_together(name: str) -> None:
     assert "ask for at most 10" in error["message"]
 
 
-def test_long_prompts_are_encoded_off_the_loop() -> None:
+def test_long_prompts_are_encoded_off_the_loop_wherever_their_text_stands() -> None:
     threads: list[threading.Thread] = []
     engine = DoubleEngine(context_length=100_000)
     encode_chat = engine.tokenizer.encode_chat
@@ -194,9 +195,13 @@ def test_long_prompts_are_encoded_off_the_loop() -> None:
 
     engine.tokenizer.encode_chat = watched
     assert chat(engine, messages=[{"role": "user", "content": "x" * 50_000}]).status_code == 200
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": "x" * 50_000})}}
+    assert chat(engine, messages=[*HELLO, {"role": "assistant", "tool_calls": [call]}]).status_code == 200
+    tool = {"type": "function", "function": {"name": "f", "description": "x" * 50_000}}
+    assert chat(engine, tools=[tool]).status_code == 200
+    assert threading.main_thread() not in threads
     assert chat(engine).status_code == 200
-    assert threads[0] is not threading.main_thread()
-    assert threads[1] is threading.main_thread()
+    assert threads[3] is threading.main_thread()
 
 
 def test_template_that_refuses_is_the_clients_error() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator
+from datetime import date
 from typing import Any, Literal
 
 import openai
@@ -16,7 +17,7 @@ from serving.local.engine import LocalEngine
 from serving.tool_calls import ToolCall, ToolCallReader
 from tests.fixtures.doubles import DoubleEngine, says
 from tests.fixtures.toy import byte_tokenizer, make_toy_model
-from tests.serving.gateway.client import HELLO, chat, gateway, openai_client, serve
+from tests.serving.gateway.client import CHAT, HELLO, chat, gateway, openai_client, post, serve
 from tests.serving.local.harness import toy_engine
 
 WEATHER = {
@@ -172,8 +173,54 @@ def test_calls_are_found_however_the_text_is_cut(size: int) -> None:
     assert read(f"a {NOW}\n{ROME}\n") == ["a ", now, rome]
     assert read(f"{NOW}\nb {ROME}") == [now, "\nb ", rome]
     assert read(NOW[:-3]) == [NOW[:-3]]
+    # As the model wrote them: a Python number may be inf, another one, or none at all.
+    digits, deep = "9" * 5000, "[" * 2000 + "]" * 2000
+    numbers = f'{{"a": [1e999, 0.1234567890123456789, {digits}], "b": {deep}}}'
+    assert read(f'<tool_call>\n{{"name": "f", "arguments": {numbers}}}\n</tool_call>') == [ToolCall("f", numbers)]
     escaped = '<tool_call>\n{"name": "f", "arguments": {"a": "\\n</tool_call>"}}\n</tool_call>'
     assert read(escaped) == [ToolCall("f", '{"a": "\\n</tool_call>"}')]
+
+
+def test_references_in_a_functions_schema_count_from_its_own_root(engine: LocalEngine) -> None:
+    days = {"$ref": "#/$defs/Days"}
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": _nested(days, {"Days": {"enum": [first]}})}}
+        for name, first in (("a", 1), ("b", 2))
+    ]
+
+    async def say(client: AsyncOpenAI) -> None:
+        for choice in ("a", "b"):
+            asked: Any = {"model": "toy", "messages": HELLO, "tools": tools, "max_tokens": 150, "seed": 1}
+            await client.chat.completions.create(**asked)
+            chosen: Any = {"type": "function", "function": {"name": choice}}
+            whole = await client.chat.completions.create(**asked, tool_choice=chosen)
+            (call, *_) = whole.choices[0].message.tool_calls
+            assert (call.function.name, json.loads(call.function.arguments)) == (choice, {"days": 1 + (choice == "b")})
+
+    talk(engine, say)
+
+
+def _nested(days: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any]:
+    needed = {"type": "object", "properties": {"days": days}, "required": ["days"], "additionalProperties": False}
+    return {**needed, "$defs": defs}
+
+
+def test_keywords_that_demand_nothing_refuse_no_schema(engine: LocalEngine) -> None:
+    listed = {"type": "array", "items": {"type": "string", "format": "file-path"}, "uniqueItems": False, "maxItems": 1}
+    # A property may have the name of a keyword.
+    schema = _nested({"anyOf": [{"$ref": "#/$defs/L"}]}, {"L": listed})
+    schema["properties"]["format"] = {"enum": ["uuid4"]}
+    asked = {"model": "toy", "max_tokens": 100, "temperature": 0}
+    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": {**schema, "required": ["format", "days"]}}}
+    answer = post(engine, CHAT, {"messages": HELLO, **asked, "response_format": named})
+    assert answer.status_code == 200, answer.text
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    answer = post(engine, CHAT, {"messages": HELLO, **asked, "tools": [tool]})
+    assert answer.status_code == 200, answer.text
+    # What is known is followed.
+    dated = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string", "format": "date"}}}
+    said = post(engine, CHAT, {"messages": HELLO, **asked, "response_format": dated}).json()
+    date.fromisoformat(json.loads(said["choices"][0]["message"]["content"]))
 
 
 def test_a_schema_at_fault_is_named_to_the_innermost_part() -> None:
