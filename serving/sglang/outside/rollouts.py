@@ -15,13 +15,13 @@ Servers report the requests of others with a delay, so the smaller of two polls 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 import httpx
 import msgspec
@@ -124,7 +124,6 @@ class SglangRolloutEngine:
         self._url, self._wiring = url.rstrip("/"), wiring
         self._upstream = Upstream(url, max_connections=_MOST_OPEN)
         self._http = httpx.AsyncClient(base_url=self._url, timeout=_TIMEOUT_S, trust_env=False)
-        self._numbers = itertools.count()
         self._num_open = 0
         """Requests of ours that are under way."""
         self._num_missed = _MISSED_POLLS
@@ -192,8 +191,10 @@ class SglangRolloutEngine:
         """As `serving.engine.Engine.generate`."""
         begun = request.prompt_token_ids[len(request.prompt_token_ids) - request.num_answered :]
         answer = _Answer(request, AnswerText(self._wiring.tokenizer, request.stop, begun), self._wiring)
-        # A new id each time: an aborted request may still be under way when its sample resumes here.
-        rid = f"{request.request_id}#{next(self._numbers)}"
+        # A new id each time: an aborted request may still be under way when its sample resumes here, or when a gateway
+        # was restarted, and SGLang refuses an id that is in use. It also aborts every request whose id begins with the
+        # aborted one, so all have the same length.
+        rid = f"{request.request_id}#{uuid4().hex}"
         body = self._body(request, rid)
         self._num_open += 1
         has_ended = False

@@ -96,8 +96,10 @@ class RolloutServer:
     async def _abort(self, request: Request) -> Response:
         rid = (await request.json())["rid"]
         self.aborted.append(rid)
-        if rid in self.running:
-            self.running[rid].set()
+        # As SGLang: nothing where the id is unknown, else all requests whose ids begin with it.
+        for running, stopped in self.running.items() if rid in self.running else ():
+            if running.startswith(rid):
+                stopped.set()
         return Response()
 
     async def _generate(self, request: Request) -> Response:

@@ -149,6 +149,41 @@ def test_samples_come_from_all_servers_with_text_logprobs_and_requests_of_their_
     assert {body["sampling_params"]["sampling_seed"] for body in bodies} == set(range(4))
 
 
+def test_a_cancelled_sample_takes_no_other_with_it(tokenizer: LocalTokenizer, size: int) -> None:
+    """SGLang aborts all requests whose ids begin with the aborted one (sgl-project/sglang#30912)."""
+    server = RolloutServer(size, most=12, pause_s=0.01)
+
+    async def scene() -> None:
+        async with staged(wiring(tokenizer), server) as stage:
+            stage.driver.submit([group("g", n=1, max_tokens=400), group("h", n=1, max_tokens=400)])
+            # In their order, so that numbers counted up would begin alike.
+            stage.driver.submit(group(f"g{number}", n=1, max_tokens=80) for number in range(10))
+            await stage.until(lambda: len(server.running) == 12)
+            stage.driver.cancel(["g", "h"])
+            await stage.until(lambda: len(stage.results.by_sample) == 12)
+            ended = [result for result in stage.results.by_sample.values() if result.reason == "length"]
+            assert [result.num_leases for result in ended] == [1] * 10
+
+    run(scene)
+    ids = sorted(body["rid"] for body in server.bodies)
+    assert len(server.aborted) == 2 and len(ids) == 12
+    assert not any(longer.startswith(shorter) for shorter, longer in zip(ids, ids[1:], strict=False))
+
+
+def test_a_restarted_gateway_repeats_no_id_of_a_request(tokenizer: LocalTokenizer, size: int) -> None:
+    """SGLang refuses an id that is in use, and that of an abandoned request is for a while (sgl-project/sglang#19035)."""
+    server = RolloutServer(size)
+
+    async def scene() -> None:
+        for _ in range(2):
+            async with staged(wiring(tokenizer), server) as stage:
+                stage.driver.submit([group(n=2)])
+                await stage.until(lambda: len(stage.results.by_sample) == 2)
+
+    run(scene)
+    assert len({body["rid"] for body in server.bodies}) == 4
+
+
 def test_what_was_said_is_not_said_twice_when_a_server_dies(tokenizer: LocalTokenizer, size: int) -> None:
     servers = RolloutServer(size, pause_s=0.01), RolloutServer(size, pause_s=0.01)
 
