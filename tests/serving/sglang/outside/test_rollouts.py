@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -166,12 +167,12 @@ def test_a_cancelled_sample_takes_no_other_with_it(tokenizer: LocalTokenizer, si
 
     run(scene)
     ids = sorted(body["rid"] for body in server.bodies)
-    assert len(server.aborted) == 2 and len(ids) == 12
-    assert not any(longer.startswith(shorter) for shorter, longer in zip(ids, ids[1:], strict=False))
+    assert (len(server.aborted), len(ids)) == (2, 12)
+    assert not any(longer.startswith(shorter) for shorter, longer in pairwise(ids))
 
 
 def test_a_restarted_gateway_repeats_no_id_of_a_request(tokenizer: LocalTokenizer, size: int) -> None:
-    """SGLang refuses an id that is in use, and that of an abandoned request is for a while (sgl-project/sglang#19035)."""
+    """SGLang refuses an id that is in use, as that of an abandoned request is for a while (sgl-project/sglang#19035)."""
     server = RolloutServer(size)
 
     async def scene() -> None:
