@@ -133,6 +133,8 @@ class SglangRolloutEngine:
         """Polls in a row at which another server had newer ones."""
         self._priority: int | None = None
         """The lowest priority, where the server schedules by priority."""
+        self._is_incremental = False
+        """Whether an event has only the tokens since the one before (SGLang's `--incremental-streaming-output`)."""
         self._others = (0, 0)
         """Requests of others at the last two polls."""
         self._load = _Load(0, 0, 0, 0)
@@ -175,6 +177,7 @@ class SglangRolloutEngine:
                 settings = (await self._http.get("/server_info")).raise_for_status().json()
                 lowest = _LAST if settings["schedule_low_priority_values_first"] else -_LAST
                 self._priority = lowest if settings["enable_priority_scheduling"] else None
+                self._is_incremental = settings.get("incremental_streaming_output", False)
             answer = (await self._http.get("/v1/loads", params={"include": "core"})).raise_for_status()
             loads = msgspec.json.decode(answer.content, type=_Loads).loads
             info = (await self._http.get("/model_info")).raise_for_status()
@@ -197,11 +200,13 @@ class SglangRolloutEngine:
         rid = f"{request.request_id}#{uuid4().hex}"
         body = self._body(request, rid)
         self._num_open += 1
-        has_ended = False
+        has_ended, before = False, _Event()
         try:
             async with aclosing(self._events(body)) as events:
                 async for event in events:
                     has_ended = event.meta_info.finish_reason is not None
+                    if self._is_incremental:
+                        event = before = _joined(before, event)
                     for chunk in answer.take(event):
                         yield chunk
                         if chunk.finish_reason is not None:
@@ -280,6 +285,13 @@ class SglangRolloutEngine:
 
 _LAST = 10**6
 """Further from 0 than the priority of a client's request."""
+
+
+def _joined(before: _Event, event: _Event) -> _Event:
+    """An event with all tokens so far, from one that has only the newest."""
+    logprobs = [*before.meta_info.output_token_logprobs, *event.meta_info.output_token_logprobs]
+    meta = msgspec.structs.replace(event.meta_info, output_token_logprobs=logprobs)
+    return _Event(output_ids=[*before.output_ids, *event.output_ids], meta_info=meta)
 
 
 def _checked(event: _Event) -> _Event:

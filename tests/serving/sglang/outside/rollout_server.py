@@ -35,6 +35,8 @@ class RolloutServer:
     by_priority: Literal["low first", "high first"] | None = None
     pause_s: float = 0.0
     """Between two events."""
+    is_incremental: bool = False
+    """Says in each event only what is new, as SGLang with `--incremental-streaming-output`."""
     is_down: bool = False
     """Breaks every connection, and answers nothing."""
     refusal: Response | None = None
@@ -84,7 +86,11 @@ class RolloutServer:
 
     def _info(self) -> dict[str, bool]:
         by_priority, low_first = self.by_priority is not None, self.by_priority == "low first"
-        return {"enable_priority_scheduling": by_priority, "schedule_low_priority_values_first": low_first}
+        return {
+            "enable_priority_scheduling": by_priority,
+            "schedule_low_priority_values_first": low_first,
+            "incremental_streaming_output": self.is_incremental,
+        }
 
     def _loads(self) -> Response:
         if self.is_down:
@@ -116,6 +122,7 @@ class RolloutServer:
             return
         tokens, params, said = list(body["input_ids"]), body["sampling_params"], list[int]()
         labels: list[str] = []
+        num_sent = 0
         stopped = self.running[body["rid"]] = asyncio.Event()
         self.most_running = max(self.most_running, len(self.running))
         try:
@@ -135,16 +142,18 @@ class RolloutServer:
                         break
                 if self.is_down:
                     raise ConnectionError("killed")
+                new = said[num_sent:] if self.is_incremental else said
+                num_sent = len(said)
                 if stopped.is_set():
                     finish = {"type": "abort", "message": "Abort in waiting queue"}
                 meta = {
                     "id": body["rid"],
                     "finish_reason": finish,
-                    "output_token_logprobs": [[-0.5, token, None] for token in said] if body["return_logprob"] else [],
+                    "output_token_logprobs": [[-0.5, token, None] for token in new] if body["return_logprob"] else [],
                     "weight_version": self.label,
                     "weight_versions": _spans(labels),
                 }
-                yield b"data: " + json.dumps({"text": "", "output_ids": said, "meta_info": meta}).encode() + b"\n\n"
+                yield b"data: " + json.dumps({"text": "", "output_ids": new, "meta_info": meta}).encode() + b"\n\n"
                 if finish is not None:
                     yield DONE
                     return

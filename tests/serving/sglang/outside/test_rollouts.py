@@ -121,10 +121,11 @@ def run(scene: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(scene(), 30))
 
 
+@pytest.mark.parametrize("is_incremental", [False, True])
 def test_samples_come_from_all_servers_with_text_logprobs_and_requests_of_their_own(
-    tokenizer: LocalTokenizer, size: int
+    tokenizer: LocalTokenizer, size: int, is_incremental: bool
 ) -> None:
-    servers = RolloutServer(size, pause_s=0.01), RolloutServer(size, pause_s=0.01)
+    servers = [RolloutServer(size, pause_s=0.01, is_incremental=is_incremental) for _ in range(2)]
     ended: list[tuple[str, str]] = []
 
     async def scene() -> None:
@@ -172,7 +173,7 @@ def test_a_cancelled_sample_takes_no_other_with_it(tokenizer: LocalTokenizer, si
 
 
 def test_a_restarted_gateway_repeats_no_id_of_a_request(tokenizer: LocalTokenizer, size: int) -> None:
-    """SGLang refuses an id that is in use, as that of an abandoned request is for a while (sgl-project/sglang#19035)."""
+    """SGLang refuses an id that is in use, also by an abandoned request (sgl-project/sglang#19035)."""
     server = RolloutServer(size)
 
     async def scene() -> None:
@@ -254,13 +255,13 @@ def test_servers_join_and_leave(tokenizer: LocalTokenizer, size: int) -> None:
         async with staged(wiring(tokenizer), *servers) as stage:
             gone = stage.workers.pop(0)
             await stage.until(lambda: len(stage.driver._engines) == 1)
-            stage.driver.submit([group(n=8, max_tokens=100)])
+            stage.driver.submit([group(n=8, max_tokens=1000)])
             await stage.until(lambda: stage.driver.num_tokens > 100)
             assert not servers[0].bodies
             stage.workers[:] = [gone]
             await stage.until(lambda: len(stage.results.by_sample) == 8)
             assert servers[0].bodies
-            assert stage.driver.num_tokens == 800
+            assert stage.driver.num_tokens == 8000
 
     run(scene)
 
