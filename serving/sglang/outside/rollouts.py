@@ -84,6 +84,8 @@ class _Loads(msgspec.Struct):
 class _Finish(msgspec.Struct):
     type: Literal["stop", "length", "abort"]
     message: str = ""
+    status_code: int | None = None
+    """Of an abort."""
 
 
 class _Span(msgspec.Struct):
@@ -300,7 +302,11 @@ def _checked(event: _Event) -> _Event:
         raise _as_error(event.error.code, event.error.message)
     finish = event.meta_info.finish_reason
     if finish is not None and finish.type == "abort":
-        raise EngineError(f"SGLang aborted the request: {finish.message}")
+        message = f"SGLang aborted the request: {finish.message}"
+        if finish.status_code == 503:
+            # Its queue is full, or a request of a higher priority took this one's place there.
+            raise EngineBusyError(message, retry_after_s=1)
+        raise _as_error(finish.status_code or 500, message)
     return event
 
 

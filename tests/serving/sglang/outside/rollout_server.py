@@ -37,6 +37,8 @@ class RolloutServer:
     """Between two events."""
     is_incremental: bool = False
     """Says in each event only what is new, as SGLang with `--incremental-streaming-output`."""
+    num_full: int = 0
+    """So many requests find its queue full (`--max-queued-requests`)."""
     is_down: bool = False
     """Breaks every connection, and answers nothing."""
     refusal: Response | None = None
@@ -119,6 +121,12 @@ class RolloutServer:
         if self.events is not None:
             for event in self.events:
                 yield event
+            return
+        if self.num_full:
+            self.num_full -= 1
+            finish = {"type": "abort", "status_code": 503, "message": "The request queue is full."}
+            yield b"data: " + json.dumps({"output_ids": [], "meta_info": {"finish_reason": finish}}).encode() + b"\n\n"
+            yield DONE
             return
         tokens, params, said = list(body["input_ids"]), body["sampling_params"], list[int]()
         labels: list[str] = []

@@ -248,6 +248,25 @@ def test_what_others_run_goes_first(tokenizer: LocalTokenizer, size: int) -> Non
     run(scene)
 
 
+def aborted(status: int, message: str) -> bytes:
+    finish = {"type": "abort", "status_code": status, "message": message}
+    return b"data: " + json.dumps({"output_ids": [], "meta_info": {"finish_reason": finish}}).encode() + b"\n\n"
+
+
+def test_a_sample_waits_for_a_server_whose_queue_is_full(tokenizer: LocalTokenizer, size: int) -> None:
+    """SGLang says so in a stream's last event (sgl-project/sglang#19357)."""
+    server = RolloutServer(size, num_full=9)
+
+    async def scene() -> None:
+        async with staged(wiring(tokenizer), server) as stage:
+            stage.driver.submit([group(n=1)])
+            await stage.until(lambda: len(stage.results.by_sample) == 1)
+            [result] = stage.results.by_sample.values()
+            assert (result.reason, len(result.tokens)) == ("length", 40)
+
+    run(scene)
+
+
 def test_servers_join_and_leave(tokenizer: LocalTokenizer, size: int) -> None:
     servers = RolloutServer(size, pause_s=0.01), RolloutServer(size, pause_s=0.01)
 
@@ -272,6 +291,8 @@ def test_servers_join_and_leave(tokenizer: LocalTokenizer, size: int) -> None:
         ({"refusal": JSONResponse({"unknown": "shape"}, 400)}, {}, "refuses"),
         ({"refusal": JSONResponse({"error": {"message": "nested"}}, 400)}, {}, "nested"),
         ({"events": [b'data: {"error": {"message": "too long", "code": 400}}\n\n']}, {}, "too long"),
+        ({"events": [aborted(400, "too long")]}, {}, "too long"),
+        ({"events": [aborted(500, "no memory")]}, {}, "repeatedly"),
         ({"events": [b"data: {]\n\n"]}, {}, "repeatedly"),
         ({"events": []}, {}, "repeatedly"),
         ({}, {"sampling": SamplingParams(temperature=1.0, top_p=0.9)}, "top_p"),
