@@ -36,6 +36,7 @@ _Positive = Annotated[float, Meta(gt=0, le=1e300)]
 
 class _Rope(msgspec.Struct):
     rope_theta: _Positive | None = None
+    full_attention: _Rope | None = None
 
 
 class _Sizes(msgspec.Struct, kw_only=True):

@@ -68,6 +68,8 @@ class DraftConfig:
         """
         num_heads = int(target["num_attention_heads"])
         rope = target.get("rope_parameters") or {}
+        # Of a target with several kinds of attention: the draft attends to everything.
+        rope = rope.get("full_attention") or rope
         return cls(
             hidden_size=target["hidden_size"],
             intermediate_size=intermediate_size or target["intermediate_size"],

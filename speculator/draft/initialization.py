@@ -87,6 +87,8 @@ _OUTPUT_SCALE = 0.5
 # Initial attention score of a query at its own position; scores of others are about 0. Otherwise a random attention
 # head would hardly attend to the newest token among hundreds, and that token says most about the next one.
 _OWN_SCORE = 8.0
+_OFFSET_NORMS = frozenset({"gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
+"""Types of targets whose norms multiply by 1 + weight; the draft's multiplies by its weight."""
 
 
 def fresh_draft(
@@ -119,7 +121,8 @@ def fresh_draft(
             draft.fc.weight.mul_(_FEATURE_SCALE)
         _attend_to_own_position(draft)
         draft.midlayer.mlp.down_proj.weight.mul_(_OUTPUT_SCALE)
-        draft.norm.weight.copy_(read_target_tensor(model_dir, NORM))
+        offset = 1.0 if target.get("model_type") in _OFFSET_NORMS else 0.0
+        draft.norm.weight.copy_(read_target_tensor(model_dir, NORM).float() + offset)
         draft.lm_head.weight.copy_(read_target_tensor(model_dir, LM_HEAD)[draft.target_ids])
     return draft
 

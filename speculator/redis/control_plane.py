@@ -23,6 +23,8 @@ AWAITED_S = 10.0
 """An engine that failed to get the canary slot counts as waiting for so long; it asks every few seconds."""
 CRASHES_KEPT_S = 24 * 3600
 _ATTEMPTS = 5
+_MOST_SKEW_MS = 3600 * 1000
+"""How far the clocks of engines may differ."""
 
 
 class CanaryHolder(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,7 +106,8 @@ class DraftPointer:
             transaction.hset(key, mapping=dict(status))
             transaction.pexpire(key, ttl_ms)
             transaction.zadd(self._keys.engines, {engine_id: now_ms() + ttl_ms})
-            transaction.zremrangebyscore(self._keys.engines, "-inf", now_ms())
+            # Long after they have expired: an engine whose clock is ahead must not remove the others.
+            transaction.zremrangebyscore(self._keys.engines, "-inf", now_ms() - _MOST_SKEW_MS)
             transaction.execute()
 
     @redis_errors

@@ -42,6 +42,8 @@ _TEMPORARY = ".tmp-"
 _CODE = Path(__file__).resolve().parents[2]
 # A temporary folder of another host is removed after this time; that host's process may still use a newer one.
 _ABANDONED_AFTER_S = 24 * 3600.0
+_STARTED_S = time.time()
+"""When this process imported the module, before it wrote any version."""
 _DTYPES = {"d2t": torch.int64, "t2d": torch.bool}
 _MAX_DOCUMENT_BYTES = 16 * 1024 * 1024
 """Most bytes of a manifest or config, and of the header of a tensors file."""
@@ -308,7 +310,8 @@ def _is_abandoned(folder: Path) -> bool:
     try:
         if host == socket.gethostname() and pid.isdigit():
             os.kill(int(pid), 0)
-            return False
+            # A restarted container has the same name, and its process often the same number.
+            return int(pid) == os.getpid() and folder.stat().st_mtime < _STARTED_S
         return time.time() - folder.stat().st_mtime > _ABANDONED_AFTER_S
     except ProcessLookupError:
         return True

@@ -289,15 +289,18 @@ class RetentionPolicy:
         self._erasures, self._remover, self._name, self._ttl_s = erasures, remover, name, ttl_s
         self._metrics, self._clock = metrics, clock
         self._orders: dict[str, int] = {}
+        self._ordered: set[str] = set()
+        """Tenants whose order has just come: everything of theirs goes, whatever the clocks of their engines said."""
         self._are_known = False
         self._removed: Counter[str] = Counter()
         self._polled_s: float | None = None
 
     def reason(self, provenance: Provenance) -> str | None:
         """Why a trace must be forgotten, one of REASONS; None where it may be kept."""
-        if covers(self._orders, provenance.tenant, provenance.created_ms):
+        if provenance.tenant in self._ordered or covers(self._orders, provenance.tenant, provenance.created_ms):
             return "erased"
-        too_old = self._ttl_s and self._clock() - provenance.created_ms / 1000 > self._ttl_s
+        # The clock of an engine may be wrong: a trace from far in the future would never be too old.
+        too_old = self._ttl_s and abs(self._clock() - provenance.created_ms / 1000) > self._ttl_s
         return "expired" if too_old else None
 
     def reason_in_recording(self, provenance: Provenance) -> str | None:
@@ -318,9 +321,13 @@ class RetentionPolicy:
             return False
         self._polled_s = now_s
         try:
-            self._orders, self._are_known = self._erasures.orders(), True
+            orders = self._erasures.orders()
         except StreamError as error:
             self._failed(error)
+            return True
+        # At the start an order may be older than what was kept since.
+        self._ordered = {name for name in orders if self._are_known and orders[name] != self._orders.get(name)}
+        self._orders, self._are_known = orders, True
         return True
 
     def sweep(self) -> bool:
@@ -348,6 +355,7 @@ class RetentionPolicy:
 
     def report(self) -> None:
         """Report to Redis that this process has removed everything that the orders cover."""
+        self._ordered = set()
         report = TrainerReport(
             at_ms=now_ms(),
             erased_ms=max(self._orders.values(), default=0),

@@ -365,7 +365,7 @@ class RewardWeights:
 
     def weight(self, provenance: Provenance) -> float:
         """How much more often than others the trace is drawn."""
-        # In SGLang a sample that was interrupted continues as a new request: "group/3#2".
+        # In SGLang a sample that was interrupted continues as a new request: "group/3#5f0c…".
         group_id, _, number = provenance.request_id.partition("#")[0].rpartition("/")
         of_group = self._weights.get((provenance.tenant, group_id))
         return of_group.get(int(number), 1.0) if of_group and number.isdigit() and number.isascii() else 1.0

@@ -15,13 +15,13 @@ Servers report the requests of others with a delay, so the smaller of two polls 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 import httpx
 import msgspec
@@ -84,6 +84,8 @@ class _Loads(msgspec.Struct):
 class _Finish(msgspec.Struct):
     type: Literal["stop", "length", "abort"]
     message: str = ""
+    status_code: int | None = None
+    """Of an abort."""
 
 
 class _Span(msgspec.Struct):
@@ -124,7 +126,6 @@ class SglangRolloutEngine:
         self._url, self._wiring = url.rstrip("/"), wiring
         self._upstream = Upstream(url, max_connections=_MOST_OPEN)
         self._http = httpx.AsyncClient(base_url=self._url, timeout=_TIMEOUT_S, trust_env=False)
-        self._numbers = itertools.count()
         self._num_open = 0
         """Requests of ours that are under way."""
         self._num_missed = _MISSED_POLLS
@@ -134,6 +135,8 @@ class SglangRolloutEngine:
         """Polls in a row at which another server had newer ones."""
         self._priority: int | None = None
         """The lowest priority, where the server schedules by priority."""
+        self._is_incremental = False
+        """Whether an event has only the tokens since the one before (SGLang's `--incremental-streaming-output`)."""
         self._others = (0, 0)
         """Requests of others at the last two polls."""
         self._load = _Load(0, 0, 0, 0)
@@ -176,6 +179,7 @@ class SglangRolloutEngine:
                 settings = (await self._http.get("/server_info")).raise_for_status().json()
                 lowest = _LAST if settings["schedule_low_priority_values_first"] else -_LAST
                 self._priority = lowest if settings["enable_priority_scheduling"] else None
+                self._is_incremental = settings.get("incremental_streaming_output", False)
             answer = (await self._http.get("/v1/loads", params={"include": "core"})).raise_for_status()
             loads = msgspec.json.decode(answer.content, type=_Loads).loads
             info = (await self._http.get("/model_info")).raise_for_status()
@@ -192,15 +196,19 @@ class SglangRolloutEngine:
         """As `serving.engine.Engine.generate`."""
         begun = request.prompt_token_ids[len(request.prompt_token_ids) - request.num_answered :]
         answer = _Answer(request, AnswerText(self._wiring.tokenizer, request.stop, begun), self._wiring)
-        # A new id each time: an aborted request may still be under way when its sample resumes here.
-        rid = f"{request.request_id}#{next(self._numbers)}"
+        # A new id each time: an aborted request may still be under way when its sample resumes here, or when a gateway
+        # was restarted, and SGLang refuses an id that is in use. It also aborts every request whose id begins with the
+        # aborted one, so all have the same length.
+        rid = f"{request.request_id}#{uuid4().hex}"
         body = self._body(request, rid)
         self._num_open += 1
-        has_ended = False
+        has_ended, before = False, _Event()
         try:
             async with aclosing(self._events(body)) as events:
                 async for event in events:
                     has_ended = event.meta_info.finish_reason is not None
+                    if self._is_incremental:
+                        event = before = _joined(before, event)
                     for chunk in answer.take(event):
                         yield chunk
                         if chunk.finish_reason is not None:
@@ -281,13 +289,24 @@ _LAST = 10**6
 """Further from 0 than the priority of a client's request."""
 
 
+def _joined(before: _Event, event: _Event) -> _Event:
+    """An event with all tokens so far, from one that has only the newest."""
+    logprobs = [*before.meta_info.output_token_logprobs, *event.meta_info.output_token_logprobs]
+    meta = msgspec.structs.replace(event.meta_info, output_token_logprobs=logprobs)
+    return _Event(output_ids=[*before.output_ids, *event.output_ids], meta_info=meta)
+
+
 def _checked(event: _Event) -> _Event:
     """Raises what `generate` does where the event is an error."""
     if event.error is not None:
         raise _as_error(event.error.code, event.error.message)
     finish = event.meta_info.finish_reason
     if finish is not None and finish.type == "abort":
-        raise EngineError(f"SGLang aborted the request: {finish.message}")
+        message = f"SGLang aborted the request: {finish.message}"
+        if finish.status_code == 503:
+            # Its queue is full, or a request of a higher priority took this one's place there.
+            raise EngineBusyError(message, retry_after_s=1)
+        raise _as_error(finish.status_code or 500, message)
     return event
 
 

@@ -3,8 +3,9 @@
     pause ──▶ update: load, flush the cache, label ──▶ continue
     running requests drop their keys and values        their text so far is read under the new weights, and goes on
 
-All servers at once, each for itself: one that fails keeps its old weights and label. Where this process is killed in
-between, a server stays paused until the update is repeated.
+All servers at once, each for itself: one that cannot open the files keeps its old weights and label. Where reading them
+fails half-way, SGLang reads the same folder again: the server then ends, or has the new weights under its old label
+until the update is repeated. Where this process is killed in between, a server stays paused until then.
 """
 
 from __future__ import annotations

@@ -50,6 +50,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Glm4MoeForCausalLM": {"head_dim": 16, "partial_rotary_factor": 0.5, "n_routed_experts": 8, **MIXTURE},
     "MiniMaxM2ForCausalLM": {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 8},
     "Gemma3ForCausalLM": {"head_dim": 32, "rope_local_base_freq": 10_000, "sliding_window": 64},
+    "Gemma3ForCausalLM by transformers 5": {
+        "rope_theta": None,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        },
+    },
     "Exaone4ForCausalLM": {"sliding_window": 64, "sliding_window_pattern": "LLLG"},
     "ApertusForCausalLM": {"hidden_act": "xielu", "qk_norm": True},
     "MistralForCausalLM": {"head_dim": 16, "rope_parameters": {"rope_theta": 1e8, "rope_type": "default"}},
@@ -80,7 +87,8 @@ def test_the_draft_of_each_architecture_fits_its_target(architecture: str, tmp_p
     assert (draft.draft_vocab_size, draft.intermediate_size) == (32, 224), "of a mixture what its dense layers have"
     assert draft.num_attention_heads % draft.num_key_value_heads == 0
     assert draft.head_dim == given.get("head_dim", 8)
-    assert draft.rope_theta == given.get("rope_parameters", given)["rope_theta"]
+    rope = given.get("rope_parameters", given)
+    assert draft.rope_theta == rope.get("full_attention", rope)["rope_theta"]
     assert aux_layer_ids(target["num_hidden_layers"]) == (2, 8, 13), "as SGLang captures them by default"
 
 

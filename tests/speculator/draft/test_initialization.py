@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -17,9 +19,9 @@ from speculator.draft.checkpoint import (
     expected_shapes,
     read_target_tensor,
 )
-from speculator.draft.initialization import choose_draft_vocab, count_tokens, fresh_draft
+from speculator.draft.initialization import _OFFSET_NORMS, choose_draft_vocab, count_tokens, fresh_draft
 from speculator.errors import ConfigError
-from speculator.target_folder import read_config
+from speculator.target_folder import NORM, read_config
 from tests.fixtures.toy import make_toy_model
 
 
@@ -71,6 +73,24 @@ def test_a_slim_draft_has_a_narrower_mlp_and_says_so_in_its_file(model_dir: Path
     shapes = {name: tuple(tensor.shape) for name, tensor in draft_state(slim).items()}
     assert shapes == expected_shapes(slim.config)
     assert shapes["midlayer.mlp.down_proj.weight"] == (slim.config.hidden_size, 16)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", *sorted(_OFFSET_NORMS)])
+def test_a_fresh_drafts_final_norm_computes_what_the_targets_does(model_type: str, tmp_path: Path) -> None:
+    """Some models store the difference of a norm's weight to 1 (huggingface/transformers#40796)."""
+    folder = make_toy_model(tmp_path)
+    config = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
+    draft = fresh_draft(folder, draft_vocab_size=24)
+    module = import_module(
+        f"transformers.models.{model_type.removesuffix('_text')}.modeling_{model_type.removesuffix('_text')}"
+    )
+    [kind] = {value for name, value in vars(module).items() if name.endswith("RMSNorm")}
+    norm = kind(draft.config.hidden_size, eps=draft.config.rms_norm_eps)
+    with torch.no_grad():
+        norm.weight.copy_(read_target_tensor(folder, NORM))
+        hidden = torch.randn(5, draft.config.hidden_size)
+        torch.testing.assert_close(draft.norm(hidden), norm(hidden))
 
 
 def test_a_fresh_draft_is_reproducible_and_starts_from_the_targets_output_layer(model_dir: Path) -> None:

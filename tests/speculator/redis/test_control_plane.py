@@ -11,6 +11,8 @@ import pytest
 import redis
 
 from speculator.errors import StreamError
+from speculator.host import now_ms
+from speculator.redis import control_plane
 from speculator.redis.client import RedisKeys
 from speculator.redis.control_plane import (
     ENGINE_TTL_S,
@@ -192,6 +194,19 @@ def test_engine_reports_expire(redis_client: redis.Redis) -> None:
     assert pointer.engines() == {"engine-0": {"version": "4"}}
     pointer.report_engine("engine-2", {"version": 1})
     assert redis_client.zrange(KEYS.engines, 0, -1) == [b"engine-0", b"engine-2"]
+
+
+@pytest.mark.parametrize("skew_s", [-600, 600])
+def test_engines_with_other_clocks_do_not_remove_each_other(
+    redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch, skew_s: int
+) -> None:
+    pointer = DraftPointer(redis_client, MODEL)
+    pointer.report_engine("engine-0", {"version": 3})
+    with monkeypatch.context() as patched:
+        patched.setattr(control_plane, "now_ms", lambda: now_ms() + 1000 * skew_s)
+        pointer.report_engine("engine-1", {"version": 3})
+    pointer.report_engine("engine-2", {"version": 3})
+    assert pointer.engines().keys() == {"engine-0", "engine-1", "engine-2"}
 
 
 class Clock:

@@ -320,13 +320,16 @@ def test_temporary_folders_of_the_living_stay(store: DraftStore) -> None:
     versions = store.root / "versions"
     own = versions / f".tmp-{socket.gethostname()}-{os.getpid()}-0"
     foreign, old = versions / ".tmp-other-host-1-0", versions / ".tmp-other-host-1-1"
-    for folder in (own, foreign, old):
+    before_restart = versions / f".tmp-{socket.gethostname()}-{os.getpid()}-1"
+    for folder in (own, foreign, old, before_restart):
         folder.mkdir()
-    os.utime(old, (0, 0))
+    for folder in (old, before_restart):
+        os.utime(folder, (0, 0))
     write(store)
     assert own.exists()
     assert foreign.exists()
     assert not old.exists()
+    assert not before_restart.exists(), "a container's process has the same number after a restart"
     assert store.versions() == [1, 2]
 
 

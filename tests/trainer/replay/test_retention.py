@@ -107,6 +107,40 @@ def test_traces_from_before_the_order_are_refused_and_later_ones_learnt(
     trainer.close()
 
 
+def test_an_order_covers_all_that_has_come_from_an_engine_whose_clock_is_ahead(
+    start: MakeTrainer, stream: TraceStream, traces: list[Trace], redis_client: redis.Redis
+) -> None:
+    asked = mixed(traces[:4], time.time() + 60)
+    send(stream, asked)
+    trainer = start()
+    trainer.read(block_ms=0)
+    at_ms = Erasures(redis_client, "toy").order("anna")
+    trainer.read(block_ms=0)
+    assert kept(trainer) == ids(asked, "bo")
+    assert Erasures(redis_client, "toy").trainers()["trainer-0"].removed == {"anna": 2}
+    later = with_header(traces[4], tenant="anna", created_ms=at_ms + 1)
+    send(stream, [later])
+    trainer.read(block_ms=0)
+    assert kept(trainer) == ids(asked, "bo") | {later.header.trace_id}
+    trainer.close()
+
+
+def test_a_trace_from_the_future_is_not_kept_for_ever(
+    start: MakeTrainer, stream: TraceStream, traces: list[Trace]
+) -> None:
+    """The clock of an engine may be years ahead (Tr3kkR/Yuzu#2510)."""
+    now_s = [time.time()]
+    send(stream, mixed(traces[:1], now_s[0] + HOUR_S / 2) + mixed(traces[1:2], now_s[0] + 1e9))
+    trainer = start(clock=lambda: now_s[0], trace_ttl_hours=1.0)
+    trainer.read(block_ms=0)
+    assert kept(trainer) == {traces[0].header.trace_id}
+    assert metric(trainer, "traces_total", outcome="expired") == 1
+    now_s[0] += 2 * HOUR_S
+    trainer.read(block_ms=0)
+    assert kept(trainer) == set()
+    trainer.close()
+
+
 def test_old_traces_go_from_everywhere(
     start: MakeTrainer, stream: TraceStream, traces: list[Trace], tmp_path: Path
 ) -> None:

@@ -35,6 +35,10 @@ class RolloutServer:
     by_priority: Literal["low first", "high first"] | None = None
     pause_s: float = 0.0
     """Between two events."""
+    is_incremental: bool = False
+    """Says in each event only what is new, as SGLang with `--incremental-streaming-output`."""
+    num_full: int = 0
+    """So many requests find its queue full (`--max-queued-requests`)."""
     is_down: bool = False
     """Breaks every connection, and answers nothing."""
     refusal: Response | None = None
@@ -84,7 +88,11 @@ class RolloutServer:
 
     def _info(self) -> dict[str, bool]:
         by_priority, low_first = self.by_priority is not None, self.by_priority == "low first"
-        return {"enable_priority_scheduling": by_priority, "schedule_low_priority_values_first": low_first}
+        return {
+            "enable_priority_scheduling": by_priority,
+            "schedule_low_priority_values_first": low_first,
+            "incremental_streaming_output": self.is_incremental,
+        }
 
     def _loads(self) -> Response:
         if self.is_down:
@@ -96,8 +104,10 @@ class RolloutServer:
     async def _abort(self, request: Request) -> Response:
         rid = (await request.json())["rid"]
         self.aborted.append(rid)
-        if rid in self.running:
-            self.running[rid].set()
+        # As SGLang: nothing where the id is unknown, else all requests whose ids begin with it.
+        for running, stopped in self.running.items() if rid in self.running else ():
+            if running.startswith(rid):
+                stopped.set()
         return Response()
 
     async def _generate(self, request: Request) -> Response:
@@ -112,8 +122,15 @@ class RolloutServer:
             for event in self.events:
                 yield event
             return
+        if self.num_full:
+            self.num_full -= 1
+            finish = {"type": "abort", "status_code": 503, "message": "The request queue is full."}
+            yield b"data: " + json.dumps({"output_ids": [], "meta_info": {"finish_reason": finish}}).encode() + b"\n\n"
+            yield DONE
+            return
         tokens, params, said = list(body["input_ids"]), body["sampling_params"], list[int]()
         labels: list[str] = []
+        num_sent = 0
         stopped = self.running[body["rid"]] = asyncio.Event()
         self.most_running = max(self.most_running, len(self.running))
         try:
@@ -133,16 +150,18 @@ class RolloutServer:
                         break
                 if self.is_down:
                     raise ConnectionError("killed")
+                new = said[num_sent:] if self.is_incremental else said
+                num_sent = len(said)
                 if stopped.is_set():
                     finish = {"type": "abort", "message": "Abort in waiting queue"}
                 meta = {
                     "id": body["rid"],
                     "finish_reason": finish,
-                    "output_token_logprobs": [[-0.5, token, None] for token in said] if body["return_logprob"] else [],
+                    "output_token_logprobs": [[-0.5, token, None] for token in new] if body["return_logprob"] else [],
                     "weight_version": self.label,
                     "weight_versions": _spans(labels),
                 }
-                yield b"data: " + json.dumps({"text": "", "output_ids": said, "meta_info": meta}).encode() + b"\n\n"
+                yield b"data: " + json.dumps({"text": "", "output_ids": new, "meta_info": meta}).encode() + b"\n\n"
                 if finish is not None:
                     yield DONE
                     return

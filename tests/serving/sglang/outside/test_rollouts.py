@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -120,10 +121,11 @@ def run(scene: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(scene(), 30))
 
 
+@pytest.mark.parametrize("is_incremental", [False, True])
 def test_samples_come_from_all_servers_with_text_logprobs_and_requests_of_their_own(
-    tokenizer: LocalTokenizer, size: int
+    tokenizer: LocalTokenizer, size: int, is_incremental: bool
 ) -> None:
-    servers = RolloutServer(size, pause_s=0.01), RolloutServer(size, pause_s=0.01)
+    servers = [RolloutServer(size, pause_s=0.01, is_incremental=is_incremental) for _ in range(2)]
     ended: list[tuple[str, str]] = []
 
     async def scene() -> None:
@@ -147,6 +149,41 @@ def test_samples_come_from_all_servers_with_text_logprobs_and_requests_of_their_
     policy = bodies[0]["sampling_params"]["custom_params"]["slipstream"]
     assert (policy["tenant"], policy["group_id"], policy["target"]) == ("t", "g", "f" * 64)
     assert {body["sampling_params"]["sampling_seed"] for body in bodies} == set(range(4))
+
+
+def test_a_cancelled_sample_takes_no_other_with_it(tokenizer: LocalTokenizer, size: int) -> None:
+    """SGLang aborts all requests whose ids begin with the aborted one (sgl-project/sglang#30912)."""
+    server = RolloutServer(size, most=12, pause_s=0.01)
+
+    async def scene() -> None:
+        async with staged(wiring(tokenizer), server) as stage:
+            stage.driver.submit([group("g", n=1, max_tokens=400), group("h", n=1, max_tokens=400)])
+            # In their order, so that numbers counted up would begin alike.
+            stage.driver.submit(group(f"g{number}", n=1, max_tokens=80) for number in range(10))
+            await stage.until(lambda: len(server.running) == 12)
+            stage.driver.cancel(["g", "h"])
+            await stage.until(lambda: len(stage.results.by_sample) == 12)
+            ended = [result for result in stage.results.by_sample.values() if result.reason == "length"]
+            assert [result.num_leases for result in ended] == [1] * 10
+
+    run(scene)
+    ids = sorted(body["rid"] for body in server.bodies)
+    assert (len(server.aborted), len(ids)) == (2, 12)
+    assert not any(longer.startswith(shorter) for shorter, longer in pairwise(ids))
+
+
+def test_a_restarted_gateway_repeats_no_id_of_a_request(tokenizer: LocalTokenizer, size: int) -> None:
+    """SGLang refuses an id that is in use, also by an abandoned request (sgl-project/sglang#19035)."""
+    server = RolloutServer(size)
+
+    async def scene() -> None:
+        for _ in range(2):
+            async with staged(wiring(tokenizer), server) as stage:
+                stage.driver.submit([group(n=2)])
+                await stage.until(lambda: len(stage.results.by_sample) == 2)
+
+    run(scene)
+    assert len({body["rid"] for body in server.bodies}) == 4
 
 
 def test_what_was_said_is_not_said_twice_when_a_server_dies(tokenizer: LocalTokenizer, size: int) -> None:
@@ -211,6 +248,25 @@ def test_what_others_run_goes_first(tokenizer: LocalTokenizer, size: int) -> Non
     run(scene)
 
 
+def aborted(status: int, message: str) -> bytes:
+    finish = {"type": "abort", "status_code": status, "message": message}
+    return b"data: " + json.dumps({"output_ids": [], "meta_info": {"finish_reason": finish}}).encode() + b"\n\n"
+
+
+def test_a_sample_waits_for_a_server_whose_queue_is_full(tokenizer: LocalTokenizer, size: int) -> None:
+    """SGLang says so in a stream's last event (sgl-project/sglang#19357)."""
+    server = RolloutServer(size, num_full=9)
+
+    async def scene() -> None:
+        async with staged(wiring(tokenizer), server) as stage:
+            stage.driver.submit([group(n=1)])
+            await stage.until(lambda: len(stage.results.by_sample) == 1)
+            [result] = stage.results.by_sample.values()
+            assert (result.reason, len(result.tokens)) == ("length", 40)
+
+    run(scene)
+
+
 def test_servers_join_and_leave(tokenizer: LocalTokenizer, size: int) -> None:
     servers = RolloutServer(size, pause_s=0.01), RolloutServer(size, pause_s=0.01)
 
@@ -218,13 +274,13 @@ def test_servers_join_and_leave(tokenizer: LocalTokenizer, size: int) -> None:
         async with staged(wiring(tokenizer), *servers) as stage:
             gone = stage.workers.pop(0)
             await stage.until(lambda: len(stage.driver._engines) == 1)
-            stage.driver.submit([group(n=8, max_tokens=100)])
+            stage.driver.submit([group(n=8, max_tokens=1000)])
             await stage.until(lambda: stage.driver.num_tokens > 100)
             assert not servers[0].bodies
             stage.workers[:] = [gone]
             await stage.until(lambda: len(stage.results.by_sample) == 8)
             assert servers[0].bodies
-            assert stage.driver.num_tokens == 800
+            assert stage.driver.num_tokens == 8000
 
     run(scene)
 
@@ -235,6 +291,8 @@ def test_servers_join_and_leave(tokenizer: LocalTokenizer, size: int) -> None:
         ({"refusal": JSONResponse({"unknown": "shape"}, 400)}, {}, "refuses"),
         ({"refusal": JSONResponse({"error": {"message": "nested"}}, 400)}, {}, "nested"),
         ({"events": [b'data: {"error": {"message": "too long", "code": 400}}\n\n']}, {}, "too long"),
+        ({"events": [aborted(400, "too long")]}, {}, "too long"),
+        ({"events": [aborted(500, "no memory")]}, {}, "repeatedly"),
         ({"events": [b"data: {]\n\n"]}, {}, "repeatedly"),
         ({"events": []}, {}, "repeatedly"),
         ({}, {"sampling": SamplingParams(temperature=1.0, top_p=0.9)}, "top_p"),
