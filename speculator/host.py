@@ -35,8 +35,31 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
+_CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def _cgroups(controller: str) -> Iterator[Path]:
+    """Folders of the control groups that limit this process: its own and those around it, of version 1 and 2."""
+    with contextlib.suppress(OSError):
+        for line in _OWN_CGROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers or controller in controllers.split(","):
+                # A container may see the host's path here, and its own group at the top.
+                top = _CGROUPS / controller if controllers else _CGROUPS
+                own = top / path.lstrip("/")
+                yield from (group for group in (own, *own.parents) if group.is_relative_to(top))
+
+
 def num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use: those of its affinity, or what CPU limits of its control groups leave."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for group in _cgroups("cpu"):
+        for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+            with contextlib.suppress(OSError, ValueError):
+                quota_us, period_us = (int(word) for name in names for word in (group / name).read_text().split())
+                # Version 1 says -1 where there is no limit.
+                cores = min(cores, max(quota_us // period_us, 1)) if quota_us > 0 else cores
+    return cores
 
 
 PREFIX = "SLIPSTREAM_"
@@ -44,13 +67,13 @@ CACHE_VARIABLE = f"{PREFIX}CACHE"
 
 
 def memory_bytes() -> int:
-    """Memory that this process may use, in bytes: the machine's, or the limit of its control group."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [physical]
-    for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
-        # The file says "max" where there is no limit.
-        with contextlib.suppress(OSError, ValueError):
-            limits.append(int(limit.read_text()))
+    """Memory that this process may use, in bytes: the machine's, or the limit of its control groups."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for group in _cgroups("memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            # The file says "max" where there is no limit.
+            with contextlib.suppress(OSError, ValueError):
+                limits.append(int((group / name).read_text()))
     return min(limits)
 
 

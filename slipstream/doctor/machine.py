@@ -20,7 +20,7 @@ from serving.sglang.outside.launcher import check_interpreter, find_interpreter
 from slipstream.doctor.finding import Finding, failed, ok
 from slipstream.models import check_target, resolve_model
 from speculator.errors import ConfigError
-from speculator.host import CACHE_VARIABLE, cache_root, memory_bytes
+from speculator.host import CACHE_VARIABLE, cache_root, memory_bytes, num_cores
 
 _NEEDED_DISK_GIB = 2.0
 _NEEDED_MEMORY_GIB = 3.5
@@ -35,7 +35,7 @@ def check_python() -> Iterator[Finding]:
 
 def check_memory(needed_gib: float = _NEEDED_MEMORY_GIB) -> Iterator[Finding]:
     total = memory_bytes() / 2**30
-    detail = f"{total:.1f} GiB, {os.cpu_count()} cores"
+    detail = f"{total:.1f} GiB, {num_cores()} cores"
     if total < needed_gib:
         yield failed("memory", f"{detail}: the demo needs {needed_gib} GiB, choose a larger machine")
     else:
