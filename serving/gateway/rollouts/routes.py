@@ -247,8 +247,10 @@ def streamed(
                     if number == len(rollout.lines):
                         if rollout_registry.has_no_engine:
                             raise unavailable("No engine runs: ask for the other samples later.")
+                        # Not `wait_for`: until Python 3.12 it loses a cancellation that comes with the change.
                         with suppress(TimeoutError):
-                            await asyncio.wait_for(rollout.changed.wait(), SILENCE_S)
+                            async with asyncio.timeout(SILENCE_S):
+                                await rollout.changed.wait()
                     lines = rollout.lines[number : number + _BLOCK]
                     await emit(b"".join(framing.frame(msgspec.Raw(line)) for line in lines) or framing.silence)
                     number += len(lines)

@@ -114,10 +114,10 @@ def test_an_order_covers_all_that_has_come_from_an_engine_whose_clock_is_ahead(
     send(stream, asked)
     trainer = start()
     trainer.read(block_ms=0)
-    at_ms = Erasures(redis_client, "toy").order("anna")
+    at_ms = ErasureOrders(redis_client, "toy").order("anna")
     trainer.read(block_ms=0)
     assert kept(trainer) == ids(asked, "bo")
-    assert Erasures(redis_client, "toy").trainers()["trainer-0"].removed == {"anna": 2}
+    assert ErasureOrders(redis_client, "toy").trainers()["trainer-0"].removed == {"anna": 2}
     later = with_header(traces[4], tenant="anna", created_ms=at_ms + 1)
     send(stream, [later])
     trainer.read(block_ms=0)
