@@ -136,7 +136,9 @@ class Conversations:
     async def _answer(self, turn: Turn) -> None:
         try:
             step = await self._step(turn)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            if _is_given_up(error):
+                raise
             why = "too slow" if isinstance(error, TimeoutError) else type_and_place(error)
             self.failures[turn.key] = why
             await self._rollout.observe(turn, failure=f"the environment failed: {why}")
@@ -156,10 +158,18 @@ class Conversations:
                 if not isinstance(step, Step):
                     raise TypeError(f"the environment's step returned {type(step).__name__}, not a Step")
                 return step
-            except Exception:
-                if attempt == self.retries:
+            except (Exception, asyncio.CancelledError) as error:
+                if attempt == self.retries or _is_given_up(error):
                     raise
         raise AssertionError("one attempt at least")
+
+
+def _is_given_up(error: BaseException) -> bool:
+    """Whether this task was cancelled. An environment may raise CancelledError by itself, which a task group would take
+    for an end in order: its sample would wait for ever.
+    """
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 def _with_environment(group: Group | Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -143,6 +143,13 @@ async def _hangs(key: SampleKey, turn: int) -> Step | None:
     return None
 
 
+async def _cancels_itself(key: SampleKey, turn: int) -> Step | None:
+    """As a client library does that cancels its own work."""
+    asyncio.get_running_loop().call_soon((work := asyncio.ensure_future(asyncio.sleep(NEVER_S))).cancel)
+    await work
+    return None
+
+
 async def _is_no_step(key: SampleKey, turn: int) -> Step | None:
     return "an observation"  # type: ignore[return-value]
 
@@ -153,7 +160,13 @@ async def _has_no_reward(key: SampleKey, turn: int) -> Step | None:
 
 @pytest.mark.parametrize(
     ("does", "why"),
-    [(_raises, "OSError"), (_hangs, "too slow"), (_is_no_step, "TypeError"), (_has_no_reward, "ValueError")],
+    [
+        (_raises, "OSError"),
+        (_hangs, "too slow"),
+        (_cancels_itself, "CancelledError"),
+        (_is_no_step, "TypeError"),
+        (_has_no_reward, "ValueError"),
+    ],
 )
 def test_an_environment_that_fails_ends_its_sample_alone(
     url: str, does: Callable[[SampleKey, int], Awaitable[Step | None]], why: str
@@ -170,13 +183,14 @@ def test_an_environment_that_fails_ends_its_sample_alone(
     assert {sample.finish_reason for sample in samples.values()} == {"done"}
 
 
-def test_a_step_may_be_tried_again(url: str) -> None:
+@pytest.mark.parametrize("error", [OSError("not yet"), asyncio.CancelledError()])
+def test_a_step_may_be_tried_again(url: str, error: BaseException) -> None:
     tries: Counter[SampleKey] = Counter()
 
     async def flaky(key: SampleKey, turn: int) -> Step | None:
         tries[key] += 1
         if tries[key] == 1:
-            raise OSError("not yet")
+            raise error
         return Step(done=True, reward=2.0)
 
     groups = [Group(prompt="Say.", n=2, max_tokens=60, turn_tokens=6)]
