@@ -105,8 +105,11 @@ class Child:
 
 @contextlib.contextmanager
 def running_child(name: str, arguments: list[str], folder: Path, **settings: str) -> Iterator[Child]:
-    """Run `slipstream NAME …` with one thread until the end of the block; its output goes to NAME.log in the folder."""
-    started = Child(name, [name, *arguments], log_path=folder / f"{name}.log", num_threads=1, settings=settings)
+    """Run `slipstream NAME …` with one thread until the end of the block, or of the calling thread; its output goes to
+    NAME.log in the folder.
+    """
+    log_path, words = folder / f"{name}.log", [name, *arguments]
+    started = Child(name, words, log_path=log_path, num_threads=1, settings=settings, ends_with_us=True)
     try:
         yield started
     finally:

@@ -67,7 +67,7 @@ def serving(args: argparse.Namespace, model: Path) -> Iterator[str]:
         "SLIPSTREAM_GATEWAY_TARGETS_DIR": str((folder / "targets").resolve()),
     }
     with contextlib.ExitStack() as opened:
-        redis = opened.enter_context(EmbeddedRedis(folder / "redis"))
+        redis = opened.enter_context(EmbeddedRedis(folder / "redis", ends_with_us=True))
         common = ["--model", str(model), "--redis-url", redis.url, "--store", str(folder / "drafts")]
         serve = [*common, "--engine", args.engine, "--port", str(port), "--capture", *args.serve]
         server = opened.enter_context(running_child("serve", serve, folder, **settings))

@@ -107,7 +107,7 @@ def run_demo(options: DemoOptions, console: Console) -> DemoRun:
         folder = Path(scratch)
         kept = options.keep or folder
         kept.mkdir(parents=True, exist_ok=True)
-        redis_url = options.redis_url or running.enter_context(EmbeddedRedis(folder / "redis")).url
+        redis_url = options.redis_url or running.enter_context(EmbeddedRedis(folder / "redis", ends_with_us=True)).url
         fingerprint = target_fingerprint(options.model_dir)
         key = model_key(options.model_dir, fingerprint)
         connection = connect(redis_url)
@@ -132,7 +132,7 @@ def run_demo(options: DemoOptions, console: Console) -> DemoRun:
         (kept / "metrics.key").chmod(0o600)
         # The plain server has its own Redis and store, to which no trainer writes, so its draft is never swapped.
         (folder / "plain").mkdir()
-        plain_redis = running.enter_context(EmbeddedRedis(folder / "plain" / "redis"))
+        plain_redis = running.enter_context(EmbeddedRedis(folder / "plain" / "redis", ends_with_us=True))
         port, plain_port = options.port, free_port()
         live_arguments = [
             *("--capture", "--head-off-share", str(_HEAD_OFF_SHARE), "--plain-share", str(_PLAIN_SHARE)),

@@ -96,7 +96,10 @@ def check_keys() -> Iterator[Finding]:
 
 def check_own_redis() -> Iterator[Finding]:
     """The Redis server that the demo and `serve --learn` start themselves works here."""
-    with tempfile.TemporaryDirectory(prefix="slipstream-") as scratch, EmbeddedRedis(Path(scratch)) as own:
+    with (
+        tempfile.TemporaryDirectory(prefix="slipstream-") as scratch,
+        EmbeddedRedis(Path(scratch), ends_with_us=True) as own,
+    ):
         with connect(own.url) as client:
             info: Any = client.info("server")
         yield ok("redis", f"{info['redis_version']}, our own, starts and stops; --redis-url checks another")

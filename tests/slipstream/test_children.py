@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from slipstream.children import Child
 from tests.fixtures.waiting import wait_until
@@ -34,3 +38,36 @@ def test_a_paused_child_computes_nothing_and_can_be_stopped(tmp_path: Path) -> N
     finally:
         child.stop(timeout_s=20)
     assert child.returncode == -signal.SIGTERM, "it was told to end, not killed"
+
+
+_PARENT = """
+import sys, tempfile, time
+from pathlib import Path
+from slipstream.children import running_child
+
+folder = Path(sys.argv[1])
+sys.executable = str(folder / "sleeps")
+with running_child("serve", [], folder) as child:
+    print(child.pid, flush=True)
+    if sys.argv[2] == "paused":
+        child.pause()
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("state", ["running", "paused"])
+def test_a_child_ends_with_a_parent_that_was_killed(tmp_path: Path, state: str) -> None:
+    """Otherwise it would keep its port and its cores until somebody finds it."""
+    (tmp_path / "sleeps").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "sleeps").chmod(0o700)
+    with subprocess.Popen([sys.executable, "-c", _PARENT, tmp_path, state], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        if state == "paused":
+            wait_until(lambda: child.status() == psutil.STATUS_STOPPED)
+        parent.kill()
+    try:
+        wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
