@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 import redis
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import BusyLoadingError, RedisError
 from redis.retry import Retry
 
 from speculator.errors import ConfigError
@@ -188,10 +188,15 @@ class EmbeddedRedis:
         deadline = time.monotonic() + _START_TIMEOUT_S
         with redis.Redis.from_url(self.url, socket_timeout=1.0, retry=Retry(NoBackoff(), 0)) as client:
             while time.monotonic() < deadline:
-                # The connection is refused until it listens, and "LOADING" is answered while it replays its file.
-                with contextlib.suppress(RedisError, OSError):
+                # The connection is refused until it listens.
+                try:
                     client.ping()
                     return
+                except BusyLoadingError:
+                    # It replays its file, which may have gigabytes.
+                    deadline = time.monotonic() + _START_TIMEOUT_S
+                except (RedisError, OSError):
+                    pass
                 if self._process.poll() is not None:
                     raise ConfigError(f"redis-server did not start; the reason is in {self._log}")
                 time.sleep(_POLL_S)

@@ -74,6 +74,35 @@ def test_a_paused_server_is_stopped_too(tmp_path: Path) -> None:
         os.kill(server.pid, 0)
 
 
+_LOADS = r"""#!{python}
+import re, socket, sys, time
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[sys.argv.index("--unixsocket") + 1])
+listener.listen()
+began_s = time.monotonic()
+answers = {{b"HELLO": b"%1\r\n$5\r\nproto\r\n:3\r\n", b"PING": b"+PONG\r\n"}}
+while True:
+    client, _ = listener.accept()
+    while received := client.recv(4096):
+        for command in re.findall(b"HELLO|CLIENT|SELECT|PING", received):
+            is_loading = command == b"PING" and time.monotonic() - began_s < 1.5
+            client.sendall(b"-LOADING Redis is loading\r\n" if is_loading else answers.get(command, b"+OK\r\n"))
+"""
+
+
+def test_a_server_may_read_its_file_for_longer_than_a_start_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream of gigabytes takes minutes on a slow disk."""
+    (tmp_path / "redis-server").write_text(_LOADS.format(python=sys.executable))
+    (tmp_path / "redis-server").chmod(0o700)
+    monkeypatch.setattr("speculator.redis.embedded.redis_server", lambda: str(tmp_path / "redis-server"))
+    monkeypatch.setattr("speculator.redis.embedded._version", lambda _: (7, 0))
+    monkeypatch.setattr("speculator.redis.embedded._START_TIMEOUT_S", 0.7)
+    with EmbeddedRedis(tmp_path / "redis") as server, connect(server.url) as client:
+        assert client.ping()
+
+
 def test_a_damaged_file_is_explained(tmp_path: Path) -> None:
     (tmp_path / "appendonly.aof").write_bytes(b"*1\r\nnonsense\r\n" * 3)
     with pytest.raises(ConfigError, match=r"redis\.log"):
