@@ -40,7 +40,7 @@ _WEIGHTS, _CONFIG, _MANIFEST = "model.safetensors", "config.json", "manifest.jso
 _VERSION_NAME = re.compile(r"\d{6,}")
 _TEMPORARY = ".tmp-"
 _CODE = Path(__file__).resolve().parents[2]
-# A temporary folder of another host is removed after this time; that host's process may still use a newer one.
+# A temporary folder of another process is removed after this time; that process may still use a newer one.
 _ABANDONED_AFTER_S = 24 * 3600.0
 _STARTED_S = time.time()
 """When this process imported the module, before it wrote any version."""
@@ -311,7 +311,9 @@ def _is_abandoned(folder: Path) -> bool:
         if host == socket.gethostname() and pid.isdigit():
             os.kill(int(pid), 0)
             # A restarted container has the same name, and its process often the same number.
-            return int(pid) == os.getpid() and folder.stat().st_mtime < _STARTED_S
+            if int(pid) == os.getpid():
+                return folder.stat().st_mtime < _STARTED_S
+        # The number may also be that of another process by now.
         return time.time() - folder.stat().st_mtime > _ABANDONED_AFTER_S
     except ProcessLookupError:
         return True

@@ -321,13 +321,16 @@ def test_temporary_folders_of_the_living_stay(store: DraftStore) -> None:
     own = versions / f".tmp-{socket.gethostname()}-{os.getpid()}-0"
     foreign, old = versions / ".tmp-other-host-1-0", versions / ".tmp-other-host-1-1"
     before_restart = versions / f".tmp-{socket.gethostname()}-{os.getpid()}-1"
-    for folder in (own, foreign, old, before_restart):
+    beside, reused = (versions / f".tmp-{socket.gethostname()}-{os.getppid()}-{number}" for number in range(2))
+    for folder in (own, foreign, old, before_restart, beside, reused):
         folder.mkdir()
-    for folder in (old, before_restart):
+    for folder in (old, before_restart, reused):
         os.utime(folder, (0, 0))
     write(store)
     assert own.exists()
     assert foreign.exists()
+    assert beside.exists()
+    assert not reused.exists(), "another process has the number of the one that died"
     assert not old.exists()
     assert not before_restart.exists(), "a container's process has the same number after a restart"
     assert store.versions() == [1, 2]
