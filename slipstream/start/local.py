@@ -7,6 +7,8 @@ Stop:  gateway drains → follower → engine → group texts and recorder flush
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -87,6 +89,8 @@ def run_server(
     fails.
     """
     check_exposure(options.host, options.redis_url, settings)
+    # Until the event loop handles it. Linux ignores an unhandled SIGTERM for a container's first process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     raise_open_file_limit(settings, each=1)
     config, ttl_s = options.engine, 3600 * options.trace_ttl_hours
     with ExitStack() as opened:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import sys
 import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -73,6 +75,8 @@ def exec_sglang(start: SglangStart, *, host: str, port: int, engine_id: str, sha
 
     Raises ConfigError, StoreError or DraftError where it could not start.
     """
+    # Until SGLang handles it: reading a large target takes minutes.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     python = checked_interpreter(start.python)
     store = DraftStore(start.store)
     newest = store.lifecycle.newest_servable()
