@@ -61,6 +61,7 @@ log = structlog.get_logger(__name__)
 
 _POLL_S = 0.2
 _HTTP_TIMEOUT_S = 5.0
+_REDIS_PAUSE_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,18 +271,6 @@ def _rollouts(
         log.warning("/v1/rollouts is not served: --model has no tokenizer.json", model=str(model_dir))
         return None
     key = model_key(model_dir, fingerprint)
-    ended = EndedGroups(redis_client, key)
-
-    def tell(tenant: str, group_id: str) -> None:
-        try:
-            ended.add(tenant, group_id)
-        except StreamError as error:
-            # Engines then drop the group's text later, when they need the room.
-            log.info("cannot tell engines that a prompt group has ended", reason=str(error))
-
-    def end_group(tenant: str, group_id: str) -> None:
-        asyncio.get_running_loop().run_in_executor(None, tell, tenant, group_id)
-
     tokenizer = LocalTokenizer(model_dir)
     wiring = PoolSettings(
         tokenizer=tokenizer,
@@ -289,10 +278,35 @@ def _rollouts(
         share=settings.rollout_slots_share,
         target_version=lambda: client.target_version,
         heeds_seed=lambda: client.info.heeds_seed,
-        end_group=end_group,
+        end_group=_tell_ended(EndedGroups(redis_client, key)),
     )
     pool = ServerPool(urls, is_routed, wiring)
     return Rollouts(pool=pool, tokenizer=tokenizer, send_rewards=RewardStream(redis_client, key).append)
+
+
+def _tell_ended(ended: EndedGroups) -> Callable[[str, str], None]:
+    """Returns a function that tells engines of a prompt group's end, without waiting. For the event loop.
+
+    While Redis is away it gives up for `_REDIS_PAUSE_S` at a time: the calls would take all threads of the loop, for
+    seconds each, and keep rollouts from starting and the gateway from stopping.
+    """
+    away_until_s = 0.0
+
+    def tell(tenant: str, group_id: str) -> None:
+        nonlocal away_until_s
+        if time.monotonic() < away_until_s:
+            return
+        try:
+            ended.add(tenant, group_id)
+        except StreamError as error:
+            away_until_s = time.monotonic() + _REDIS_PAUSE_S
+            # Engines then drop the group's text later, when they need the room.
+            log.info("cannot tell engines that a prompt group has ended", reason=str(error))
+
+    def end_group(tenant: str, group_id: str) -> None:
+        asyncio.get_running_loop().run_in_executor(None, tell, tenant, group_id)
+
+    return end_group
 
 
 def _single(options: GatewayOptions, engine_id: str, pointer: DraftPointer) -> SglangClient:

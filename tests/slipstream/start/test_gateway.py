@@ -1,0 +1,36 @@
+"""The gateway in front of SGLang: what it tells engines while Redis is away."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import cast
+
+from slipstream.start.gateway import _tell_ended
+from speculator.errors import StreamError
+from speculator.redis.control_plane import EndedGroups
+
+
+class _Away:
+    def __init__(self) -> None:
+        self.num_calls, self._lock = 0, threading.Lock()
+
+    def add(self, tenant: str, group_id: str) -> None:
+        with self._lock:
+            self.num_calls += 1
+        threading.Event().wait(0.05)
+        raise StreamError("Redis does not answer")
+
+
+def test_a_redis_that_hangs_does_not_take_all_threads_of_the_event_loop() -> None:
+    """They also turn prompts into tokens, and the end of the process waits for them."""
+    away = _Away()
+
+    async def run() -> None:
+        tell = _tell_ended(cast(EndedGroups, away))
+        for number in range(500):
+            tell("default", f"group-{number}")
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "encoded"), 2) == "encoded"
+
+    asyncio.run(run())
+    assert away.num_calls <= 32, "of 500: at most one for each thread"
