@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import signal
 import socket
@@ -73,6 +74,7 @@ def _train(
         _check_port(config.metrics_host, port)
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
+    ranks.run_on_leader(lambda: lock_state(config.state_dir))
     trainer = Trainer(config, registry, ranks=ranks, device=device)
     if port is not None:
         trainer.metrics.serve(config.metrics_host, port)
@@ -82,6 +84,27 @@ def _train(
     use_idle_scheduler(config.nice, ranks.size)
     train_until(stop, trainer)
     log.info("trainer ended", num_steps=trainer.learner.num_steps)
+
+
+def lock_state(folder: Path) -> int:
+    """Lock a trainer's state until this process ends, however it does; returns the lock's descriptor.
+
+    Two trainers with one state would overwrite each other's checkpoint and take each other's traces. Raises ConfigError
+    where another trainer holds the lock, or the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder} ({error.strerror}): set --state to another folder") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise ConfigError(f"another trainer uses {folder}: stop it, or set --state to another folder") from None
+    except OSError as error:
+        log.warning("this file system has no locks: start no second trainer with this state", error=str(error))
+    return lock
 
 
 def _check_port(host: str, port: int) -> None:

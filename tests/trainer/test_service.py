@@ -30,6 +30,7 @@ from tests.trainer.trainers import MakeTrainer, learn, members, same_weights, wa
 from trainer.config import TrainerConfig, load_config
 from trainer.drift import LearningCurve
 from trainer.loop import train_until
+from trainer.process import lock_state
 
 
 def test_a_first_start_writes_the_version_that_engines_start_with(
@@ -346,6 +347,18 @@ def spawn(config: TrainerConfig) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-W", "error", "-c", code], env=os.environ | environment)
 
 
+def test_a_state_belongs_to_one_trainer(tmp_path: Path) -> None:
+    """Two would overwrite each other's checkpoint: two `serve --learn` of a model have one folder by default."""
+    held = lock_state(tmp_path / "state")
+    with pytest.raises(ConfigError, match="another trainer uses"):
+        lock_state(tmp_path / "state")
+    os.close(held)
+    os.close(lock_state(tmp_path / "state"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot write to"):
+        lock_state(tmp_path / "file" / "state")
+
+
 def test_a_process_survives_sigkill_and_obeys_sigterm(
     settings: Callable[..., TrainerConfig], stream: TraceStream, traces: list[Trace], start: MakeTrainer
 ) -> None:
@@ -358,6 +371,8 @@ def test_a_process_survives_sigkill_and_obeys_sigterm(
     acked = stream.lag().acked
     with spawn(config) as process:
         wait_until(lambda: stream.lag().acked == 6, timeout_s=60)
+        with spawn(config) as second:
+            assert second.wait(60) != 0, "the first has the state"
         send(stream, traces[6:])
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
