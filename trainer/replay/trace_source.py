@@ -340,7 +340,9 @@ class TraceFiles:
         kept = {self._path(trace_id).name for trace_id in trace_ids}
         for path in self._folder.glob("*") if self._folder.is_dir() else ():
             if path.name not in kept:
-                path.unlink(missing_ok=True)
+                # NFS keeps a file that another process has open, under a name that cannot be removed.
+                with contextlib.suppress(OSError):
+                    path.unlink()
 
     def _path(self, trace_id: str) -> Path:
         # Hashed: a producer may send any text as a trace id.
