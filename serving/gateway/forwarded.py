@@ -48,6 +48,14 @@ def _custom_params(value: object) -> dict[str, Any]:
     return value
 
 
+def _template_values(value: object) -> object:
+    """Refuse a chat template of the client's: rendering it may block SGLang's process for ever."""
+    if isinstance(value, dict) and "chat_template" in value:
+        raise invalid("unsupported_parameter", "no client may use this here; leave it out", "chat_template")
+    return value
+
+
+TemplateValues = Annotated[Any, PlainValidator(_template_values, json_schema_input_type=dict[str, Any])]
 CustomParams = Annotated[dict[str, Any], PlainValidator(_custom_params, json_schema_input_type=dict[str, Any])]
 
 
@@ -62,6 +70,7 @@ class ForwardedBody(Strict):
     stream: bool = False
     cache_salt: Annotated[str, Field(max_length=_MAX_SALT_CHARS)] | None = None
     """Separates prefix caches within the tenant."""
+    chat_template_kwargs: TemplateValues = None
     slipstream: GroupCapture = GroupCapture()
 
     @property

@@ -5,7 +5,8 @@ close.
 
 A connection is a file descriptor, and the soft limit of a process is often 1,024. Idle connections are kept for longer
 than load balancers keep theirs (AWS and nginx 60 s, Google 600 s): otherwise one may be closed just as a balancer sends
-a request on it, which its client sees as an error. When connections run short, idle ones are closed.
+a request on it, which its client sees as an error. When connections run short, idle ones are closed, and so are those
+whose request does not come: opening connections needs no key.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ FAREWELL_S = 1.0
 _BACKLOG = 2048
 _MAX_HEADER_BYTES = 16 * 1024
 """Limit on a request's headers; more is answered with 400."""
+_HEADERS_S = 10.0
+"""How long a connection may take for the headers of a request while connections are short."""
 _OTHER_FILES = 100
 """File descriptors beside connections: files, Redis, pipes, the event loop."""
 log = structlog.get_logger(__name__)
@@ -86,15 +89,25 @@ class _Uvicorn(uvicorn.Server):
     """A uvicorn server that handles no signals and sets `accepting` once it accepts connections."""
 
     def __init__(self, config: uvicorn.Config, *, many: int) -> None:
-        """Above `many` connections, idle ones are closed."""
+        """Above `many` connections, idle ones are closed, and those that send no request for long."""
         super().__init__(config)
         self.accepting = asyncio.Event()
         self._many = many
+        self._awaited_s: dict[H11Protocol, float] = {}
+        """Since when the headers of a connection's request have been awaited, while connections are short."""
 
     async def on_tick(self, counter: int) -> bool:
+        now_s, awaited_s = asyncio.get_running_loop().time(), self._awaited_s
+        self._awaited_s = {}
         if len(self.server_state.connections) > self._many:
             for connection in tuple(self.server_state.connections):
-                if isinstance(connection, H11Protocol) and connection.timeout_keep_alive_task is not None:
+                assert isinstance(connection, H11Protocol)
+                is_idle = connection.timeout_keep_alive_task is not None
+                # The server starts no timer for a connection before its first request, and stops it at the first byte.
+                if not is_idle and (connection.cycle is None or connection.cycle.response_complete):
+                    since_s = self._awaited_s[connection] = awaited_s.get(connection, now_s)
+                    is_idle = now_s - since_s > _HEADERS_S
+                if is_idle:
                     connection.timeout_keep_alive_handler()
         return await super().on_tick(counter)
 

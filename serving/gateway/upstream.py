@@ -97,6 +97,8 @@ _STATUS_OF_TYPE = {
 }
 """HTTP status by error type, for an error in a stream without one."""
 _MAX_MESSAGE_CHARS = 1000
+_MAX_SEARCHED_CHARS = 4000
+"""Where to look for what does not validate: the rest of the message is the client's own text, as long as its body."""
 _QUEUE_IS_FULL = ("The request queue is full.", "The request is aborted by a higher priority request.")
 _VALIDATION = re.compile(r"""'type': '(\w+)', 'loc': \('body', '(\w+)'.*?\), 'msg': ('[^']*'|"[^"]*")""")
 _TOO_MANY = re.compile(r"maximum context length of (\d+) tokens\..*: (\d+) tokens from the input messages and \d+ ")
@@ -182,7 +184,7 @@ def _translate(status: int, said: _ErrorFields, retry_after: str | None) -> ApiE
         status = status if status > 500 else 500
         return ApiError(status, "The engine failed to handle the request.", code="engine_error")
     # All other errors are the client's fault.
-    if found := _VALIDATION.search(said.message):
+    if found := _VALIDATION.search(said.message[:_MAX_SEARCHED_CHARS]):
         kind, param, reason = found.groups()
         code = "missing_required_parameter" if kind == "missing" else "invalid_value"
         return ApiError(status, f"{param}: {reason[1:-1]}", code=code, param=param)

@@ -114,6 +114,10 @@ RESPONSE = SglangFunction(
     ("self", "request_id", "request_prompt", "adapted_request", "sampling_params", "context", "raw_request"),
 )
 """Anthropic's endpoint needs no hook of its own: SGLang turns its messages into chats."""
+TOKENIZED = SglangFunction(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request", ("self", "obj", "input_ids")
+)
+"""SGLang's own checks of a request of any endpoint, once its prompt is token ids."""
 SGLANG_FUNCTIONS = (
     CHECK_ARGS,
     SPECULATIVE_ARGS,
@@ -143,6 +147,7 @@ SGLANG_FUNCTIONS = (
     CHAT,
     COMPLETION,
     RESPONSE,
+    TOKENIZED,
 )
 CPU_FUNCTIONS = (CPU_PLAN, CPU_EXTEND, CPU_DECODE)
 """Needed on a CPU only, as `GPU_FUNCTIONS` on a GPU only."""

@@ -46,6 +46,7 @@ from serving.sglang.plugin.contract import (
     SPECULATIVE_ARGS,
     STEP,
     STEPS,
+    TOKENIZED,
     TREE,
     TRITON_EXTEND,
     TRITON_GRAPH,
@@ -154,6 +155,7 @@ def add_hooks(settings: PluginSettings, registry: Any, hook_type: Any) -> None:
     for endpoint in (CHAT, COMPLETION):
         add(endpoint, before_conversion, "before")
     add(RESPONSE, before_response, "before")
+    add(TOKENIZED, check_tokens, "before")
 
 
 def _check(args: Any, settings: PluginSettings) -> None:
@@ -303,6 +305,19 @@ def before_response(
     if raw_request is not None and (header := raw_request.headers.get(HEADER)) is not None:
         attach_metadata_to_generation(generation, header)
     _check_target(endpoint, params.get("custom_params"))
+
+
+def check_tokens(manager: Any, request: Any, *_: Any) -> None:
+    """Refuse token ids that the target lacks, and more logprobs than it has tokens: they would end SGLang's scheduler.
+
+    Raises ValueError, which SGLang answers with status 400.
+    """
+    num_tokens: int = manager.model_config.vocab_size
+    ids = request.input_ids
+    if ids is not None and len(ids) and not 0 <= min(ids) <= max(ids) < num_tokens:
+        raise ValueError(f"token ids must lie in 0…{num_tokens - 1}")
+    if (getattr(request, "top_logprobs_num", None) or 0) > num_tokens:
+        raise ValueError(f"at most {num_tokens} logprobs can be given for a token: the model has no more tokens")
 
 
 def _check_target(endpoint: Any, params: Any) -> None:

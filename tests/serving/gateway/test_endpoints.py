@@ -102,6 +102,20 @@ def test_fields_that_no_client_may_use_are_refused_everywhere(path: str) -> None
     assert fake.bodies == []
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", RESPONSES, MESSAGES, "/tokenize", f"{MESSAGES}/count_tokens"])
+def test_no_client_brings_a_chat_template(path: str) -> None:
+    """Rendering one may take for ever, and SGLang does not refuse it everywhere."""
+    fake = FakeSglang(whole=b"{}")
+    asked: dict[str, Any] = {"input": "hello", "messages": HELLO}
+    template = {"chat_template": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"}
+    error = post(fake, path, {**asked, "chat_template_kwargs": template}).json()["error"]
+    assert (error["type"], fake.bodies) == ("invalid_request_error", [])
+    assert "chat_template" in error["message"]
+    values = {"enable_thinking": False}
+    assert post(fake, path, {**asked, "chat_template_kwargs": values}).status_code == 200
+    assert fake.bodies[-1]["chat_template_kwargs"] == values
+
+
 def test_the_operators_limit_holds() -> None:
     fake = FakeSglang(whole=b"{}")
     for path, asked in ((RESPONSES, {"max_output_tokens": 9}), (MESSAGES, {"max_tokens": 9, "messages": HELLO})):

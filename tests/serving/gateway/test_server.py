@@ -159,6 +159,10 @@ class Connection:
         self._writer.write(b"HEAD /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         return (await self._reader.readuntil(b"\r\n\r\n")).split()[1]
 
+    def begin(self) -> None:
+        """Send less than a request."""
+        self._writer.write(b"GET /health HTTP/1.1\r\nhost:")
+
     async def closed(self) -> bool:
         async with asyncio.timeout(10):
             return await self._reader.read() == b""
@@ -190,6 +194,30 @@ def test_connections_without_a_request_make_room_for_others() -> None:
             assert all([await each.closed() for each in kept])
             assert await crowding.ask() == b"200"
             for each in (*kept, crowding):
+                each.close()
+
+    asyncio.run(run())
+
+
+def test_connections_whose_request_does_not_come_make_room_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They need no key. Some send nothing, some the beginning of a request after another; one runs meanwhile."""
+    monkeypatch.setattr("serving.gateway.server._HEADERS_S", 0.5)
+
+    async def run() -> None:
+        engine = DoubleEngine(hold_at=2)
+        async with serve(gateway(engine), max_connections=5) as server, httpx.AsyncClient(trust_env=False) as client:
+            asked = asyncio.create_task(client.post(server.url + CHAT, json=BODY))
+            await engine.holding.wait()
+            silent, slow, cut = [await Connection.to(server) for _ in range(3)]
+            assert await slow.ask() == b"200"
+            slow.begin()
+            cut.begin()
+            assert all([await each.closed() for each in (silent, slow, cut)])
+            late = await Connection.to(server)
+            assert await late.ask() == b"200"
+            engine.release.set()
+            assert (await asked).status_code == 200
+            for each in (silent, slow, cut, late):
                 each.close()
 
     asyncio.run(run())

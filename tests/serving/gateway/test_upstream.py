@@ -6,13 +6,14 @@ import asyncio
 import json
 import socket
 import struct
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from serving.gateway.upstream import Upstream
+from serving.gateway.upstream import Upstream, refusal
 from speculator.errors import EngineDeadError
 from speculator.host import free_port
 from tests.serving.gateway.client import serve
@@ -118,3 +119,17 @@ def test_a_name_with_several_addresses_is_reached_at_any(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     asyncio.run(run())
+
+
+def test_a_refusal_that_quotes_the_clients_text_is_read_at_once() -> None:
+    """SGLang's refusal repeats the body: a search through all of it would take time by the square of its length."""
+    # Where the fault is in no field of its own, the body is the only place in which a field may be found.
+    text = "'type': 'x', 'loc': ('body', 'x'" * 4000
+    of_body = f"1 validation error: {{'type': 'value_error', 'loc': ('body',), 'msg': 'no', 'input': {text}}}"
+    started_s = time.process_time()
+    error = refusal(400, json.dumps({"message": of_body}).encode())
+    assert time.process_time() - started_s < 1
+    assert (error.status, error.param, len(error.message)) == (400, None, 1000)
+    of_field = f"[{{'type': 'float_parsing', 'loc': ('body', 'top_p'), 'msg': 'not a number', 'input': {text}}}]"
+    error = refusal(400, json.dumps({"message": of_field}).encode())
+    assert (error.param, error.message) == ("top_p", "top_p: not a number")

@@ -684,3 +684,17 @@ def test_an_unmarked_request_is_captured_where_the_operator_says_so(captures_unm
     assert strict.refused == {"unmarked": 1}
     strict.open_span(Request([1, 2], custom_params={"slipstream": {"capture": False}}))
     assert strict.refused == {"unmarked": 1}, "an opt-out is no loss"
+
+
+@pytest.mark.parametrize("ids", [[-1], [8], [1, 2**40]])
+def test_tokens_that_the_target_lacks_are_refused_before_they_end_the_scheduler(ids: list[int]) -> None:
+    """Also those of rollouts, which another engine would be given next."""
+    manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=8))
+    with pytest.raises(ValueError, match="token ids must lie in 0…7"):
+        hooks.check_tokens(manager, SimpleNamespace(input_ids=ids, top_logprobs_num=0), ids)
+    for taken in (None, [], [0, 7]):
+        hooks.check_tokens(manager, SimpleNamespace(input_ids=taken, top_logprobs_num=8), [0])
+        # A request for an embedding.
+        hooks.check_tokens(manager, SimpleNamespace(input_ids=taken), [0])
+    with pytest.raises(ValueError, match="at most 8 logprobs"):
+        hooks.check_tokens(manager, SimpleNamespace(input_ids=None, top_logprobs_num=9), [0])
