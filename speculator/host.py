@@ -78,12 +78,31 @@ def memory_bytes() -> int:
 
 
 def cache_root() -> Path:
-    """The cache directory, which need not exist: `$SLIPSTREAM_CACHE`, or below the home. Raises RuntimeError without
+    """The cache directory, which need not exist: `$SLIPSTREAM_CACHE`, or below the home. Raises ConfigError without
     home.
     """
     if named := os.environ.get(CACHE_VARIABLE):
         return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
+    return Path(os.environ.get("XDG_CACHE_HOME") or expanded("~") / ".cache") / "slipstream"
+
+
+def expanded(path: str) -> Path:
+    """A path whose `~` or `~USER` is that home directory. Raises ConfigError where there is none."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{path} is nobody's home directory here: set HOME, or give a path without ~") from None
+
+
+def path_option() -> list[str]:
+    """Python's option for a child process that searches the working directory for modules only where this process does,
+    too: a file there may have the name of one of our packages.
+    """
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        here = ""
+    return [] if {"", here} & set(sys.path) else ["-P"]
 
 
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")

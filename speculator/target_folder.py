@@ -10,7 +10,7 @@ import contextlib
 import errno
 import json
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +32,8 @@ _READ = (
 _Size = Annotated[int, Meta(ge=1, le=2**24)]
 """A size in config.json (layers, widths, vocabulary, window); the bound is far above any model's."""
 _Positive = Annotated[float, Meta(gt=0, le=1e300)]
+_Window = Annotated[int, Meta(ge=0, le=2**24)]
+"""A sliding window; transformers writes 0 for none into some configurations."""
 
 
 class _Rope(msgspec.Struct):
@@ -50,7 +52,10 @@ class _Sizes(msgspec.Struct, kw_only=True):
     max_position_embeddings: _Size
     num_key_value_heads: _Size | None = None
     head_dim: _Size | None = None
-    sliding_window: _Size | None = None
+    sliding_window: _Window | None = None
+    logit_scale: _Positive | None = None
+    logits_scaling: _Positive | None = None
+    dim_model_base: _Size | None = None
     rms_norm_eps: _Positive | None = None
     rope_theta: _Positive | None = None
     rope_parameters: _Rope | None = None
@@ -138,6 +143,21 @@ def read_config(model_dir: Path) -> dict[str, Any]:
             "check --model"
         )
     return config
+
+
+def output_scale(config: Mapping[str, Any]) -> float:
+    """The factor between a target's logits and its output layer's product with the final norm, by config.json.
+
+    Cohere multiplies by `logit_scale`, Granite divides by `logits_scaling`, HyperCLOVA X multiplies by it, and MiniCPM
+    by `dim_model_base` / `hidden_size`. Other models may have such a field and not read it.
+    """
+    kind = str(config.get("model_type"))
+    if kind.startswith("cohere"):
+        return config.get("logit_scale") or 1.0
+    if kind.startswith("minicpm"):
+        return (config.get("dim_model_base") or config["hidden_size"]) / config["hidden_size"]  # type: ignore[no-any-return]
+    scaling: float = config.get("logits_scaling") or 1.0
+    return 1 / scaling if kind.startswith("granite") else scaling if kind.startswith("hyperclovax") else 1.0
 
 
 def weight_files(model_dir: Path) -> dict[str, Path]:

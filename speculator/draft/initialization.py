@@ -22,7 +22,7 @@ from torch import Tensor
 from speculator.draft.checkpoint import expected_shapes, read_target_tensor
 from speculator.draft.eagle3 import DraftConfig, Eagle3Draft
 from speculator.errors import ConfigError
-from speculator.target_folder import EMBEDDING, LM_HEAD, NORM, check_folder, reading, weight_files
+from speculator.target_folder import EMBEDDING, LM_HEAD, NORM, check_folder, output_scale, reading, weight_files
 
 # Flattens Zipf's law over the special and byte tokens with the lowest ids.
 _RANK_OFFSET = 100
@@ -122,7 +122,7 @@ def fresh_draft(
         _attend_to_own_position(draft)
         draft.midlayer.mlp.down_proj.weight.mul_(_OUTPUT_SCALE)
         offset = 1.0 if target.get("model_type") in _OFFSET_NORMS else 0.0
-        draft.norm.weight.copy_(read_target_tensor(model_dir, NORM).float() + offset)
+        draft.norm.weight.copy_((read_target_tensor(model_dir, NORM).float() + offset) * output_scale(target))
         draft.lm_head.weight.copy_(read_target_tensor(model_dir, LM_HEAD)[draft.target_ids])
     return draft
 

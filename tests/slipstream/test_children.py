@@ -12,7 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from serving.sglang.outside.launcher import check_interpreter
 from slipstream.children import Child
+from speculator.errors import ConfigError
+from speculator.host import path_option
 from tests.fixtures.waiting import wait_until
 
 
@@ -71,3 +74,35 @@ def test_a_child_ends_with_a_parent_that_was_killed(tmp_path: Path, state: str) 
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
+
+
+_STARTS = """
+from pathlib import Path
+from slipstream.children import Child
+child = Child("help", ["train", "--help"], log_path=Path("help.log"), num_threads=1)
+child._process.wait()
+raise SystemExit(child.returncode)
+"""
+
+
+def test_files_in_the_working_directory_are_not_taken_for_our_packages(tmp_path: Path) -> None:
+    """A project beside which a server runs may have a `trainer.py`; the command itself does not look there."""
+    (tmp_path / "slipstream.py").write_text("raise SystemExit(3)")
+    own = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-P", "-c", _STARTS], cwd=tmp_path, env=own, check=False)
+    assert done.returncode == 0, (tmp_path / "help.log").read_text()
+
+
+def test_a_child_of_a_checkout_that_is_not_installed_still_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [os.getcwd(), *sys.path])
+    assert path_option() == []
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", os.getcwd())])
+    assert path_option() == ["-P"]
+
+
+def test_a_folder_named_sglang_is_not_taken_for_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sglang").mkdir()
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", os.getcwd())])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="has no SGLang"):
+        check_interpreter(Path(sys.executable))

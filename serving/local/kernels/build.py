@@ -121,7 +121,7 @@ def kernel_folder() -> Path:
         folder = cache_root() / "compiled"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
-    except (OSError, RuntimeError):  # no writable home, as in a container
+    except (OSError, ConfigError):  # no writable home, as in a container
         status = None
     if status is None or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         folder = Path(tempfile.mkdtemp(prefix="slipstream-"))

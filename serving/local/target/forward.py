@@ -46,7 +46,7 @@ _STRETCHING = {"dynamic", "longrope"}
 def fusible(model: Any) -> bool:
     """Whether `Decoder` can run this model: its layers are known and rotate whole heads."""
     layers, config = model.model.layers, model.config
-    head_dim = layers[0].self_attn.head_dim if hasattr(layers[0], "self_attn") else 0
+    head_dim = getattr(getattr(layers[0], "self_attn", None), "head_dim", 0)
     return (
         all(type(layer).__name__ in _SAME_LAYERS for layer in layers)
         and 2 * model.model.rotary_emb.inv_freq.numel() == head_dim

@@ -93,6 +93,8 @@ class SlotWindow:
     ) -> None:
         device = like.device
         self.batch, self._starts = len(starts), starts
+        self.num_layers_read = 0
+        """Calls of Hugging Face's attention interface: one a layer."""
         self._slots = slice(first, first + self.batch)
         self._lengths = [start + num_new for start in starts]
         self._length = max(self._lengths)

@@ -30,10 +30,14 @@ from serving.local.target.loading import load_model
 from serving.target import read_layout, read_weights
 from speculator.draft.eagle3 import aux_layer_ids
 from speculator.errors import ConfigError, TargetError
-from speculator.target_folder import reason_of
+from speculator.target_folder import output_scale, reason_of
 
 log = structlog.get_logger(__name__)
 _ATTENTION = "slipstream_slots"
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+"""Arguments of Hugging Face's attention interface that change its result: capped scores, sinks, biases."""
+_MOST_APART = 0.05
+"""Of logits in `_check_pass`, relative to their norm: more than bfloat16 rounds, less than a wrong factor."""
 StagedTarget = list[Tensor]
 """Verified weights, in the order of `all_tensors`."""
 
@@ -41,9 +45,15 @@ StagedTarget = list[Tensor]
 def _slot_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attention for Hugging Face's attention interface; kwargs have the pass's cache and window."""
-    window: SlotWindow = kwargs["slot_window"]
+    """Attention for Hugging Face's attention interface; kwargs have the pass's cache and window.
+
+    Raises ConfigError for attention of another kind: `_check_pass` finds that before a request does.
+    """
+    window: SlotWindow | None = kwargs.get("slot_window")
     layer: int = module.layer_idx  # type: ignore[assignment]
+    if window is None or attention_mask is not None or any(kwargs.get(name) is not None for name in _UNSUPPORTED):
+        raise ConfigError(f"{type(module).__name__} is no plain attention")
+    window.num_layers_read += 1
     out = window.attend(kwargs["slot_cache"], layer, query, key, value, kwargs.get("scaling"))
     return out.transpose(1, 2), None
 
@@ -113,6 +123,30 @@ class Target:
             self.cache = KVSlots(**sizes, like=self.embed)
             self._run = (Decoder if self._is_fused else _HuggingFaceDecoder)(self.model, aux_layers, self.cache)
         self.ranking = Ranking(kernels)
+        self._scale = output_scale(self.config)
+        self._cap: float | None = getattr(config, "final_logit_softcapping", None)
+        if isinstance(self._run, _HuggingFaceDecoder):
+            self._check_pass(model_dir)
+
+    def _check_pass(self, model_dir: Path) -> None:
+        """Raise ConfigError unless our attention and logits are the model's own, by a pass of two tokens."""
+        num_layers = len(self.model.model.layers)
+        try:
+            with torch.inference_mode():
+                logits = self.logits(self.forward([[0, 0]], first_slot=0, starts=[0])[0]).float()
+                window = SlotWindow(0, [0], 2, self.embed, [None])
+                states = {"position_ids": window.positions_BT, "slot_window": window, "slot_cache": self.cache}
+                tokens_12 = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
+                own = self.model(input_ids=tokens_12, use_cache=False, **states).logits[0].float()
+            if window.num_layers_read != num_layers:
+                raise ConfigError(f"{window.num_layers_read} attentions in {num_layers} layers")
+            if float((logits - own).norm()) > _MOST_APART * float(own.norm()):
+                raise ConfigError("its output layer is no plain product")
+        except Exception as error:  # any model's code may fail in any way without its own cache and attention
+            raise ConfigError(
+                f"{model_dir}: the local engine runs Llama-like models with full attention only "
+                f"({reason_of(error)}); check --model"
+            ) from error
 
     def _fuse_and_pack(self, model: Any) -> None:
         """Fuse and pack the weights that the passes read."""
@@ -161,7 +195,10 @@ class Target:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., d] → [..., V]."""
-        return self.model.lm_head(hidden)  # type: ignore[no-any-return]
+        logits: Tensor = self.model.lm_head(hidden)
+        if self._scale != 1:
+            logits = logits * self._scale
+        return logits if self._cap is None else self._cap * torch.tanh(logits / self._cap)
 
 
 class _HuggingFaceDecoder:

@@ -30,7 +30,7 @@ import httpx
 
 from serving.capture.sampling import DEFAULT_BRANCH_SHARE, DEFAULT_FLOOR
 from speculator.errors import ConfigError, EngineDeadError
-from speculator.host import end_with_parent, free_port
+from speculator.host import end_with_parent, free_port, path_option
 
 REFUSAL = "slipstream: "
 """How the plugin's line begins when it refuses to let SGLang start."""
@@ -99,7 +99,7 @@ class SglangOptions(SglangStart):
 
 def command(options: SglangOptions, *, port: int, adaptive_config: Path, host: str = "127.0.0.1") -> list[str]:
     return [
-        *(str(options.python), "-m", "sglang.launch_server"),
+        *(str(options.python), *path_option(), "-m", "sglang.launch_server"),
         *("--model-path", str(options.model_dir), "--served-model-name", options.model_name),
         *("--host", host, "--port", str(port), "--enable-metrics"),
         *("--dtype", options.dtype, "--device", options.device),
@@ -308,7 +308,11 @@ def check_interpreter(python: Path) -> None:
     """Raise ConfigError unless SGLang would load the plugin: without it, it would serve and learn nothing."""
     try:
         done = subprocess.run(
-            [str(python), "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=True
+            [str(python), *path_option(), "-c", _PROBE],
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_TIMEOUT_S,
+            check=True,
         )
         found = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:

@@ -93,6 +93,28 @@ def test_a_fresh_drafts_final_norm_computes_what_the_targets_does(model_type: st
         torch.testing.assert_close(draft.norm(hidden), norm(hidden))
 
 
+@pytest.mark.parametrize(
+    ("model_type", "said", "scale"),
+    [
+        ("cohere", {"logit_scale": 0.0625}, 0.0625),
+        ("granitemoehybrid", {"logits_scaling": 8.0}, 0.125),
+        ("hyperclovax", {"logits_scaling": 0.25}, 0.25),
+        ("minicpm", {"dim_model_base": 8}, 0.25),
+        ("minicpm3", {"dim_model_base": None}, 1.0),
+        ("llama", {"dim_model_base": 8, "logits_scaling": 8.0, "logit_scale": 0.5}, 1.0),
+    ],
+)
+def test_a_fresh_drafts_logits_have_the_targets_scale(
+    model_type: str, said: dict[str, object], scale: float, tmp_path: Path
+) -> None:
+    """Else a fresh draft is as sure of its guesses as a target would be at a sixteenth of the temperature."""
+    folder = make_toy_model(tmp_path)
+    config = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": model_type, **said}))
+    draft = fresh_draft(folder, draft_vocab_size=24)
+    torch.testing.assert_close(draft.norm.weight.detach(), read_target_tensor(folder, NORM).float() * scale)
+
+
 def test_a_fresh_draft_is_reproducible_and_starts_from_the_targets_output_layer(model_dir: Path) -> None:
     state_before = torch.random.get_rng_state()
     draft, again, other = (fresh_draft(model_dir, draft_vocab_size=24, seed=seed, texts=["zzz"]) for seed in (1, 1, 2))

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from serving.local.target import layers
 from serving.local.target.forward import FusedLayer
 from serving.local.target.layers import Replaced, can_pack
 from serving.local.target.model import Target
 from speculator.draft.eagle3 import aux_layer_ids
+from speculator.errors import ConfigError
 from tests.fixtures.toy import make_toy_model, set_every_bias_and_norm
 from tests.serving.local.harness import run_pass, toy_engine
 
@@ -212,3 +214,88 @@ def test_other_layers_run_through_hugging_face(tmp_path: Path, family: str) -> N
         hidden, _ = run_pass(target, tokens, first_slot=1, starts=[0])
         reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)(tokens).logits
         assert _error(target.logits(hidden), reference) < 2e-6
+
+
+# What transforms the logits behind the output layer; a wrong factor leaves greedy answers as they are.
+SCALED: dict[str, dict[str, Any]] = {
+    "cohere": {"logit_scale": 0.125},
+    "granite": {"logits_scaling": 8.0, "embedding_multiplier": 6.0, "residual_multiplier": 0.3},
+    "hyperclovax": {"logits_scaling": 0.25},
+    "mixtral": {"num_local_experts": 4},
+}
+
+
+def _changed(folder: Path, family: str, **values: object) -> Path:
+    torch.manual_seed(0)
+    plain = json.loads((make_toy_model(folder / "llama") / "config.json").read_text())
+    kept = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+    shapes = {name: plain[name] for name in (*kept, "num_key_value_heads", "max_position_embeddings", "pad_token_id")}
+    config = AutoConfig.for_model(family, **{**shapes, "initializer_range": 0.3, **values})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / family)
+    return folder / family
+
+
+@pytest.mark.parametrize("family", SCALED)
+def test_logits_are_scaled_and_capped_as_the_model_says(tmp_path: Path, family: str) -> None:
+    model_dir = _changed(tmp_path, family, **SCALED[family])
+    target = _target(model_dir, torch.float32, fused=False)
+    tokens = _tokens(target, 1, 12, seed=3)
+    with torch.inference_mode():
+        hidden = torch.cat(
+            [run_pass(target, tokens[:, s:e], first_slot=0, starts=[s])[0] for s, e in ((0, 7), (7, 12))], 1
+        )
+        reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)(tokens).logits
+    assert _error(target.logits(hidden), reference) < 1e-4
+
+
+def test_a_cap_on_logits_is_applied(tmp_path: Path) -> None:
+    model_dir = make_toy_model(tmp_path, family="gemma3_text")
+    config = json.loads((model_dir / "config.json").read_text())
+    config |= {"final_logit_softcapping": 3.0, "layer_types": ["full_attention"] * 8}
+    (model_dir / "config.json").write_text(json.dumps(config))
+    target = _target(model_dir, torch.float32, fused=False)
+    tokens = _tokens(target, 1, 9, seed=3)
+    with torch.inference_mode():
+        hidden, _ = run_pass(target, tokens, first_slot=0, starts=[0])
+        reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)(tokens).logits
+    assert _error(target.logits(hidden), reference) < 1e-4
+
+
+FULL = {"layer_types": ["full_attention"] * 8}
+OTHER: dict[str, dict[str, Any]] = {
+    "gemma2": {**FULL, "attn_logit_softcapping": 1.0},  # caps attention scores
+    "gpt_oss": {
+        **FULL,
+        "num_local_experts": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },  # sinks
+    "doge": {},  # a mask of its own
+    "diffllama": {},  # two attentions a layer
+    "stablelm": {},  # keeps the pass's cache from its attention
+    "deepseek_v3": {  # keys and values of other sizes
+        **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "v_head_dim"), 16),
+        **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "first_k_dense_replace"), 8),
+    },
+}
+
+
+@pytest.mark.parametrize("family", OTHER)
+def test_attention_that_we_would_compute_wrongly_is_refused_at_the_start(tmp_path: Path, family: str) -> None:
+    model_dir = _changed(tmp_path, family, **OTHER[family])
+    with pytest.raises(ConfigError, match="Llama-like models with full attention only"):
+        _target(model_dir, torch.float32, fused=False)
+
+
+def test_a_model_with_another_output_layer_is_refused_at_the_start(tmp_path: Path) -> None:
+    model_dir = _changed(tmp_path, "granite", logits_scaling=8.0)
+    with (
+        mock.patch("serving.local.target.model.output_scale", return_value=1.0),
+        pytest.raises(ConfigError, match="plain"),
+    ):
+        _target(model_dir, torch.float32, fused=False)
+
+
+def test_a_config_that_says_0_for_no_sliding_window_is_read(tmp_path: Path) -> None:
+    model_dir = _changed(tmp_path, "qwen2_moe", num_experts=4, moe_intermediate_size=32, sliding_window=0)
+    assert json.loads((model_dir / "config.json").read_text())["sliding_window"] == 0
+    assert _target(model_dir, torch.float32, fused=False).context_length == 64

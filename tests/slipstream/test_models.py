@@ -1,0 +1,40 @@
+"""Names of targets, and where the bundled one is unpacked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from serving.local.kernels.build import kernel_folder
+from slipstream import models
+from slipstream.models import BUNDLED_MODEL, resolve_head, resolve_model
+from speculator.errors import ConfigError
+from speculator.host import CACHE_VARIABLE, cache_root
+
+
+def test_the_home_of_an_unknown_user_is_refused() -> None:
+    for resolve in (resolve_model, resolve_head):
+        with pytest.raises(ConfigError, match="~nobody-of-this-name/x is nobody's home"):
+            resolve("~nobody-of-this-name/x")
+
+
+def test_a_user_without_a_home_is_told_so_and_compiles_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (CACHE_VARIABLE, "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    # A container's user may be in no file of users.
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    with pytest.raises(ConfigError, match="set HOME"):
+        cache_root()
+    with pytest.raises(ConfigError, match="set HOME"):
+        resolve_model("~/model")
+    assert kernel_folder().name.startswith("slipstream-")
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(models, "bundled_file", lambda: tmp_path / "package" / "weights.gguf")
+    for place in (tmp_path / "file" / "cache", Path("/proc/nowhere")):
+        monkeypatch.setenv(CACHE_VARIABLE, str(place))
+        with pytest.raises(ConfigError, match=f"{place}/models cannot be written.*set {CACHE_VARIABLE}"):
+            resolve_model(BUNDLED_MODEL)
