@@ -18,7 +18,7 @@ from serving.engine import CapturePolicy, EngineInfo
 from serving.gateway.acceptance import ASK
 from serving.gateway.body import Strict, invalid
 from serving.gateway.openai.routes import CHAT
-from serving.gateway.openai.schema import Count, GroupCapture, Stop
+from serving.gateway.openai.schema import INT32_MAX, Count, GroupCapture, Stop
 from serving.request_metadata import POLICY_KEY, RequestMetadata
 from speculator.errors import RequestError
 from speculator.tracing import outgoing_headers
@@ -26,10 +26,10 @@ from speculator.tracing import outgoing_headers
 _DEFAULT_OF_COMPLETIONS = 16
 """SGLang's default for `max_tokens` of a completion, as OpenAI's; a chat's is the rest of the context."""
 _NOT_FOR_CLIENTS = frozenset(
-    ("custom_logit_processor", "stop_regex", "bootstrap_host", "bootstrap_port", "bootstrap_room", "extra_key")
+    ("custom_logit_processor", "stop_regex", "ebnf", "bootstrap_host", "bootstrap_port", "bootstrap_room", "extra_key")
 )
-"""Refused fields: code to run, a pattern that can block SGLang's process for ever, a machine to connect to, and a
-part of the cache key."""
+"""Refused fields: code to run, a pattern that can block SGLang's process for ever, a grammar that can end it since it
+allows no token (`root ::= root`), a machine to connect to, and a part of the cache key."""
 _MAX_SALT_CHARS = 256
 _NULL = msgspec.Raw(b"null")
 _SCALARS = (type(None), bool, int, float, str)
@@ -209,10 +209,20 @@ class MessagesBody(ForwardedBody):
         return self.max_tokens
 
 
+def _tokens(value: object) -> object:
+    """Refuse numbers that are no token's: SGLang answers them with an error of its own."""
+    for index, one in enumerate(value if isinstance(value, list) else ()):
+        ids = one if isinstance(one, list) else [one]
+        if any(isinstance(token, int) and not 0 <= token <= INT32_MAX for token in ids):
+            raise invalid("token_range", f"must be between 0 and {INT32_MAX}", index)
+    return value
+
+
 class TextBody(ForwardedBody):
     """Body of the endpoints that tokenize and detokenize."""
 
     model: str | None = None  # type: ignore[assignment]
+    tokens: Annotated[Any, PlainValidator(_tokens, json_schema_input_type=list[Any])] = None
 
 
 def metadata_of(

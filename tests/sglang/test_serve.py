@@ -174,6 +174,16 @@ def test_tokens_and_what_sglang_refuses(served: Served, client: openai.OpenAI) -
         client.embeddings.create(model=NAME, input="hello")
 
 
+def test_no_request_for_what_the_model_lacks_ends_sglang(served: Served, client: openai.OpenAI) -> None:
+    for ids in ([-1], [10**6]):
+        with pytest.raises(openai.BadRequestError, match="token ids must lie in"):
+            client.completions.create(model=NAME, prompt=ids, max_tokens=1)
+    for asked in ({"logprobs": 10**6}, {"logprobs": 1, "extra_body": {"ebnf": "root ::= root"}}):
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(model=NAME, prompt="hello", max_tokens=1, **asked)
+    assert served.answers()
+
+
 def test_no_answer_ends_in_half_a_character(client: openai.OpenAI) -> None:
     prompt = "Repeat this: " + 8 * "😀" + ". Answer: 😀😀😀"
     texts = []

@@ -102,6 +102,16 @@ def test_fields_that_no_client_may_use_are_refused_everywhere(path: str) -> None
     assert fake.bodies == []
 
 
+@pytest.mark.parametrize("tokens", [[-1], [1, 2**40], [[1], [-1]]])
+def test_numbers_that_are_no_tokens_are_the_clients_fault(tokens: list[Any]) -> None:
+    """SGLang answers them with 500."""
+    fake = FakeSglang(whole=b"{}")
+    error = error_of(post(fake, "/detokenize", {"tokens": tokens}))
+    assert (error["type"], error["param"]) == ("invalid_request_error", f"tokens[{len(tokens) - 1}]")
+    assert fake.bodies == []
+    assert post(fake, "/detokenize", {"tokens": [[1, 2], []]}).status_code == 200
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", RESPONSES, MESSAGES, "/tokenize", f"{MESSAGES}/count_tokens"])
 def test_no_client_brings_a_chat_template(path: str) -> None:
     """Rendering one may take for ever, and SGLang does not refuse it everywhere."""

@@ -287,7 +287,7 @@ def test_sglangs_own_levers_are_not_for_clients() -> None:
 
     async def talk(client: httpx.AsyncClient) -> None:
         levers = ("custom_logit_processor", "stop_regex", "bootstrap_host", "bootstrap_port", "bootstrap_room")
-        for name in (*levers, "extra_key"):
+        for name in (*levers, "ebnf", "extra_key"):
             body = {"model": MODEL, "messages": HELLO, name: "(a+)+$"}
             refused = error_of(await client.post(CHAT, json=body))
             assert (refused["code"], refused["param"]) == ("unsupported_parameter", name)
