@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import httpx
@@ -16,17 +18,20 @@ import openai
 import pytest
 import redis
 from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 
+from serving.sglang.outside.launcher import SglangStart
+from slipstream.start.sglang import with_draft
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.redis.control_plane import DraftPointer
 from speculator.versions.lineage import admit, ensure_lineage
 from speculator.versions.store import DraftStore
 from tests.fixtures.waiting import url_in, wait_until
-from tests.serving.sglang.outside.conftest import fake_install, started
+from tests.serving.sglang.outside.conftest import MakeOptions, fake_install, make_options, started
 from tests.serving.sglang.outside.fake_sglang import EVENTS, WHOLE
 from tests.serving.sglang.outside.test_launcher import is_running
 
-__all__ = ["fake_install"]
+__all__ = ["fake_install", "make_options"]
 
 Serve = Callable[..., contextlib.AbstractContextManager[subprocess.Popen[bytes]]]
 
@@ -114,6 +119,38 @@ def test_the_plugins_refusal_is_the_error(serve: Serve, log: Path, monkeypatch: 
     with serve() as process:
         assert process.wait(60) == 2
     assert log.read_text().splitlines()[-1] == "error: slipstream: the draft was made for another target"
+
+
+@pytest.mark.parametrize(
+    ("defaults", "capture", "extra", "warns"),
+    [
+        ({"repetition_penalty": 1.05, "top_p": 0.8}, True, (), True),
+        ({"min_p": 0.1}, True, (), True),
+        ({"repetition_penalty": 1.0, "min_p": 0.0, "temperature": 0.7}, True, (), False),
+        ({"repetition_penalty": 1.05}, False, (), False),
+        ({"repetition_penalty": 1.05}, True, ("--sampling-defaults=openai",), False),
+        ([], True, (), False),
+    ],
+)
+def test_penalties_that_the_model_gives_to_every_request_are_warned_of(
+    toy_model: Path,
+    tmp_path: Path,
+    make_options: MakeOptions,
+    defaults: object,
+    capture: bool,
+    extra: tuple[str, ...],
+    warns: bool,
+) -> None:
+    """SGLang takes them from generation_config.json by default (Qwen2.5 has 1.05), and such answers have no labels."""
+    target = shutil.copytree(toy_model, tmp_path / "target")
+    (target / "generation_config.json").write_text(json.dumps(defaults))
+    store, fingerprint = DraftStore(tmp_path / "drafts"), target_fingerprint(target)
+    version = ensure_lineage(store, target, fingerprint, draft_vocab_size=16)
+    options = make_options(model_dir=target, capture=capture, extra=extra)
+    start = SglangStart(**{each.name: getattr(options, each.name) for each in fields(SglangStart)})
+    with capture_logs() as logs:
+        with_draft(start, Path(sys.executable), store, version, fingerprint=fingerprint, engine_id="e")
+    assert any("--sampling-defaults openai" in each.get("fix", "") for each in logs) == warns
 
 
 def test_the_end_of_sglang_is_ours(serve: Serve, log: Path) -> None:
