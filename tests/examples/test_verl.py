@@ -26,7 +26,7 @@ from speculator.redis.embedded import EmbeddedRedis
 from tests.fixtures.toy import make_toy_model, moved_model
 
 ADMIN_KEY = "admin-key-of-the-verl-tests"
-VERL_PYTHON = "SLIPSTREAM_VERL_PYTHON"
+VERL_PYTHON = "VERL_PYTHON"
 pytestmark = pytest.mark.timeout(900)  # a server starts, and a machine may be slow
 PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
 """What verl's agent loop worker passes."""
@@ -207,10 +207,10 @@ def test_large_weights_are_split_and_indexed(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.skipif(
     VERL_PYTHON not in os.environ,
-    reason=f"set {VERL_PYTHON} to the Python of an environment with verl 0.9.1, ray, httpx and msgspec",
+    reason=f"set {VERL_PYTHON} to the Python of an environment with verl[verl-core]==0.9.1, httpx and msgspec",
 )
 def test_verls_own_classes(tmp_path: Path) -> None:
-    """Its agent loop worker, DataProto, advantages and registry of rollouts, in its environment."""
+    """Its agent loop workers, DataProto, advantages and registry of rollouts, in its environment."""
     with serving(tmp_path) as server:
         check_verls_own_classes(server, tmp_path)
 
@@ -253,3 +253,10 @@ def check_verls_own_classes(server: Server, tmp_path: Path) -> None:
         assert torch.equal(firsts, firsts[:1].expand(3, 4))
         assert firsts[0].tolist() == sorted(firsts[0].tolist())
     assert [folder.name for folder in server.targets.iterdir()] == ["verl-3"]
+    status, samples = said["queued"]["status"], said["queued"]["samples"]
+    assert status == {f"uid-{number}": "train finished" for number in range(3)}
+    assert sorted(samples) == [f"uid-{number}_{sample}_0" for number in range(3) for sample in range(4)]
+    for sample in samples.values():
+        lengths = {len(sample[name]) for name in ("responses", "response_mask", "rollout_log_probs")}
+        assert lengths == {sample["response_len"]}
+        assert (sample["global_steps"], sample["min_global_steps"], sample["max_global_steps"]) == (4, 3, 3)

@@ -1,7 +1,8 @@
 """Runs examples/verl with verl's own classes: python verl_step.py URL MODEL TARGETS NEW_WEIGHTS, in verl's environment.
 
 Writes JSON: the batches that verl's agent loop worker made before and after its rollout sent new weights, the logprobs
-that transformers computes for them from verl's inputs, and verl's GRPO advantages.
+that transformers computes for them from verl's inputs, and verl's GRPO advantages. Then what the worker of verl's v1
+trainers puts into TransferQueue; the queue itself, and Ray, are left out.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ import numpy as np
 import safetensors.torch
 import torch
 from hydra import compose, initialize_config_dir
+from tensordict import NonTensorData
 from transformers import AutoModelForCausalLM
 from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+from verl.trainer.ppo.v1 import agent_loop_tq
+from verl.utils import tensordict_utils
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.torch_functional import logprobs_from_logits
 from verl.workers.rollout.base import get_rollout_class
@@ -81,6 +85,37 @@ def described(batch: DataProto, model: Path) -> dict[str, Any]:
     }
 
 
+class Queue:
+    """Keeps what is put into TransferQueue."""
+
+    def __init__(self) -> None:
+        self.status: dict[str, str] = {}
+        self.samples: dict[str, dict[str, Any]] = {}
+
+    def init(self) -> None:
+        """Nothing to connect to."""
+
+    async def async_kv_put(self, key: str, partition_id: str, tag: dict[str, str]) -> None:
+        self.status[key] = f"{partition_id} {tag['status']}"
+
+    async def async_kv_batch_put(self, keys: list[str], fields: Any, tags: list[Any], partition_id: str) -> None:
+        names = ("prompts", "responses", "response_mask", "rollout_log_probs")
+        for number, (key, tag) in enumerate(zip(keys, tags, strict=True)):
+            self.samples[key] = tag | {name: fields[name][number].tolist() for name in names}
+
+
+async def queued(config: Any) -> dict[str, Any]:
+    """What the worker of the v1 trainers makes of the prompts; its actor class is used without Ray."""
+    queue = agent_loop_tq.tq = Queue()
+    worker = agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__.modified_class(config, llm_client=None)
+    rows = questions()[::SAMPLES].non_tensor_batch
+    batch = tensordict_utils.get_tensordict({name: values.tolist() for name, values in rows.items()})
+    batch["global_steps"] = NonTensorData(4)
+    await worker.generate_sequences(batch)
+    await asyncio.gather(*worker.background_tasks)
+    return {"status": queue.status, "samples": queue.samples}
+
+
 async def run(url: str, model: str, targets: str, new: str) -> dict[str, Any]:
     config = configured(url, model, targets)
     worker = AgentLoopWorker(config, llm_client=None)
@@ -96,7 +131,7 @@ async def run(url: str, model: str, targets: str, new: str) -> dict[str, Any]:
     for step in (0, 3, 3):
         await rollout.update_weights(iter(weights.items()), peft_config=None, base_sync_done=True, global_steps=step)
     after = described(await worker.generate_sequences(questions()), Path(new))
-    return {"address": replica.server_address, "before": before, "after": after}
+    return {"address": replica.server_address, "before": before, "after": after, "queued": await queued(config)}
 
 
 if __name__ == "__main__":
