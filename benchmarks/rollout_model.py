@@ -3,17 +3,23 @@
 Between two events that matter to the scheduler an engine runs some rounds of the same batch. A round takes what the
 table says for so many requests, tokens each and keys; every request gets the tokens that a verification commits on
 average, in whole numbers with the rest carried on. A sample that comes to an engine is read there first, while the
-engine's others wait, as in the local engine.
+engine's others wait, as in the local engine. An engine keeps the contexts that it used last, up to half of its memory:
+it reads only what is new of a sample that comes back, and the prompt of a group once.
+
+Engines may be slower than the table says, each by its own factors for prefill and decoding. A sample may be a
+conversation, whose environment answers after a while. A job may have steps, with time to train between them.
 """
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import json
 import random
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +28,7 @@ from typing import Any
 from benchmarks.rollout_drafting import Claim, best_depth, committed_tokens
 from serving.rollout.samples import GroupRequest, Lease, SampleId
 from serving.rollout.scheduler import Policy, Scheduler
+from serving.rollout.speeds import Cost
 
 MAX_ROUNDS = 8
 """Most rounds before a busy engine fills its free slots and chooses its draft depths again."""
@@ -114,6 +121,14 @@ class Drafting:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Times of an engine as multiples of those in the table."""
+
+    prefill: float = 1.0
+    decode: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Setup:
     """The simulated machines and their settings."""
 
@@ -122,6 +137,35 @@ class Setup:
     slots: int
     memory_tokens: int
     drafting: Drafting | None = None
+    speeds: Sequence[Speed] = (Speed(),)
+    """Of the engines in turn."""
+    is_blind: bool = False
+    """Whether all engines count as equally fast, with the mean costs that were measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnPlan:
+    """One turn of the model, and what its environment says then: known to the simulation, not to the scheduler."""
+
+    length: int
+    latency_s: float = 0.0
+    observation: int = 0
+    """Tokens."""
+
+
+@dataclass(kw_only=True)
+class Job:
+    """Steps of a job, each submitted once the one before has ended and `train_s` have passed."""
+
+    steps: list[list[GroupRequest]]
+    turns: dict[SampleId, Sequence[TurnPlan]]
+    train_s: float = 0.0
+    begins_s: float = 0.0
+    """When its first step is submitted."""
+
+    @property
+    def num_samples(self) -> int:
+        return sum(len(group.seeds) for step in self.steps for group in step)
 
 
 @dataclass
@@ -129,6 +173,7 @@ class Outcome:
     """Times and counts of a simulated rollout."""
 
     num_tokens: int = 0
+    """Tokens that the model has decoded."""
     ends_s: list[float] = field(default_factory=list)
     """End of every sample, in order."""
     ends_by_job_s: dict[str, float] = field(default_factory=dict)
@@ -160,10 +205,11 @@ class Outcome:
 class _Run:
     lease: Lease
     length: int
-    """Tokens of the whole answer: known to the simulation, not to the scheduler."""
+    """Tokens of the whole turn: known to the simulation, not to the scheduler."""
     done: int
+    """Tokens of this turn."""
     boundary: int
-    """Number of tokens at which the engine reports to the scheduler: the end of the answer or of a chunk."""
+    """Number of tokens at which the engine reports to the scheduler: the end of the turn or of a chunk."""
     unread: int
     """Tokens that the engine must prefill before the next round."""
     carry: float = 0.0
@@ -172,16 +218,113 @@ class _Run:
     """Tokens that a round commits."""
 
 
+class _Cache:
+    """Contexts that an engine still has, the one used last at the end."""
+
+    def __init__(self, most_tokens: int) -> None:
+        self._most_tokens, self._num_tokens = most_tokens, 0
+        self._kept: OrderedDict[str | SampleId, int] = OrderedDict()
+
+    def use(self, key: str | SampleId) -> int:
+        """Tokens that are kept of a group's prompt or of a sample."""
+        if key in self._kept:
+            self._kept.move_to_end(key)
+        return self._kept.get(key, 0)
+
+    def keep(self, key: str | SampleId, num_tokens: int) -> None:
+        self._num_tokens += num_tokens - self._kept.pop(key, 0)
+        self._kept[key] = num_tokens
+        while self._num_tokens > self._most_tokens:
+            self._num_tokens -= self._kept.popitem(last=False)[1]
+
+
+class _Blind(Cost):
+    """The mean cost for all engines."""
+
+    def measured(self, engine: str, num_tokens: int, seconds: float, *, batch: int = 0) -> None:
+        super().measured("", num_tokens, seconds, batch=batch)
+
+
+class _World:
+    """What the engines of a simulation share: the scheduler, the plans, the clock's events."""
+
+    def __init__(self, jobs: Sequence[Job], policy: Policy) -> None:
+        self.scheduler, self.outcome = Scheduler(policy), Outcome()
+        self._steps = {id(job): iter(job.steps) for job in jobs}
+        self._job_of: dict[str, Job] = {group.group_id: job for job in jobs for step in job.steps for group in step}
+        self._num_left: dict[int, int] = {}
+        self.now_s = 0.0
+        self._numbers = itertools.count()
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        for job in jobs:
+            first = next(self._steps[id(job)])
+            self._num_left[id(job)] = sum(len(group.seeds) for group in first)
+            self.at(job.begins_s, functools.partial(self._submit, first))
+
+    def at(self, time_s: float, event: Callable[[float], None]) -> None:
+        heapq.heappush(self._events, (time_s, next(self._numbers), event))
+
+    def run_next(self) -> bool:
+        """Run the next event; False where there is none."""
+        if not self._events:
+            return False
+        self.now_s, _, event = heapq.heappop(self._events)
+        event(self.now_s)
+        return True
+
+    def turn_of(self, sample_id: SampleId) -> TurnPlan:
+        """The plan of the turn that a sample is in."""
+        plans = self._job_of[sample_id.group_id].turns[sample_id]
+        return plans[len(self.scheduler.sample(sample_id).turns)]
+
+    def end_turn(self, lease: Lease, num_tokens: int, now_s: float) -> None:
+        """Report the last tokens of a turn. Its environment answers later, if there is a next turn."""
+        sample_id = lease.sample_id
+        plan, sample = self.turn_of(sample_id), self.scheduler.sample(sample_id)
+        is_last = len(sample.turns) + 1 == len(self._job_of[sample_id.group_id].turns[sample_id])
+        self.outcome.num_tokens += plan.length
+        tokens = (0,) * num_tokens
+        if not is_last:
+            assert self.scheduler.turn_ended(lease, tokens), "the limit has no room for the conversation"
+            self.at(now_s + plan.latency_s, lambda _: self._observe(sample_id, plan.observation))
+            return
+        is_cut = len(sample.tokens) + num_tokens == sample.group.request.max_tokens
+        self.scheduler.finished(lease, tokens, "length" if is_cut else "stop")
+        job, outcome = self._job_of[sample_id.group_id], self.outcome
+        outcome.ends_s.append(now_s)
+        outcome.ends_by_job_s[sample.job] = now_s
+        self._num_left[id(job)] -= 1
+        if not self._num_left[id(job)] and (step := next(self._steps[id(job)], None)) is not None:
+            self._num_left[id(job)] = sum(len(group.seeds) for group in step)
+            self.at(now_s + job.train_s, functools.partial(self._submit, step))
+
+    def _submit(self, step: Sequence[GroupRequest], _now_s: float) -> None:
+        for group in step:
+            self.scheduler.submit(group)
+
+    def _observe(self, sample_id: SampleId, num_tokens: int) -> None:
+        assert self.scheduler.observed(sample_id, (0,) * num_tokens) is None
+
+
 class _Engine:
     """One simulated engine: advances its running samples from event to event."""
 
-    def __init__(self, name: str, setup: Setup, scheduler: Scheduler, lengths: dict[SampleId, int]) -> None:
-        self.name, self._setup, self._scheduler, self._lengths = name, setup, scheduler, lengths
+    def __init__(self, number: int, setup: Setup, world: _World) -> None:
+        self.name, self._setup, self._world = f"engine-{number}", setup, world
+        self._scheduler, self._speed = world.scheduler, setup.speeds[number % len(setup.speeds)]
         self.runs: list[_Run] = []
+        self._cache = _Cache(setup.memory_tokens // 2)
         self._num_rounds = 0
-        self._rng = random.Random(name)
+        self._reading_s = self._decoding_s = 0.0
+        self._rng = random.Random(self.name)
 
-    def admit(self) -> None:
+    def go_on(self, now_s: float) -> None:
+        """Take work for free slots, and begin the next rounds if there is any."""
+        self._admit()
+        if self.runs:
+            self._world.at(now_s + self._start(), self._finish)
+
+    def _admit(self) -> None:
         free_slots = self._setup.slots - len(self.runs)
         if free_slots:
             promised = self._scheduler.reserved_tokens(self.name) if self.runs else 0
@@ -190,47 +333,57 @@ class _Engine:
                 self._begin(lease)
 
     def _begin(self, lease: Lease) -> None:
-        length = self._lengths[lease.sample_id]
-        run = _Run(lease, length, lease.num_generated, length, unread=len(lease.prompt_token_ids))
+        length = self._world.turn_of(lease.sample_id).length
+        prompt = len(self._scheduler.sample(lease.sample_id).group.request.prompt_token_ids)
+        cached = max(self._cache.use(lease.sample_id.group_id), self._cache.use(lease.sample_id))
+        self._cache.keep(lease.sample_id.group_id, prompt)
+        run = _Run(lease, length, lease.num_generated, length, unread=len(lease.prompt_token_ids) - cached)
         self._set_boundary(run)
         self.runs.append(run)
 
     def _set_boundary(self, run: _Run) -> None:
-        run.boundary = min(self._scheduler.sample(run.lease.sample_id).chunk_end, run.length)
+        sample = self._scheduler.sample(run.lease.sample_id)
+        run.boundary = min(sample.chunk_end - sample.turn_start, run.length)
 
-    def start(self, outcome: Outcome) -> float:
-        """Begin the next rounds; returns the seconds until they end. Needs a running sample."""
+    def _start(self) -> float:
+        """Begin the next rounds; returns the seconds until they end."""
         self._choose_depths()
-        seconds = sum(self._setup.costs.read_s(run.unread) for run in self.runs)
-        for run in self.runs:
-            outcome.tokens_read += run.unread
-            run.unread = 0
+        costs = self._setup.costs
+        self._reading_s = self._speed.prefill * sum(costs.read_s(run.unread) for run in self.runs)
+        self._world.outcome.tokens_read += sum(run.unread for run in self.runs)
         batch, width = len(self.runs), max(run.depth for run in self.runs) + 1
         needed = min(-(-(run.boundary - run.done - run.carry) // run.committed) for run in self.runs)
         self._num_rounds = max(1, min(int(needed), MAX_ROUNDS))
         context = sum(self._context(run) for run in self.runs) / batch
-        drafting_s = batch * self._setup.costs.propose_s if width > 1 else 0.0
-        return seconds + self._num_rounds * (self._setup.costs.round_s(batch, width, context) + drafting_s)
+        drafting_s = batch * costs.propose_s if width > 1 else 0.0
+        round_s = self._speed.decode * costs.round_s(batch, width, context) + drafting_s
+        self._decoding_s = self._num_rounds * round_s
+        return self._reading_s + self._decoding_s
 
-    def finish(self, now_s: float, outcome: Outcome) -> None:
-        """End the rounds and report to the scheduler."""
+    def _finish(self, now_s: float) -> None:
+        """End the rounds, report to the scheduler and go on."""
         for run in list(self.runs):
             exact = run.carry + self._num_rounds * run.committed
             tokens = min(int(exact), run.boundary - run.done)
             run.carry = exact - int(exact)
+            # As a driver sees it: the first token comes when all has been read, and then the others do.
+            first = 1 if run.unread and tokens > 1 else 0
+            self._scheduler.took(run.lease, first, self._reading_s + self._decoding_s / max(tokens, 1))
+            self._scheduler.took(run.lease, tokens - first, self._decoding_s + (0.0 if first else self._reading_s))
+            run.unread = 0
             run.done += tokens
             if run.done == run.length:
-                request = self._scheduler.sample(run.lease.sample_id).group.request
-                limit = request.max_tokens
-                self._scheduler.finished(run.lease, (0,) * tokens, "length" if run.length == limit else "stop")
-                outcome.ends_s.append(now_s)
-                outcome.ends_by_job_s[request.job] = now_s
-                outcome.num_tokens += run.length
-                self.runs.remove(run)
+                self._world.end_turn(run.lease, tokens, now_s)
+                self._leave(run)
             elif self._scheduler.progressed(run.lease, (0,) * tokens) == "stop":
-                self.runs.remove(run)
+                self._leave(run)
             else:
                 self._set_boundary(run)
+        self.go_on(now_s)
+
+    def _leave(self, run: _Run) -> None:
+        self._cache.keep(run.lease.sample_id, self._context(run))
+        self.runs.remove(run)
 
     def _context(self, run: _Run) -> int:
         return len(run.lease.prompt_token_ids) - run.lease.num_generated + run.done
@@ -254,30 +407,18 @@ class _Engine:
         return Claim(acceptance=chain.acceptance, most=round(chain.length))
 
 
-def simulate(groups: Sequence[GroupRequest], lengths: dict[SampleId, int], policy: Policy, setup: Setup) -> Outcome:
-    """Simulate a rollout of these groups, all submitted at once; each sample ends at its known length."""
-    scheduler, outcome = Scheduler(policy), Outcome()
-    for group in groups:
-        scheduler.submit(group)
-    engines = [_Engine(f"engine-{number}", setup, scheduler, lengths) for number in range(setup.num_engines)]
-    idle, numbers = set(range(len(engines))), itertools.count()
-    events: list[tuple[float, int, int]] = []
-    now_s = 0.0
-    while True:
-        for number in sorted(idle):
-            engines[number].admit()
-            if engines[number].runs:
-                idle.discard(number)
-                heapq.heappush(events, (now_s + engines[number].start(outcome), next(numbers), number))
-        if not events:
-            break
-        now_s, _, number = heapq.heappop(events)
-        engines[number].finish(now_s, outcome)
-        engines[number].admit()
-        if engines[number].runs:
-            heapq.heappush(events, (now_s + engines[number].start(outcome), next(numbers), number))
-        else:
-            idle.add(number)
-    scheduler.check()
-    assert len(outcome.ends_s) == len(lengths), "a sample was lost"
-    return outcome
+def simulate(jobs: Sequence[Job], policy: Policy, setup: Setup) -> Outcome:
+    """Simulate rollouts of these jobs to the end of the last."""
+    world = _World(jobs, policy)
+    if setup.is_blind:
+        world.scheduler.prefill, world.scheduler.decode = _Blind(0.001), _Blind(0.01)
+    engines = [_Engine(number, setup, world) for number in range(setup.num_engines)]
+    is_going = True
+    while is_going:
+        for engine in engines:
+            if not engine.runs:
+                engine.go_on(world.now_s)
+        is_going = world.run_next()
+    world.scheduler.check()
+    assert len(world.outcome.ends_s) == sum(job.num_samples for job in jobs), "a sample was lost"
+    return world.outcome

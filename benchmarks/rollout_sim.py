@@ -20,27 +20,36 @@ is submitted at once, and the rollout ends with its last sample.
     own suffixes         everything, but a request drafts from its own text alone
     oracle               everything, but the order is the longest first by true lengths
 
-Two jobs, each with the work of half of the engines, run on those halves, and together on all of them, both with
-"everything": how much sooner the later of the two is done, and each of them.
+Two jobs, each with the work of half of the engines, run on those halves, and together on all of them: how much sooner
+the later of the two is done. Each has `--steps` steps, and trains between them for `--train` of a rollout's time on a
+half; the second job begins so much later.
+
+Engines of two speeds: in turn, one decodes half as fast as the table says, and one reads half as fast. Placement by
+each engine's measured costs is compared with placement by the mean costs of all: for the workload above ("answers"),
+for conversations of four turns ("turns"), and for conversations with long observations and short turns beside long
+answers ("agents and reasoning"). These engines keep more contexts (`--mixed-memory-tokens`).
 
 Tail: from the end of the first nine tenths of the samples to the end of the last. Medians over seeds (least … most).
 Targets, at the last number of engines: everything against fifo, throughput + 44% and tail − 72%; and within 10% of the
-oracle's throughput; two jobs on one pool 1.2 times as fast as on its halves.
+oracle's throughput; two jobs on one pool 1.2 times as fast as on its halves; agents and reasoning on engines of two
+speeds 1.15 times as fast as without regard to speed.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import math
+import operator
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.report import Spread, Target, fill_in, finish, parser
-from benchmarks.rollout_model import Costs, Drafting, Outcome, Setup, simulate
+from benchmarks.rollout_model import Costs, Drafting, Job, Outcome, Setup, Speed, TurnPlan, simulate
 from serving.rollout.order import ContextAware, Fifo, Rank, urgency
 from serving.rollout.samples import GroupRequest, Sample, SampleId
 from serving.rollout.scheduler import Policy
@@ -49,45 +58,63 @@ TABLE = Path(__file__).with_name("rollout_costs.json")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
-    groups: list[GroupRequest]
-    lengths: dict[SampleId, int]
+class Shape:
+    """How long the prompts and answers of a workload are."""
 
-    @classmethod
-    def draw(cls, arguments: argparse.Namespace, num_engines: int, seed: int) -> Workload:
-        rng = random.Random(f"{seed} {num_engines}")
-        num_groups = max(1, round(arguments.samples_per_engine * num_engines / arguments.group_size))
-        between, within = (
-            arguments.sigma * math.sqrt(share) for share in (arguments.correlation, 1 - arguments.correlation)
+    prompt: int
+    """Mean tokens, evenly from half to one and a half of it."""
+    median: int
+    """Median tokens of a turn."""
+    num_turns: int = 1
+    observation: int = 0
+    """Mean tokens of what the environment says."""
+
+
+def draw_job(
+    arguments: argparse.Namespace, shapes: Sequence[Shape], num_engines: int, seed: int, name: str = ""
+) -> Job:
+    """A job with one step, whose groups have these shapes in turn."""
+    rng = random.Random(f"{seed} {num_engines}")
+    num_groups = max(1, round(arguments.samples_per_engine * num_engines / arguments.group_size))
+    between, within = (
+        arguments.sigma * math.sqrt(share) for share in (arguments.correlation, 1 - arguments.correlation)
+    )
+    groups, turns = [], dict[SampleId, Sequence[TurnPlan]]()
+    for number in range(num_groups):
+        shape = shapes[number % len(shapes)]
+        is_talk = shape.num_turns > 1
+        group = GroupRequest(
+            group_id=f"{name}{number}",
+            prompt_token_ids=(0,) * rng.randint(shape.prompt // 2, 3 * shape.prompt // 2),
+            seeds=tuple(range(arguments.group_size)),
+            max_tokens=(arguments.limit + 2 * shape.observation) * shape.num_turns,
+            turn_tokens=arguments.limit if is_talk else None,
+            job=name,
         )
-        groups, lengths = [], dict[SampleId, int]()
-        for number in range(num_groups):
-            group = GroupRequest(
-                group_id=str(number),
-                prompt_token_ids=(0,) * rng.randint(arguments.prompt // 2, 3 * arguments.prompt // 2),
-                seeds=tuple(range(arguments.group_size)),
-                max_tokens=arguments.limit,
-            )
-            groups.append(group)
-            centre = math.log(arguments.median) + rng.gauss(0, between)
-            for index in range(arguments.group_size):
+        groups.append(group)
+        centre = math.log(shape.median) + rng.gauss(0, between)
+        for index in range(arguments.group_size):
+            plans: list[TurnPlan] = []
+            turns[SampleId(group.group_id, index)] = plans
+            for _ in range(shape.num_turns):
                 drawn = round(math.exp(centre + rng.gauss(0, within)))
-                lengths[SampleId(group.group_id, index)] = min(max(drawn, 1), arguments.limit)
-        return cls(groups=groups, lengths=lengths)
+                plans.append(TurnPlan(length=min(max(drawn, 1), arguments.limit)))
+            for at in range(shape.num_turns - 1):
+                said = rng.randint(shape.observation // 2, 3 * shape.observation // 2)
+                latency_s = min(_SHORTEST_S * rng.paretovariate(_ALPHA), _LONGEST_S)
+                plans[at] = replace(plans[at], observation=said, latency_s=latency_s)
+    return Job(steps=[groups], turns=turns)
 
-    def of_job(self, job: str) -> Workload:
-        """The same workload under names that are unique to the job."""
-        groups = [replace(group, group_id=f"{job}-{group.group_id}", job=job) for group in self.groups]
-        return Workload(
-            groups=groups, lengths={SampleId(f"{job}-{i}", n): length for (i, n), length in self.lengths.items()}
-        )
+
+_SHORTEST_S, _LONGEST_S, _ALPHA = 0.1, 5.0, 1.1
+"""Environments answer after 0.1 to 5 s with a heavy tail, as in benchmarks/rollout_environments.py."""
 
 
 class Oracle:
     """A policy that knows the length of every sample; the longest remaining goes first."""
 
-    def __init__(self, lengths: dict[SampleId, int]) -> None:
-        self._lengths = lengths
+    def __init__(self, turns: Mapping[SampleId, Sequence[TurnPlan]]) -> None:
+        self._lengths = {sample_id: plans[0].length for sample_id, plans in turns.items()}
 
     def rank(self, sample: Sample) -> Rank:
         return (*urgency(sample), -self.remaining(sample), sample.group.number, sample.index)
@@ -107,24 +134,23 @@ class Way:
     drafting: Drafting | None = None
     is_dealt: bool = False
 
-    def run(self, work: Workload, setup: Setup) -> Outcome:
+    def run(self, job: Job, setup: Setup) -> Outcome:
         setup = replace(setup, drafting=self.drafting)
         if not self.is_dealt:
-            return simulate(work.groups, work.lengths, self.policy, setup)
+            return simulate([job], self.policy, setup)
         whole = Outcome()
         for number in range(setup.num_engines):
-            groups = work.groups[number :: setup.num_engines]
-            ids = [SampleId(group.group_id, index) for group in groups for index in range(len(group.seeds))]
-            lengths = {sample_id: work.lengths[sample_id] for sample_id in ids}
-            whole.add(simulate(groups, lengths, self.policy, replace(setup, num_engines=1)))
+            dealt = replace(job, steps=[groups[number :: setup.num_engines] for groups in job.steps])
+            alone = replace(setup, num_engines=1, speeds=[setup.speeds[number % len(setup.speeds)]])
+            whole.add(simulate([dealt], self.policy, alone))
         return whole
 
 
-def ways(work: Workload, chunk_tokens: int) -> dict[str, Way]:
+def ways(work: Job, chunk_tokens: int) -> dict[str, Way]:
     """All ways, by the names in this module's docstring."""
-    fifo = Policy(order=Fifo(), chunk_tokens=max(group.max_tokens for group in work.groups))
+    fifo = Policy(order=Fifo(), chunk_tokens=max(group.max_tokens for group in work.steps[0]))
     aware = Policy(order=ContextAware(), chunk_tokens=chunk_tokens)
-    oracle = Policy(order=Oracle(work.lengths), chunk_tokens=chunk_tokens)
+    oracle = Policy(order=Oracle(work.turns), chunk_tokens=chunk_tokens)
     return {
         "fifo": Way(policy=fifo, is_dealt=True),
         "fifo + drafting": Way(policy=fifo, drafting=Drafting(), is_dealt=True),
@@ -140,36 +166,71 @@ def run_all(arguments: argparse.Namespace, costs: Costs, num_engines: int) -> di
     """Outcomes of every way on the same workloads, by name and seed."""
     outcomes: dict[str, list[Outcome]] = {}
     for seed in range(arguments.seeds):
-        work = Workload.draw(arguments, num_engines, seed)
-        setup = Setup(
-            costs=costs, num_engines=num_engines, slots=arguments.slots, memory_tokens=arguments.memory_tokens
-        )
+        work = draw_job(arguments, [_plain(arguments)], num_engines, seed)
+        setup = _setup(arguments, costs, num_engines)
         for name, way in ways(work, arguments.chunk).items():
             outcomes.setdefault(name, []).append(way.run(work, setup))
     return outcomes
 
 
-def two_jobs(arguments: argparse.Namespace, costs: Costs, num_engines: int, seed: int) -> dict[str, float]:
-    """How many times sooner the last sample of both jobs, and on average of each, ends on one pool than on halves."""
-    half = num_engines // 2
-    policy = Policy(order=ContextAware(), chunk_tokens=arguments.chunk)
-    setup = Setup(
+def _plain(arguments: argparse.Namespace) -> Shape:
+    return Shape(prompt=arguments.prompt, median=arguments.median)
+
+
+def _setup(arguments: argparse.Namespace, costs: Costs, num_engines: int) -> Setup:
+    return Setup(
         costs=costs,
-        num_engines=half,
+        num_engines=num_engines,
         slots=arguments.slots,
         memory_tokens=arguments.memory_tokens,
         drafting=Drafting(),
     )
-    jobs = [Workload.draw(arguments, half, 1000 + 2 * seed + number).of_job(str(number)) for number in range(2)]
-    apart = [simulate(job.groups, job.lengths, policy, setup).makespan_s for job in jobs]
-    together = simulate(
-        [group for pair in zip(*(job.groups for job in jobs), strict=True) for group in pair],
-        jobs[0].lengths | jobs[1].lengths,
-        policy,
-        replace(setup, num_engines=2 * half),
-    )
-    each = [alone / together.ends_by_job_s[str(number)] for number, alone in enumerate(apart)]
-    return {"both": max(apart) / together.makespan_s, "each": statistics.mean(each)}
+
+
+def two_jobs(arguments: argparse.Namespace, costs: Costs, num_engines: int, seed: int) -> float:
+    """How many times sooner the last sample of two jobs ends on one pool than on its halves.
+
+    Each trains for a while between its steps; the second begins so much later than the first.
+    """
+    half = num_engines // 2
+    policy = Policy(order=ContextAware(), chunk_tokens=arguments.chunk)
+    setup = _setup(arguments, costs, half)
+    apart, jobs = [], []
+    for number in range(2):
+        steps = [
+            draw_job(arguments, [_plain(arguments)], half, 1000 + 100 * seed + 10 * number + step, f"{number}-{step}-")
+            for step in range(arguments.steps)
+        ]
+        first_s = simulate(steps[:1], policy, setup).makespan_s
+        job = Job(
+            steps=[[replace(group, job=str(number)) for group in one.steps[0]] for one in steps],
+            turns=functools.reduce(operator.or_, (one.turns for one in steps)),
+            train_s=arguments.train * first_s,
+            begins_s=number * arguments.train * first_s,
+        )
+        jobs.append(job)
+        apart.append(simulate([job], policy, setup).makespan_s)
+    return max(apart) / simulate(jobs, policy, replace(setup, num_engines=2 * half)).makespan_s
+
+
+SPEEDS = (Speed(decode=2.0), Speed(prefill=2.0))
+"""Engines in turn: one decodes half as fast as in the table, the next one reads half as fast."""
+_AGENT = Shape(prompt=200, median=25, num_turns=4, observation=400)
+_REASONING = Shape(prompt=100, median=360)
+MIXES = {
+    "answers": lambda arguments: [_plain(arguments)],
+    "turns": lambda arguments: [Shape(prompt=200, median=60, num_turns=4, observation=100)],
+    "agents and reasoning": lambda arguments: [_AGENT, _REASONING],
+}
+
+
+def two_speeds(arguments: argparse.Namespace, costs: Costs, num_engines: int, seed: int, mix: str) -> float:
+    """Throughput on engines of two speeds over that of placement that is blind to them."""
+    policy = Policy(order=ContextAware(), chunk_tokens=arguments.chunk)
+    setup = replace(_setup(arguments, costs, num_engines), speeds=SPEEDS, memory_tokens=arguments.mixed_memory_tokens)
+    job = draw_job(arguments, MIXES[mix](arguments), num_engines, 2000 + seed)
+    blind, measured = (simulate([job], policy, replace(setup, is_blind=is_blind)) for is_blind in (True, False))
+    return measured.tokens_a_second / blind.tokens_a_second
 
 
 def _ratios(these: Sequence[Outcome], those: Sequence[Outcome]) -> tuple[Spread, Spread]:
@@ -191,6 +252,24 @@ def _figures(these: Sequence[Outcome], fifo: Sequence[Outcome]) -> dict[str, Any
         "tail_over_fifo": tail.to_dict(),
         "tokens_read_over_generated": statistics.median(one.tokens_read / one.num_tokens for one in these),
     }
+
+
+def _pools(
+    arguments: argparse.Namespace, costs: Costs, num_engines: int, rows: list[tuple[str, object]]
+) -> dict[str, dict[str, float]]:
+    """Figures of two jobs and of engines of two speeds, where there are two engines."""
+    if num_engines == 1:
+        return {}
+    ways = {"two_jobs": two_jobs}
+    ways |= {f"two_speeds: {mix}": functools.partial(two_speeds, mix=mix) for mix in MIXES}
+    found = {}
+    for name, way in ways.items():
+        spread = Spread.of([way(arguments, costs, num_engines, seed) for seed in range(arguments.seeds)])
+        found[name] = spread.to_dict()
+        rows.append(
+            (f"{num_engines:>2} engines: {name}", f"{spread.median:5.2f} × ({spread.low:.2f} … {spread.high:.2f})")
+        )
+    return found
 
 
 def _row(these: Sequence[Outcome], fifo: Sequence[Outcome]) -> str:
@@ -217,13 +296,16 @@ def options() -> argparse.ArgumentParser:
     found.add_argument("--prompt", type=int, default=100, help="mean tokens of a prompt")
     found.add_argument("--slots", type=int, default=8, help="requests that an engine decodes together")
     found.add_argument("--memory-tokens", type=int, default=16_384, help="keys and values that an engine can hold")
+    found.add_argument("--mixed-memory-tokens", type=int, default=262_144, help="the same on engines of two speeds")
+    found.add_argument("--steps", type=int, default=3, help="of each of two jobs")
+    found.add_argument("--train", type=float, default=0.5, help="time of training, relative to its rollout on a half")
     found.add_argument("--chunk", type=int, default=128, help="tokens of a chunk")
     return found
 
 
 def main() -> None:
     arguments = options().parse_args()
-    fill_in(arguments, {"engines": ([1, 8], [1, 4, 16, 64]), "seeds": (3, 5)})
+    fill_in(arguments, {"engines": ([4], [1, 4, 16]), "seeds": (1, 3)})
     costs = Costs.read(arguments.costs)
     if arguments.slots > costs.max_batch:
         raise SystemExit(
@@ -236,17 +318,7 @@ def main() -> None:
         fifo = outcomes["fifo"]
         rows += [(f"{num_engines:>2} engines: {name}", _row(these, fifo)) for name, these in outcomes.items()]
         document[f"{num_engines}_engines"] = {name: _figures(these, fifo) for name, these in outcomes.items()}
-        if num_engines > 1:
-            ratios = [two_jobs(arguments, costs, num_engines, seed) for seed in range(arguments.seeds)]
-            spreads = {name: Spread.of([ratio[name] for ratio in ratios]) for name in ("both", "each")}
-            document[f"{num_engines}_engines"]["two_jobs"] = {name: one.to_dict() for name, one in spreads.items()}
-            both, each = spreads["both"], spreads["each"]
-            rows.append(
-                (
-                    f"{num_engines:>2} engines: two jobs, one pool over its halves",
-                    f"{both.median:5.2f} × ({both.low:.2f} … {both.high:.2f}) for both, {each.median:.2f} × for each",
-                )
-            )
+        document[f"{num_engines}_engines"] |= _pools(arguments, costs, num_engines, rows)
     throughput, tail = _ratios(outcomes["everything"], fifo)
     of_oracle, _ = _ratios(outcomes["everything"], outcomes["oracle"])
     targets = [
@@ -254,8 +326,10 @@ def main() -> None:
         Target("tail_over_fifo", tail.median, 0.28, at_least=False),
         Target("throughput_over_oracle", of_oracle.median, 0.9),
     ]
-    if arguments.engines[-1] > 1:
-        targets.append(Target("two_jobs", spreads["both"].median, 1.2))
+    pools = document[f"{arguments.engines[-1]}_engines"]
+    if "two_jobs" in pools:
+        targets.append(Target("two_jobs", pools["two_jobs"]["median"], 1.2))
+        targets.append(Target("two_speeds", pools["two_speeds: agents and reasoning"]["median"], 1.15))
     finish(rows, targets, document, arguments.json)
 
 

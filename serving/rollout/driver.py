@@ -176,6 +176,8 @@ class Driver:
         names = sorted(self._engines.keys() - self._lost - self._resting)
         for name in names:
             self._preempt_excess(name)
+        for name in self._resting - self._lost:
+            self._request_work(name, 0)
         while (lease := self._next_lease(names)) is not None:
             self._start(lease)
         for name in names:
@@ -209,13 +211,13 @@ class Driver:
         """One lease, for the emptiest engine first: otherwise the first engine would get everything."""
         free = {name: self._num_free(name) for name in names}
         for name in sorted((name for name in names if free[name] > 0), key=lambda name: -free[name]):
-            if leases := self._request_work(name, 1):
+            if leases := self._request_work(name, free[name], most=1):
                 return leases[0]
         return None
 
-    def _request_work(self, name: str, num_slots: int) -> list[Lease]:
+    def _request_work(self, name: str, num_slots: int, most: int | None = None) -> list[Lease]:
         memory = self._engines[name].memory_tokens - self._scheduler.reserved_tokens(name)
-        return self._scheduler.next_for(name, max(num_slots, 0), memory)
+        return self._scheduler.next_for(name, max(num_slots, 0), memory, most)
 
     def _preempt_excess(self, name: str) -> None:
         """Preempt what is beyond the engine's slots, the newest first: they have the least to read again."""
@@ -247,6 +249,7 @@ class Driver:
 
     async def _run(self, lease: Lease) -> None:
         engine = self._engines[lease.engine]
+        heard_s = self._clock()
         try:
             # The protocol promises an iterator that can be closed: that is how a request is aborted.
             chunks = cast(AsyncGenerator[Chunk, None], engine.generate(self._request_of(lease)))
@@ -254,6 +257,8 @@ class Driver:
                 async for chunk in chunks:
                     if chunk.finish_reason == "abort":
                         raise EngineError("the engine aborted the request")
+                    last_s, heard_s = heard_s, self._clock()
+                    self._scheduler.took(lease, len(chunk.token_ids), heard_s - last_s)
                     if not self._take(lease, chunk):
                         break
             if lease.number in self._live:

@@ -5,7 +5,8 @@ sample changes its tokens. It must obey `GenerateRequest.num_answered`, or a sam
 
 A sample runs in chunks (divided rollout, Seer, arXiv 2511.14617). Seer's engines share a pool of keys and values; here
 an engine's cache is its own, so to go on elsewhere costs reading the prompt and all tokens again. A sample therefore
-stays where it is unless it makes room for one that is more urgent (`Order.displaces`).
+stays where it is unless it makes room for one that is more urgent (`Order.displaces`), or an idle engine would end it
+clearly sooner, reading included (serving/rollout/speeds.py).
 
 Memory is reserved by the chunk, not by the limit: many samples can start, and none has to be evicted in the middle of a
 chunk. A sample whose next chunk does not fit waits, and is read again later. So that this is rare, a sample starts
@@ -107,6 +108,8 @@ class EngineCapacity:
     free_slots: int = 0
     free_tokens: int = 0
     """Neither held nor reserved, as last reported and as changed since."""
+    num_read: int = 0
+    """Tokens that its samples have read, each counted when its next token came."""
 
     def end_of_chunk(self, sample: Sample) -> int:
         """The number of tokens at which a chunk ends that begins now."""

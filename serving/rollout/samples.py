@@ -102,10 +102,16 @@ class Sample:
     """Where it runs; None elsewhere."""
     last_engine: str | None = None
     """The engine that read it last: if any, it still has its keys and values."""
+    num_seen: int = 0
+    """Tokens that it had when it left that engine; its environment may have added others."""
+    unread: int | None = None
+    """Tokens that its engine reads before the first token of this lease; None once that has come."""
     chunk_end: int = 0
     """Number of tokens at which the scheduler decides again where it runs."""
     lease: int = 0
     """The number of its newest lease: no other may report."""
+    read_mark: int = 0
+    """`EngineCapacity.num_read` when its last tokens came."""
     target_version: int | None = None
     """The target's version at its first tokens; until they come, the newest one at its lease."""
     turns: list[tuple[int, int]] = field(default_factory=list)
@@ -126,11 +132,17 @@ class Sample:
         """Tokens that an engine has to read before it can go on."""
         return len(self.group.request.prompt_token_ids) + len(self.tokens)
 
-    def prefers(self, engine: str) -> bool:
-        """Whether no other engine has more of its context in its cache: a prefix, or the group's prompt."""
-        if self.last_engine is not None:
-            return self.last_engine == engine
-        return not self.group.engines or engine in self.group.engines
+    def unread_at(self, engine: str) -> int:
+        """Tokens that an engine has to read before it can go on, as far as is known of its cache."""
+        if self.last_engine == engine:
+            return len(self.tokens) - self.num_seen
+        return len(self.tokens) if engine in self.group.engines else self.context
+
+    def unread_beside(self, engine: str) -> int:
+        """The same for that of the other engines which has the most of it in its cache."""
+        if self.last_engine is not None and self.last_engine != engine:
+            return self.unread_at(self.last_engine)
+        return len(self.tokens) if self.group.engines - {engine} else self.context
 
     @property
     def tokens_left(self) -> int:
@@ -159,6 +171,9 @@ class Group:
     num_finished: int = 0
     engines: set[str] = field(default_factory=set)
     """Engines that have read its prompt."""
+    num_said: int = 0
+    num_decoded: int = 0
+    """Tokens of environments, and of the model, in all finished turns."""
 
 
 @dataclass(frozen=True, kw_only=True)

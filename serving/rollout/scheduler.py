@@ -7,7 +7,8 @@ sample is waiting, running on one engine, or ended, at any time; `check` asserts
 
 After any event that frees a slot or brings work back, all engines with free slots ask again. The samples of a prompt
 are work items of their own, and whichever engine has a free slot takes the next one: queue scheduling with prompt
-replication. Nothing waits for the end of a batch.
+replication. Nothing waits for the end of a batch. Of engines with different speeds each takes first what costs it the
+least, compared with the others: long prompts where prefill is cheap, long answers where decoding is.
 
 Staleness is bounded: with the asynchronous ratio α a sample may be used at target version n if it was begun at version
 n − α or later. A sample under way that has fallen behind is given up at once: every further token of it would be
@@ -19,6 +20,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -27,7 +29,8 @@ from typing import Literal
 from serving.rollout.engines import EngineCapacity
 from serving.rollout.order import Order, Rank, urgency
 from serving.rollout.samples import EndReason, Group, GroupRequest, Lease, Sample, SampleEnd, SampleId, SampleState
-from serving.rollout.shares import FairShares
+from serving.rollout.shares import MOST_JOBS, FairShares
+from serving.rollout.speeds import Cost
 from speculator.errors import RequestError
 
 Verdict = Literal["go on", "stop"]
@@ -47,6 +50,9 @@ class Scheduler:
         self._num_groups = 0
         self._shares = FairShares()
         self._queue = WaitingQueue(self._shares.virtual_time)
+        self.prefill, self.decode = Cost(0.001), Cost(0.01)  # at first only the ratio of the two matters
+        self._mean_lengths: dict[str, float] = {}
+        """Of the finished samples of each job, the newest counting most."""
         self._capacities: dict[str, EngineCapacity] = {}
         # Numbers are unique over all groups, since the id of a forgotten group may be used again.
         self._lease_numbers = itertools.count(1)
@@ -69,7 +75,7 @@ class Scheduler:
         self._num_groups += 1
         self._shares.add_samples(request.job, len(group.samples))
         for sample in group.samples:
-            self._queue.put(sample, self._policy.order.rank(sample))
+            self._enqueue(sample)
 
     def sample(self, sample_id: SampleId) -> Sample:
         """A sample, to be read only."""
@@ -86,20 +92,38 @@ class Scheduler:
 
     # -- engines ------------------------------------------------------------------------------------------------------
 
-    def next_for(self, engine: str, free_slots: int, free_tokens: int) -> list[Lease]:
+    def next_for(self, engine: str, free_slots: int, free_tokens: int, most: int | None = None) -> list[Lease]:
         """Work for an engine with so many free slots, and tokens of memory that running samples neither hold nor have
-        reserved (`reserved_tokens`).
+        reserved (`reserved_tokens`); `most` leases, or as many as there are slots.
         """
         capacity = self._capacities.setdefault(engine, self._new_capacity())
         capacity.free_slots, capacity.free_tokens = free_slots, free_tokens
-        leases = []
-        while capacity.free_slots > 0:
+        leases: list[Lease] = []
+        cost = self._relative_cost(engine)
+        ends_sooner_elsewhere = functools.partial(self._ends_sooner_elsewhere, engine=engine)
+        while capacity.free_slots > 0 and (most is None or len(leases) < most):
             fits = functools.partial(capacity.fits, room=capacity.room())
-            sample = self._queue.take(fits, capacity.could_hold, prefers=lambda one: one.prefers(engine))
+            sample = self._queue.take(fits, capacity.could_hold, ends_sooner_elsewhere, cost=cost)
             if sample is None:
                 break
             leases.append(self._start(sample, engine, capacity))
         return leases
+
+    def took(self, lease: Lease, num_tokens: int, seconds: float) -> None:
+        """Measure an engine: a lease is about to report tokens, so many seconds after the last ones or its start."""
+        sample = self._leases.get(lease.number)
+        if sample is None or not num_tokens or seconds <= 0:
+            return
+        engine, capacity = lease.engine, self._capacities[lease.engine]
+        batch, others = len(capacity.running), capacity.num_read - sample.read_mark
+        if sample.unread is None:
+            decoding_s = max(seconds - others * self.prefill.at(engine), seconds / 4)
+            self.decode.measured(engine, num_tokens, decoding_s, batch=batch)
+        elif sample.unread == len(lease.prompt_token_ids):  # else its cache may have less than we know, or more
+            reading_s = max(seconds - num_tokens * self.decode.at(engine, batch), seconds / 4)
+            self.prefill.measured(engine, sample.unread + others, reading_s)
+        capacity.num_read += sample.unread or 0
+        sample.read_mark, sample.unread = capacity.num_read, None
 
     def reserved_tokens(self, engine: str) -> int:
         """Tokens of memory that the running samples of an engine may fill before the scheduler is asked again."""
@@ -113,6 +137,8 @@ class Scheduler:
     def engine_lost(self, engine: str) -> list[SampleId]:
         """Queue the samples of an engine that died, with the tokens that were reported."""
         capacity = self._capacities.pop(engine, self._new_capacity())
+        self.prefill.forget(engine)
+        self.decode.forget(engine)
         for group in self._groups.values():
             group.engines.discard(engine)
             for sample in group.samples:
@@ -163,6 +189,7 @@ class Scheduler:
         self._detach(sample)
         sample.state, sample.engine = SampleState.AWAITING, None
         sample.turns.append((sample.turn_start, len(sample.tokens)))
+        sample.group.num_decoded += len(sample.tokens) - sample.turn_start
         return True
 
     def observed(self, sample_id: SampleId, tokens: Sequence[int]) -> SampleEnd | None:
@@ -173,6 +200,7 @@ class Scheduler:
         assert sample.state is SampleState.AWAITING, sample_id
         room = sample.group.request.max_tokens - len(sample.tokens)
         self._append(sample, tokens[:room])
+        sample.group.num_said += len(tokens[:room])
         sample.turn_start = len(sample.tokens)
         if len(tokens) >= room:
             return self._end_finished(sample, "length")
@@ -285,6 +313,7 @@ class Scheduler:
 
     def _start(self, sample: Sample, engine: str, capacity: EngineCapacity) -> Lease:
         capacity.add(sample)
+        sample.unread, sample.read_mark = sample.unread_at(engine), capacity.num_read
         self.num_read_again += sample.context if sample.tokens and sample.last_engine != engine else 0
         sample.state, sample.engine = SampleState.RUNNING, engine
         sample.last_engine = engine
@@ -308,8 +337,8 @@ class Scheduler:
 
     def _next_chunk(self, sample: Sample, engine: str) -> Verdict:
         capacity, waiting = self._capacities[engine], self._queue.first()
-        is_displaced = waiting is not None and self._displaces(waiting, sample, capacity)
-        if not is_displaced and capacity.extend(sample):
+        moves = self._displaces(waiting, sample, capacity) if waiting else self._ends_sooner_elsewhere(sample, engine)
+        if not moves and capacity.extend(sample):
             return "go on"
         self._pause(sample)
         return "stop"
@@ -329,6 +358,53 @@ class Scheduler:
             return self._policy.order.displaces(waiting, running)
         return urgency(waiting) < urgency(running) and not capacity.fits(waiting, capacity.room())
 
+    def _relative_cost(self, engine: str) -> Callable[[Sample], int]:
+        """A function of a sample: how much of this engine's time it takes, relative to others. Below 0 it is better
+        off here; a factor of 2 is `_STEPS`, so that about equal samples keep their order.
+        """
+        capacity = self._capacities[engine]
+        batch = max(len(capacity.running) + capacity.free_slots, 1)
+        here, pool = ((self.prefill.at(name), self.decode.at(name, batch) / batch) for name in (engine, None))
+
+        def cost(sample: Sample) -> int:
+            reads, decodes = self._work_left(sample)
+            this = (sample.unread_at(engine) + reads) * here[0] + decodes * here[1]
+            other = (sample.unread_beside(engine) + reads) * pool[0] + decodes * pool[1]
+            return round(_STEPS * math.log2(this / other)) if len(self._capacities) > 1 else 0
+
+        return cost
+
+    def _ends_sooner_elsewhere(self, sample: Sample, engine: str) -> bool:
+        """Whether an engine with a free slot would end a sample clearly sooner, all that it has to read included."""
+        free = [
+            (name, capacity)
+            for name, capacity in self._capacities.items()
+            if capacity.free_slots > 0 and name != engine
+        ]
+        most_s = _GAIN * self._expected_s(sample, engine) if free else 0.0
+        return any(
+            self._expected_s(sample, name) < most_s and capacity.fits(sample, capacity.room())
+            for name, capacity in free
+        )
+
+    def _expected_s(self, sample: Sample, engine: str) -> float:
+        """Seconds until a sample has ended, if it goes on at an engine with a slot for it."""
+        unread = 0 if sample.engine == engine else sample.unread_at(engine)
+        batch = len(self._capacities[engine].running) + (sample.engine != engine)
+        reads, decodes = self._work_left(sample)
+        return (unread + reads) * self.prefill.at(engine) + decodes * self.decode.at(engine, batch)
+
+    def _work_left(self, sample: Sample) -> tuple[float, float]:
+        """Tokens that a sample will yet read of its environment, and decode: as its group's finished ones, or those of
+        its job, else as many again as it has. (`Order.remaining` is the most that it may need.)
+        """
+        group, num = sample.group, len(sample.tokens)
+        most = group.request.max_tokens - num
+        length = group.longest_finished or self._mean_lengths.get(sample.job, math.inf)
+        left = max(min(length - num if length > num else num, most), 1.0)
+        said = group.num_said / (group.num_said + group.num_decoded + 1)
+        return left * said, left * (1 - said)
+
     def _pause(self, sample: Sample) -> None:
         self._detach(sample)
         self._to_queue(sample)
@@ -338,6 +414,7 @@ class Scheduler:
         engine = sample.engine
         assert engine is not None
         self._capacities[engine].remove(sample)
+        sample.num_seen = len(sample.tokens)
         del self._leases[sample.lease]
         self._shares.count_running(sample.job, -1)
         return engine
@@ -345,7 +422,12 @@ class Scheduler:
     def _to_queue(self, sample: Sample) -> None:
         sample.state = SampleState.PAUSED if sample.tokens else SampleState.WAITING
         sample.engine = None
-        self._queue.put(sample, self._policy.order.rank(sample))
+        self._enqueue(sample)
+
+    def _enqueue(self, sample: Sample) -> None:
+        reads, decodes = self._work_left(sample)
+        shape = round(math.log2((sample.context + reads) / decodes))
+        self._queue.put(sample, self._policy.order.rank(sample), max(-_SHAPES, min(shape, _SHAPES)))
 
     def _end_stale(self, sample: Sample) -> SampleEnd:
         returns = sample.group.request.when_stale == "return"
@@ -355,11 +437,15 @@ class Scheduler:
         ended = self._end(sample, SampleState.FINISHED, reason)
         group = sample.group
         group.num_finished += 1
+        if len(self._mean_lengths) > MOST_JOBS:
+            self._mean_lengths.clear()
+        mean = self._mean_lengths.setdefault(sample.job, len(sample.tokens))
+        self._mean_lengths[sample.job] = mean + _NEWEST * (len(sample.tokens) - mean)
         if group.longest_finished is None or len(sample.tokens) > group.longest_finished:
             group.longest_finished = len(sample.tokens)
             for sibling in group.samples:
                 if sibling in self._queue:
-                    self._queue.put(sibling, self._policy.order.rank(sibling))
+                    self._enqueue(sibling)
         return ended
 
     def _end(self, sample: Sample, state: SampleState, reason: EndReason) -> SampleEnd:
@@ -383,18 +469,26 @@ def _kind(sample: Sample) -> tuple[Rank, str, bool]:
     return urgency(sample), sample.job, sample.is_probe
 
 
+_Entry = tuple[Rank, int, Sample]
+_Key = tuple[str, int]
 _MAX_EXAMINED = 64
+_MAX_EXAMINED_A_SHAPE = 8
 _SPARE = 64
 """Outdated entries that the heaps may have beyond the number of live ones."""
+_SHAPES = 4
+"""Shapes of samples: the logarithm of what is read over what is decoded, from minus to plus this."""
+_NEWEST, _STEPS = 0.02, 7
+_GAIN = 0.8
+"""A sample moves to an engine that needs at most this share of the time."""
 
 
 class WaitingQueue:
-    """A heap of samples for each job; an outdated entry is skipped when it surfaces."""
+    """A heap of samples for each job and shape; an outdated entry is skipped when it surfaces."""
 
     def __init__(self, virtual_time: Callable[[str], float] = lambda job: 0.0) -> None:
         """Of jobs with equally urgent samples, the one with the least `virtual_time` goes first."""
         self._virtual_time = virtual_time
-        self._heaps: dict[str, list[tuple[Rank, int, Sample]]] = {}
+        self._heaps: dict[_Key, list[_Entry]] = {}
         self._tickets: dict[SampleId, int] = {}
         self._numbers = itertools.count()
 
@@ -404,11 +498,13 @@ class WaitingQueue:
     def __contains__(self, sample: Sample) -> bool:
         return sample.sample_id in self._tickets
 
-    def put(self, sample: Sample, rank: Rank) -> None:
-        """Queue a sample; one that waits already gets the new rank."""
+    def put(self, sample: Sample, rank: Rank, shape: int = 0) -> None:
+        """Queue a sample; one that waits already gets the new rank. Engines choose between samples of different shapes,
+        such as long prompts and long answers.
+        """
         self.discard(sample)
         ticket = self._tickets[sample.sample_id] = next(self._numbers)
-        heapq.heappush(self._heaps.setdefault(sample.job, []), (rank, ticket, sample))
+        heapq.heappush(self._heaps.setdefault((sample.job, shape), []), (rank, ticket, sample))
 
     def discard(self, sample: Sample) -> None:
         self._tickets.pop(sample.sample_id, None)
@@ -420,56 +516,67 @@ class WaitingQueue:
 
     def first(self) -> Sample | None:
         """The sample that goes first; it stays in the queue."""
-        heap = self._best()
-        return None if heap is None else heap[0][2]
+        key = self._best()
+        return None if key is None else self._heaps[key][0][2]
 
-    def _best(self) -> list[tuple[Rank, int, Sample]] | None:
-        """The heap with the sample that goes first on top."""
-        for job, heap in list(self._heaps.items()):
-            while heap and not self._is_live(heap[0]):
-                heapq.heappop(heap)
-            if not heap:
-                del self._heaps[job]
-        keys = ((urgency(heap[0][2]), self._virtual_time(job), heap[0][:2], job) for job, heap in self._heaps.items())
+    def _best(self) -> _Key | None:
+        """The key of the heap with the sample that goes first on top."""
+        for key, heap in list(self._heaps.items()):
+            if not self._has_live(heap):
+                del self._heaps[key]
+        keys = (
+            (urgency(heap[0][2]), self._virtual_time(key[0]), heap[0][:2], key) for key, heap in self._heaps.items()
+        )
         best = min(keys, default=None)
-        return None if best is None else self._heaps[best[-1]]
+        return None if best is None else best[-1]
 
     def take(
         self,
         fits: Callable[[Sample], bool],
         will_fit: Callable[[Sample], bool],
+        is_left: Callable[[Sample], bool] = lambda _: False,
         *,
-        prefers: Callable[[Sample], bool] = lambda _: True,
+        cost: Callable[[Sample], float] = lambda _: 0.0,
     ) -> Sample | None:
         """Take the first sample that `fits`, among the best 64; the others keep their place.
 
-        Nothing less urgent goes before one that `will_fit` once others have ended. Among equally urgent probes of a
-        job, or equally urgent others, the engine takes the first that it `prefers`, if there is one: an idle engine
-        takes what no engine prefers.
+        What `is_left` to other engines counts as absent. Nothing less urgent goes before one that `will_fit` once
+        others have ended. Among equally urgent probes of a job, or equally urgent others, the one with the least `cost`
+        goes first; the best 8 of each shape are compared.
         """
-        examined: list[tuple[Rank, int, Sample]] = []
-        found: Sample | None = None
+        examined: list[tuple[_Key, _Entry]] = []
+        choices: list[_Entry] = []
         awaited: Rank | None = None
-        while len(examined) < _MAX_EXAMINED and (heap := self._best()) is not None:
-            sample = heap[0][2]
-            if awaited is not None and urgency(sample) > awaited:
+        while not choices and len(examined) < _MAX_EXAMINED and (key := self._best()) is not None:
+            entry = heapq.heappop(self._heaps[key])
+            examined.append((key, entry))
+            if awaited is not None and urgency(entry[2]) > awaited:
                 break
-            if found is not None and _kind(sample) != _kind(found):
-                break
-            examined.append(heapq.heappop(heap))
-            if fits(sample):
-                if found is None or prefers(sample):
-                    found = sample
-                if prefers(found):
+            if not is_left(entry[2]) and fits(entry[2]):
+                choices.append(entry)
+            elif awaited is None and not is_left(entry[2]) and will_fit(entry[2]):
+                awaited = urgency(entry[2])
+        for key in [key for key in self._heaps if choices and key[0] == choices[0][2].job]:
+            for _ in range(_MAX_EXAMINED_A_SHAPE):
+                if not self._has_live(self._heaps[key]) or _kind(self._heaps[key][0][2]) != _kind(choices[0][2]):
                     break
-            elif awaited is None and will_fit(sample):
-                awaited = urgency(sample)
-        for entry in examined:
-            heapq.heappush(self._heaps.setdefault(entry[2].job, []), entry)
-        if found is not None:
-            self.discard(found)
+                entry = heapq.heappop(self._heaps[key])
+                examined.append((key, entry))
+                choices += [entry] if fits(entry[2]) and not is_left(entry[2]) else []
+        for key, entry in examined:
+            heapq.heappush(self._heaps.setdefault(key, []), entry)
+        if not choices:
+            return None
+        found = min(choices, key=lambda entry: (cost(entry[2]), entry))[2]
+        self.discard(found)
         return found
 
-    def _is_live(self, entry: tuple[Rank, int, Sample]) -> bool:
+    def _has_live(self, heap: list[_Entry]) -> bool:
+        """Drop outdated entries from the top of a heap; returns whether another is left."""
+        while heap and not self._is_live(heap[0]):
+            heapq.heappop(heap)
+        return bool(heap)
+
+    def _is_live(self, entry: _Entry) -> bool:
         _, ticket, sample = entry
         return self._tickets.get(sample.sample_id) == ticket

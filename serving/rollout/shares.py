@@ -14,7 +14,7 @@ from collections import Counter
 
 _FEW = 2
 """How many times fewer slots for its weight a job must hold, to be given one that is held."""
-_MOST_JOBS = 1000
+MOST_JOBS = 1000
 """Jobs that are remembered while none of their samples is under way."""
 
 
@@ -39,7 +39,7 @@ class FairShares:
         self._under_way[job] -= 1
         if not self._under_way[job]:
             del self._under_way[job]
-            if len(self._times) > _MOST_JOBS:
+            if len(self._times) > MOST_JOBS:
                 del self._times[job]
 
     def count_running(self, job: str, change: int) -> None:

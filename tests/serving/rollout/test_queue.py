@@ -25,7 +25,9 @@ def test_an_engine_takes_what_it_has_read_before_and_anything_rather_than_nothin
         queue.put(one, order.rank(one))
 
     def take(engine: str) -> Sample | None:
-        return queue.take(lambda _: True, lambda _: False, prefers=lambda one: one.prefers(engine))
+        return queue.take(
+            lambda _: True, lambda _: False, cost=lambda one: one.unread_at(engine) > one.unread_beside(engine)
+        )
 
     assert take("y") is others[1]
     queue.put(probe, order.rank(probe))
@@ -37,10 +39,10 @@ def test_an_engine_takes_what_it_has_read_before_and_anything_rather_than_nothin
 
 def test_a_group_stays_where_its_prompt_was_read() -> None:
     first, second = samples(0, 2)
-    assert first.prefers("x")
+    assert first.unread_at("x") == first.unread_beside("x") == first.context
     first.group.engines.add("x")
-    assert second.prefers("x")
-    assert not second.prefers("y")
+    assert second.unread_at("x") == 0
+    assert second.unread_at("y") == second.context > second.unread_beside("y")
 
 
 def test_samples_that_have_ended_are_let_go_while_a_better_one_waits() -> None:
