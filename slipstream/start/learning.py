@@ -140,6 +140,42 @@ class TrainerSupervisor:
         return lines[-1][:500] if lines else ""
 
 
+class RedisSupervisor:
+    """Starts Redis, and again whenever it ends: with what it had confirmed, and after a pause that doubles while it
+    keeps ending soon.
+    """
+
+    def __init__(self, directory: Path, *, first_pause_s: float = _FIRST_PAUSE_S) -> None:
+        """Raises ConfigError where the first start fails."""
+        self._directory, self._first_pause_s = directory, first_pause_s
+        self._redis = EmbeddedRedis(directory, ends_with_us=True)
+        self.url = self._redis.url
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="redis-keeper")
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join()
+        self._redis.stop()
+
+    def _keep(self) -> None:
+        pause_s, began_s = self._first_pause_s, time.monotonic()
+        while not self._stopping.wait(_POLL_S):
+            if (code := self._redis.returncode) is None:
+                continue
+            if time.monotonic() - began_s > _GOOD_RUN_S:
+                pause_s = self._first_pause_s
+            log.error("redis ended", exit_code=code, again_in_s=pause_s, log=str(self._directory / "redis.log"))
+            if self._stopping.wait(pause_s):
+                return
+            pause_s, began_s = min(2 * pause_s, _LONGEST_PAUSE_S), time.monotonic()
+            try:
+                self._redis = EmbeddedRedis(self._directory, ends_with_us=True)
+            except (ConfigError, OSError) as error:
+                log.error("redis did not start", error=str(error))
+
+
 class Learning:
     """Redis and trainer of `serve --learn`: a context manager around the server. Call `start` once that accepts
     requests.
@@ -153,7 +189,7 @@ class Learning:
         """
         self._data, self._model, self._trace_ttl_hours = DataDir(data_dir.absolute()), model, trace_ttl_hours
         self.redis_url, self.store = redis_url or "", store or self._data.store
-        self._redis: EmbeddedRedis | None = None
+        self._redis: RedisSupervisor | None = None
         self._supervisor = TrainerSupervisor(self._trainer, self._data.log)
 
     def __enter__(self) -> Self:
@@ -165,7 +201,7 @@ class Learning:
         except OSError as error:
             raise ConfigError(f"cannot write to {self._data.root} ({error.strerror}): pass --data-dir") from None
         if not self.redis_url:
-            self._redis = EmbeddedRedis(self._data.redis, ends_with_us=True)
+            self._redis = RedisSupervisor(self._data.redis)
             self.redis_url = self._redis.url
         return self
 

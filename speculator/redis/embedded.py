@@ -110,6 +110,11 @@ class EmbeddedRedis:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def returncode(self) -> int | None:
+        """The server's exit code, negative for a signal; None while it runs."""
+        return self._process.poll()
+
     def stop(self, timeout_s: float = 10) -> None:
         """Flush the append-only file and end the server, by force after `timeout_s`; may be called again."""
         self._process.terminate()

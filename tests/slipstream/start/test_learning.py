@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -16,10 +17,11 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import redis
 
 from slipstream.children import Child
 from slipstream.demo.servers import Scrape
-from slipstream.start.learning import Learning, TrainerStatus, TrainerSupervisor, default_data_dir
+from slipstream.start.learning import Learning, RedisSupervisor, TrainerStatus, TrainerSupervisor, default_data_dir
 from speculator.draft.checkpoint import target_fingerprint
 from speculator.errors import ConfigError
 from speculator.redis.client import connect
@@ -117,6 +119,29 @@ def test_a_redis_and_a_store_that_are_named_are_taken(redis_url: str, tmp_path: 
         assert learning.store == data / "drafts"
         with pytest.raises(ConfigError, match="another Redis runs"):
             Learning(data, model="m", redis_url=None, store=None).__enter__()
+
+
+def test_a_redis_that_ends_is_started_again_with_what_it_had(data: Path) -> None:
+    """Otherwise nothing would be captured or learned until somebody restarts the server."""
+    supervisor = RedisSupervisor(data, first_pause_s=0.01)
+    client = connect(supervisor.url)
+    try:
+        for number in range(2):
+            client.set("kept", number)
+            os.kill(int((data / "redis.pid").read_text()), signal.SIGKILL)
+            wait_until(lambda: answer(client) is None)
+            wait_until(lambda: answer(client) is not None)
+            assert answer(client) == str(number).encode()
+    finally:
+        supervisor.stop()
+    with client:
+        assert answer(client) is None, "stopped on purpose, it stays so"
+
+
+def answer(client: redis.Redis) -> Any:
+    with contextlib.suppress(redis.ConnectionError):
+        return client.get("kept")
+    return None
 
 
 def test_the_trainer_forgets_when_the_server_does(redis_url: str, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
