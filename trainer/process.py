@@ -17,6 +17,7 @@ import torch
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from speculator.errors import ConfigError
+from speculator.redis.client import connect
 from trainer.config import LOWEST, TrainerConfig, choose_device, local_rank
 from trainer.loop import Trainer, train_until
 from trainer.ranks import Ranks, join_ranks
@@ -74,6 +75,8 @@ def _train(
         _check_port(config.metrics_host, port)
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
+    # Before the lock, which makes the folder: a wrong URL must leave nothing behind.
+    connect(config.redis_url).close()
     ranks.run_on_leader(lambda: lock_state(config.state_dir))
     trainer = Trainer(config, registry, ranks=ranks, device=device)
     if port is not None:

@@ -224,7 +224,9 @@ class BareClient:
         """Set: takes what the gateway sends. Cleared: makes it wait, as a full socket does."""
         self.read.set()
         self.sent: list[str] = []
-        self._messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+        self._messages: list[dict[str, Any]] = [
+            {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
+        ]
 
     async def receive(self) -> dict[str, Any]:
         if self._messages:
@@ -244,7 +246,11 @@ class BareClient:
             "raw_path": CHAT.encode(),
             "query_string": b"",
             "root_path": "",
-            "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+            "headers": [
+                (b"host", b"localhost"),
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(self._messages[0]["body"])).encode()),
+            ],
         }
         async with asyncio.timeout(5):
             await app(scope, self.receive, self.send)
