@@ -327,8 +327,8 @@ class _Engine:
     def _admit(self) -> None:
         free_slots = self._setup.slots - len(self.runs)
         if free_slots:
-            promised = self._scheduler.reserved_tokens(self.name) if self.runs else 0
-            leases = self._scheduler.next_for(self.name, free_slots, self._setup.memory_tokens - promised)
+            reserved = self._scheduler.reserved_tokens(self.name) if self.runs else 0
+            leases = self._scheduler.next_for(self.name, free_slots, self._setup.memory_tokens - reserved)
             for lease in leases:
                 self._begin(lease)
 
@@ -368,8 +368,8 @@ class _Engine:
             run.carry = exact - int(exact)
             # As a driver sees it: the first token comes when all has been read, and then the others do.
             first = 1 if run.unread and tokens > 1 else 0
-            self._scheduler.took(run.lease, first, self._reading_s + self._decoding_s / max(tokens, 1))
-            self._scheduler.took(run.lease, tokens - first, self._decoding_s + (0.0 if first else self._reading_s))
+            self._scheduler.measure(run.lease, first, self._reading_s + self._decoding_s / max(tokens, 1))
+            self._scheduler.measure(run.lease, tokens - first, self._decoding_s + (0.0 if first else self._reading_s))
             run.unread = 0
             run.done += tokens
             if run.done == run.length:

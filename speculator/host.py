@@ -164,6 +164,15 @@ def end_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
+def exit_on_sigterm() -> None:
+    """Let SIGTERM end this process through every `finally`, until something else handles it, such as an event loop.
+
+    Linux ignores an unhandled SIGTERM for a container's first process, and elsewhere child processes would stay. Call
+    from the main thread.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
 def invalid_setting(prefix: str, invalid: ValidationError) -> ConfigError:
     """A ConfigError for the first invalid setting: names the environment variable, and does not quote its value."""
     first = invalid.errors(include_url=False)[0]

@@ -67,7 +67,9 @@ async def read_json(request: Request, *, max_bytes: int, limit_s: float = 60) ->
         message = "The body must be JSON: send the header 'content-type: application/json'."
         raise ApiError(415, message, code="unsupported_media_type")
     if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
-        raise ApiError(415, "Compressed bodies are not read: send it as it is.", code="unsupported_media_type")
+        raise ApiError(
+            415, "The body is compressed, which is not supported: send it uncompressed.", code="unsupported_media_type"
+        )
     body, num_bytes = bytearray(), 0
     try:
         async with asyncio.timeout(limit_s):

@@ -177,6 +177,7 @@ class Driver:
         for name in names:
             self._preempt_excess(name)
         for name in self._resting - self._lost:
+            # The scheduler must not leave samples to an engine that takes none now.
             self._request_work(name, 0)
         while (lease := self._next_lease(names)) is not None:
             self._start(lease)
@@ -258,7 +259,7 @@ class Driver:
                     if chunk.finish_reason == "abort":
                         raise EngineError("the engine aborted the request")
                     last_s, heard_s = heard_s, self._clock()
-                    self._scheduler.took(lease, len(chunk.token_ids), heard_s - last_s)
+                    self._scheduler.measure(lease, len(chunk.token_ids), heard_s - last_s)
                     if not self._take(lease, chunk):
                         break
             if lease.number in self._live:

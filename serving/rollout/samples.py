@@ -138,7 +138,7 @@ class Sample:
             return len(self.tokens) - self.num_seen
         return len(self.tokens) if engine in self.group.engines else self.context
 
-    def unread_beside(self, engine: str) -> int:
+    def unread_elsewhere(self, engine: str) -> int:
         """The same for that of the other engines which has the most of it in its cache."""
         if self.last_engine is not None and self.last_engine != engine:
             return self.unread_at(self.last_engine)

@@ -18,7 +18,6 @@ wasted. Both are from ROLL Flash (arXiv 2510.11345).
 from __future__ import annotations
 
 import functools
-import heapq
 import itertools
 import math
 from collections import Counter
@@ -27,7 +26,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from serving.rollout.engines import EngineCapacity
-from serving.rollout.order import Order, Rank, urgency
+from serving.rollout.order import Order, urgency
+from serving.rollout.queue import WaitingQueue
 from serving.rollout.samples import EndReason, Group, GroupRequest, Lease, Sample, SampleEnd, SampleId, SampleState
 from serving.rollout.shares import MOST_JOBS, FairShares
 from serving.rollout.speeds import Cost
@@ -109,7 +109,7 @@ class Scheduler:
             leases.append(self._start(sample, engine, capacity))
         return leases
 
-    def took(self, lease: Lease, num_tokens: int, seconds: float) -> None:
+    def measure(self, lease: Lease, num_tokens: int, seconds: float) -> None:
         """Measure an engine: a lease is about to report tokens, so many seconds after the last ones or its start."""
         sample = self._leases.get(lease.number)
         if sample is None or not num_tokens or seconds <= 0:
@@ -360,8 +360,10 @@ class Scheduler:
 
     def _relative_cost(self, engine: str) -> Callable[[Sample], int]:
         """A function of a sample: how much of this engine's time it takes, relative to others. Below 0 it is better
-        off here; a factor of 2 is `_STEPS`, so that about equal samples keep their order.
+        off here. Rounded, so that about equal samples keep their order.
         """
+        if len(self._capacities) == 1:
+            return lambda _: 0
         capacity = self._capacities[engine]
         batch = max(len(capacity.running) + capacity.free_slots, 1)
         here, pool = ((self.prefill.at(name), self.decode.at(name, batch) / batch) for name in (engine, None))
@@ -369,8 +371,8 @@ class Scheduler:
         def cost(sample: Sample) -> int:
             reads, decodes = self._work_left(sample)
             this = (sample.unread_at(engine) + reads) * here[0] + decodes * here[1]
-            other = (sample.unread_beside(engine) + reads) * pool[0] + decodes * pool[1]
-            return round(_STEPS * math.log2(this / other)) if len(self._capacities) > 1 else 0
+            other = (sample.unread_elsewhere(engine) + reads) * pool[0] + decodes * pool[1]
+            return round(_STEPS * math.log2(this / other))
 
         return cost
 
@@ -427,7 +429,7 @@ class Scheduler:
     def _enqueue(self, sample: Sample) -> None:
         reads, decodes = self._work_left(sample)
         shape = round(math.log2((sample.context + reads) / decodes))
-        self._queue.put(sample, self._policy.order.rank(sample), max(-_SHAPES, min(shape, _SHAPES)))
+        self._queue.put(sample, self._policy.order.rank(sample), max(-_MAX_SHAPE, min(shape, _MAX_SHAPE)))
 
     def _end_stale(self, sample: Sample) -> SampleEnd:
         returns = sample.group.request.when_stale == "return"
@@ -465,118 +467,11 @@ def is_stale(sample: Sample, newest_version: int) -> bool:
     return limit is not None and sample.target_version is not None and newest_version - sample.target_version > limit
 
 
-def _kind(sample: Sample) -> tuple[Rank, str, bool]:
-    return urgency(sample), sample.job, sample.is_probe
-
-
-_Entry = tuple[Rank, int, Sample]
-_Key = tuple[str, int]
-_MAX_EXAMINED = 64
-_MAX_EXAMINED_A_SHAPE = 8
-_SPARE = 64
-"""Outdated entries that the heaps may have beyond the number of live ones."""
-_SHAPES = 4
-"""Shapes of samples: the logarithm of what is read over what is decoded, from minus to plus this."""
-_NEWEST, _STEPS = 0.02, 7
+_MAX_SHAPE = 4
+"""A shape is the logarithm of what is read over what is decoded, from minus to plus this."""
+_NEWEST = 0.02
+"""Weight of a sample's length in the mean of its job."""
+_STEPS = 7
+"""Steps of `_relative_cost` in a factor of 2."""
 _GAIN = 0.8
 """A sample moves to an engine that needs at most this share of the time."""
-
-
-class WaitingQueue:
-    """A heap of samples for each job and shape; an outdated entry is skipped when it surfaces."""
-
-    def __init__(self, virtual_time: Callable[[str], float] = lambda job: 0.0) -> None:
-        """Of jobs with equally urgent samples, the one with the least `virtual_time` goes first."""
-        self._virtual_time = virtual_time
-        self._heaps: dict[_Key, list[_Entry]] = {}
-        self._tickets: dict[SampleId, int] = {}
-        self._numbers = itertools.count()
-
-    def __len__(self) -> int:
-        return len(self._tickets)
-
-    def __contains__(self, sample: Sample) -> bool:
-        return sample.sample_id in self._tickets
-
-    def put(self, sample: Sample, rank: Rank, shape: int = 0) -> None:
-        """Queue a sample; one that waits already gets the new rank. Engines choose between samples of different shapes,
-        such as long prompts and long answers.
-        """
-        self.discard(sample)
-        ticket = self._tickets[sample.sample_id] = next(self._numbers)
-        heapq.heappush(self._heaps.setdefault((sample.job, shape), []), (rank, ticket, sample))
-
-    def discard(self, sample: Sample) -> None:
-        self._tickets.pop(sample.sample_id, None)
-        # Otherwise samples of ended groups would stay for as long as something better waits.
-        if sum(map(len, self._heaps.values())) > 2 * len(self._tickets) + _SPARE:
-            for heap in self._heaps.values():
-                heap[:] = [entry for entry in heap if self._is_live(entry)]
-                heapq.heapify(heap)
-
-    def first(self) -> Sample | None:
-        """The sample that goes first; it stays in the queue."""
-        key = self._best()
-        return None if key is None else self._heaps[key][0][2]
-
-    def _best(self) -> _Key | None:
-        """The key of the heap with the sample that goes first on top."""
-        for key, heap in list(self._heaps.items()):
-            if not self._has_live(heap):
-                del self._heaps[key]
-        keys = (
-            (urgency(heap[0][2]), self._virtual_time(key[0]), heap[0][:2], key) for key, heap in self._heaps.items()
-        )
-        best = min(keys, default=None)
-        return None if best is None else best[-1]
-
-    def take(
-        self,
-        fits: Callable[[Sample], bool],
-        will_fit: Callable[[Sample], bool],
-        is_left: Callable[[Sample], bool] = lambda _: False,
-        *,
-        cost: Callable[[Sample], float] = lambda _: 0.0,
-    ) -> Sample | None:
-        """Take the first sample that `fits`, among the best 64; the others keep their place.
-
-        What `is_left` to other engines counts as absent. Nothing less urgent goes before one that `will_fit` once
-        others have ended. Among equally urgent probes of a job, or equally urgent others, the one with the least `cost`
-        goes first; the best 8 of each shape are compared.
-        """
-        examined: list[tuple[_Key, _Entry]] = []
-        choices: list[_Entry] = []
-        awaited: Rank | None = None
-        while not choices and len(examined) < _MAX_EXAMINED and (key := self._best()) is not None:
-            entry = heapq.heappop(self._heaps[key])
-            examined.append((key, entry))
-            if awaited is not None and urgency(entry[2]) > awaited:
-                break
-            if not is_left(entry[2]) and fits(entry[2]):
-                choices.append(entry)
-            elif awaited is None and not is_left(entry[2]) and will_fit(entry[2]):
-                awaited = urgency(entry[2])
-        for key in [key for key in self._heaps if choices and key[0] == choices[0][2].job]:
-            for _ in range(_MAX_EXAMINED_A_SHAPE):
-                if not self._has_live(self._heaps[key]) or _kind(self._heaps[key][0][2]) != _kind(choices[0][2]):
-                    break
-                entry = heapq.heappop(self._heaps[key])
-                examined.append((key, entry))
-                choices += [entry] if fits(entry[2]) and not is_left(entry[2]) else []
-        for key, entry in examined:
-            heapq.heappush(self._heaps.setdefault(key, []), entry)
-        if not choices:
-            return None
-        found = min(choices, key=lambda entry: (cost(entry[2]), entry))[2]
-        self.discard(found)
-        return found
-
-    def _has_live(self, heap: list[_Entry]) -> bool:
-        """Drop outdated entries from the top of a heap; returns whether another is left."""
-        while heap and not self._is_live(heap[0]):
-            heapq.heappop(heap)
-        return bool(heap)
-
-    def _is_live(self, entry: _Entry) -> bool:
-        _, ticket, sample = entry
-        return self._tickets.get(sample.sample_id) == ticket

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +14,7 @@ from slipstream.demo import TENANTS
 from slipstream.models import BUNDLED_MODEL, resolve_model
 from slipstream.terminal import console
 from speculator.errors import ConfigError
+from speculator.host import exit_on_sigterm
 
 _EXTRA = ("openai", "matplotlib")
 """Packages that the demo's modules import; the bundled model checks for its own."""
@@ -63,8 +62,7 @@ def demo(
     from slipstream.demo.topics import read_prompts
     from speculator.draft.checkpoint import model_name
 
-    # SIGTERM ends the demo as Ctrl-C does, through every `finally`, so that all child processes end.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    exit_on_sigterm()
     if samples > 1 and temperature == 0:
         raise ConfigError(f"--samples {samples} at --temperature 0 would all be equal: set a temperature above 0")
     check_output(json_file)

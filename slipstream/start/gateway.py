@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -48,6 +46,7 @@ from slipstream.start.sglang import checked_interpreter, with_draft
 from speculator.draft.checkpoint import model_key
 from speculator.draft.initialization import Text
 from speculator.errors import ConfigError, StreamError
+from speculator.host import exit_on_sigterm
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer, EndedGroups
 from speculator.redis.trace_deletion import ErasureOrders
@@ -87,7 +86,7 @@ def run_gateway(
     Raises ConfigError, StreamError, StoreError or EngineDeadError when it cannot start.
     """
     check_exposure(options.host, options.redis_url, settings)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    exit_on_sigterm()
     with ExitStack() as opened:
         listener = opened.enter_context(bind(options.host, options.port))
         store = DraftStore(options.store)
@@ -143,8 +142,8 @@ def run_sglang_server(
     Raises ConfigError, StreamError, StoreError or DraftError when it cannot start, EngineDeadError when SGLang ends.
     """
     check_exposure(host, start.redis_url, settings)
-    # While SGLang starts no event loop handles SIGTERM: exit through every callback below.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    # While SGLang starts: exit through every callback below.
+    exit_on_sigterm()
     with ExitStack() as opened:
         listener = opened.enter_context(bind(host, port))
         python = checked_interpreter(start.python)
@@ -272,7 +271,7 @@ def _rollouts(
         return None
     key = model_key(model_dir, fingerprint)
     tokenizer = LocalTokenizer(model_dir)
-    wiring = PoolSettings(
+    pool_settings = PoolSettings(
         tokenizer=tokenizer,
         target=fingerprint,
         share=settings.rollout_slots_share,
@@ -280,7 +279,7 @@ def _rollouts(
         heeds_seed=lambda: client.info.heeds_seed,
         end_group=_tell_ended(EndedGroups(redis_client, key)),
     )
-    pool = ServerPool(urls, is_routed, wiring)
+    pool = ServerPool(urls, is_routed, pool_settings)
     return Rollouts(pool=pool, tokenizer=tokenizer, send_rewards=RewardStream(redis_client, key).append)
 
 

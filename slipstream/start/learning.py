@@ -7,6 +7,7 @@
 
 Start: folder → Redis → server → trainer, once the server accepts requests.
 Stop:  server → trainer → Redis. If this process is killed, the kernel signals the other two to end.
+Either of the two that ends by itself is started again.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ log = structlog.get_logger(__name__)
 _POLL_S = 0.2
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _GOOD_RUN_S = 60.0
-"""A trainer that ran for so long did not fail at its start, so the pause before its restart is short again."""
+"""A process that ran for so long did not fail at its start, so the pause before its restart is short again."""
 _MAX_LOG_BYTES = 8 << 20
 
 
@@ -67,6 +68,19 @@ class TrainerStatus:
     """Time of the restart, in the future or past."""
 
 
+class _BackOff:
+    """Pauses before the restarts of a process: each twice the last, up to a minute, until it has run for one."""
+
+    def __init__(self, first_s: float) -> None:
+        self._first_s = self._next_s = first_s
+
+    def pause_s(self, ran_s: float) -> float:
+        """The pause for a process that has ended after `ran_s`."""
+        pause_s = self._first_s if ran_s > _GOOD_RUN_S else self._next_s
+        self._next_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return pause_s
+
+
 class TrainerSupervisor:
     """Restarts the trainer whenever it ends, after a pause that doubles while it keeps ending soon."""
 
@@ -81,7 +95,7 @@ class TrainerSupervisor:
         """`start` is called on a thread that lives until `stop`. A log above `max_log_bytes` moves to `….log.1`,
         replacing the one there.
         """
-        self._start, self._log_path, self._first_pause_s = start, log_path, first_pause_s
+        self._start, self._log_path, self._back_off = start, log_path, _BackOff(first_pause_s)
         self.status = TrainerStatus()
         self._max_log_bytes = max_log_bytes
         self._stopping = threading.Event()
@@ -97,7 +111,6 @@ class TrainerSupervisor:
             self._thread.join()
 
     def _keep(self) -> None:
-        pause_s = self._first_pause_s
         while not self._stopping.is_set():
             began_s = time.monotonic()
             try:
@@ -107,14 +120,12 @@ class TrainerSupervisor:
                 code, said = None, str(error)
             if self._stopping.is_set():
                 return
-            if time.monotonic() - began_s > _GOOD_RUN_S:
-                pause_s = self._first_pause_s
+            pause_s = self._back_off.pause_s(time.monotonic() - began_s)
             num_ended, ended_ms = self.status.num_ended + 1, now_ms()
             again_ms = ended_ms + round(1000 * pause_s)
             self.status = TrainerStatus(num_ended=num_ended, exit_code=code, ended_ms=ended_ms, again_ms=again_ms)
             log.error("trainer ended", exit_code=code, said=said, again_in_s=pause_s, log=str(self._log_path))
             self._stopping.wait(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _run(self) -> int | None:
         """Run one trainer process until it ends, or end it once `stop` is called; returns its exit code."""
@@ -147,7 +158,7 @@ class RedisSupervisor:
 
     def __init__(self, directory: Path, *, first_pause_s: float = _FIRST_PAUSE_S) -> None:
         """Raises ConfigError where the first start fails."""
-        self._directory, self._first_pause_s = directory, first_pause_s
+        self._directory, self._back_off = directory, _BackOff(first_pause_s)
         self._redis = EmbeddedRedis(directory, ends_with_us=True)
         self.url = self._redis.url
         self._stopping = threading.Event()
@@ -160,16 +171,15 @@ class RedisSupervisor:
         self._redis.stop()
 
     def _keep(self) -> None:
-        pause_s, began_s = self._first_pause_s, time.monotonic()
+        began_s = time.monotonic()
         while not self._stopping.wait(_POLL_S):
             if (code := self._redis.returncode) is None:
                 continue
-            if time.monotonic() - began_s > _GOOD_RUN_S:
-                pause_s = self._first_pause_s
+            pause_s = self._back_off.pause_s(time.monotonic() - began_s)
             log.error("redis ended", exit_code=code, again_in_s=pause_s, log=str(self._directory / "redis.log"))
             if self._stopping.wait(pause_s):
                 return
-            pause_s, began_s = min(2 * pause_s, _LONGEST_PAUSE_S), time.monotonic()
+            began_s = time.monotonic()
             try:
                 self._redis = EmbeddedRedis(self._directory, ends_with_us=True)
             except (ConfigError, OSError) as error:

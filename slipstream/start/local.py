@@ -7,8 +7,6 @@ Stop:  gateway drains → follower → engine → group texts and recorder flush
 from __future__ import annotations
 
 import asyncio
-import signal
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -42,6 +40,7 @@ from slipstream.start.exposure import check_exposure
 from speculator.draft.checkpoint import expected_shapes, model_key, target_fingerprint
 from speculator.draft.initialization import Text
 from speculator.errors import EngineDeadError
+from speculator.host import exit_on_sigterm
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_deletion import ErasureOrders
@@ -89,8 +88,7 @@ def run_server(
     fails.
     """
     check_exposure(options.host, options.redis_url, settings)
-    # Until the event loop handles it. Linux ignores an unhandled SIGTERM for a container's first process.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    exit_on_sigterm()
     raise_open_file_limit(settings, each=1)
     config, ttl_s = options.engine, 3600 * options.trace_ttl_hours
     with ExitStack() as opened:

@@ -42,7 +42,7 @@ from typing import NamedTuple
 from speculator.proposals.estimates import MOST_CERTAIN, Calibration, PositionAcceptance, RoundTimes
 
 _MEMORY = 0.98
-"""Decay of earnings per verification: half after 34."""
+"""Decay of the head's gains per verification: half after 34."""
 _PRIOR_WEIGHT = 2.0
 RENEWED_WEIGHT = 0.25
 """Weight that evidence about a version keeps for the next version, which is similar."""
@@ -84,7 +84,7 @@ class HeadVerdict:
 
 
 class _Record:
-    """The head's recent earnings, in one domain or in all."""
+    """The head's recent gains, in one domain or in all."""
 
     def __init__(self, gain: float, saved: float) -> None:
         """Starting values."""
@@ -118,7 +118,7 @@ class _Record:
 
 
 class HeadGains:
-    """The head's recent earnings by domain, and in all domains together."""
+    """The head's recent gains by domain, and in all domains together."""
 
     def __init__(self) -> None:
         self._records: dict[str, _Record] = {}

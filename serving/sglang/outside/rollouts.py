@@ -122,8 +122,8 @@ _EVENT = msgspec.json.Decoder(_Event)
 class SglangRolloutEngine:
     """Implements `serving.rollout.engines.RolloutEngine` for one server."""
 
-    def __init__(self, url: str, wiring: PoolSettings) -> None:
-        self._url, self._wiring = url.rstrip("/"), wiring
+    def __init__(self, url: str, settings: PoolSettings) -> None:
+        self._url, self._settings = url.rstrip("/"), settings
         self._upstream = Upstream(url, max_connections=_MOST_OPEN)
         self._http = httpx.AsyncClient(base_url=self._url, timeout=_TIMEOUT_S, trust_env=False)
         self._num_open = 0
@@ -152,18 +152,18 @@ class SglangRolloutEngine:
             # Start nothing new. What runs goes on: the new weights may only be a moment late.
             return self._num_open
         most = self._load.max_running_requests
-        return max(0, min(max(1, int(self._wiring.share * most)), most - min(self._others)))
+        return max(0, min(max(1, int(self._settings.share * most)), most - min(self._others)))
 
     @property
     def memory_tokens(self) -> int:
-        return int(self._wiring.share * self._load.max_total_num_tokens)
+        return int(self._settings.share * self._load.max_total_num_tokens)
 
     @property
     def is_alive(self) -> bool:
         return max(self._num_missed, self._num_behind) < _MISSED_POLLS
 
     def drop(self, tenant: str, group_id: str) -> None:
-        self._wiring.end_group(tenant, group_id)
+        self._settings.end_group(tenant, group_id)
 
     def check_weights(self, newest: int) -> None:
         """Compare with the newest weights in the pool: a server with older ones takes nothing new, and finally counts
@@ -176,10 +176,10 @@ class SglangRolloutEngine:
         num_open = self._num_open
         try:
             if self._num_missed >= _MISSED_POLLS:
-                settings = (await self._http.get("/server_info")).raise_for_status().json()
-                lowest = _LAST if settings["schedule_low_priority_values_first"] else -_LAST
-                self._priority = lowest if settings["enable_priority_scheduling"] else None
-                self._is_incremental = settings.get("incremental_streaming_output", False)
+                server = (await self._http.get("/server_info")).raise_for_status().json()
+                lowest = _LAST if server["schedule_low_priority_values_first"] else -_LAST
+                self._priority = lowest if server["enable_priority_scheduling"] else None
+                self._is_incremental = server.get("incremental_streaming_output", False)
             answer = (await self._http.get("/v1/loads", params={"include": "core"})).raise_for_status()
             loads = msgspec.json.decode(answer.content, type=_Loads).loads
             info = (await self._http.get("/model_info")).raise_for_status()
@@ -195,7 +195,7 @@ class SglangRolloutEngine:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """As `serving.engine.Engine.generate`."""
         begun = request.prompt_token_ids[len(request.prompt_token_ids) - request.num_answered :]
-        answer = _Answer(request, AnswerText(self._wiring.tokenizer, request.stop, begun), self._wiring)
+        answer = _Answer(request, AnswerText(self._settings.tokenizer, request.stop, begun), self._settings)
         # A new id each time: an aborted request may still be under way when its sample resumes here, or when a gateway
         # was restarted, and SGLang refuses an id that is in use. It also aborts every request whose id begins with the
         # aborted one, so all have the same length.
@@ -241,7 +241,7 @@ class SglangRolloutEngine:
                 "SGLang's logprobs leave top_p and top_k out of account: drop these two, or pass logprobs false",
                 param="logprobs",
             )
-        policy = {**asdict(request.policy), **({TARGET_KEY: self._wiring.target} if self._wiring.target else {})}
+        policy = {**asdict(request.policy), **({TARGET_KEY: self._settings.target} if self._settings.target else {})}
         params = {
             "max_new_tokens": request.max_tokens,
             "temperature": sampling.temperature,
@@ -252,7 +252,7 @@ class SglangRolloutEngine:
             "stream_interval": STREAM_INTERVAL,
             "custom_params": {POLICY_KEY: policy},
         }
-        if request.seed is not None and self._wiring.heeds_seed():
+        if request.seed is not None and self._settings.heeds_seed():
             params["sampling_seed"] = request.seed & _MAX_SEED
         body = {
             "rid": rid,
@@ -322,7 +322,7 @@ class _Answer:
 
     request: GenerateRequest
     text: AnswerText
-    wiring: PoolSettings
+    settings: PoolSettings
     num_tokens: int = 0
 
     def take(self, event: _Event) -> Iterator[Chunk]:
@@ -335,7 +335,7 @@ class _Answer:
             if end > self.num_tokens or (is_last and finish is not None):
                 version = version_of_label(label)
                 if version is None:
-                    version = self.wiring.target_version()
+                    version = self.settings.target_version()
                     version = version if newest is None else min(version, newest - 1)
                 logprobs = [logprob for logprob, _, _ in meta.output_token_logprobs[self.num_tokens : end]]
                 chunk = self._part(said[self.num_tokens : end], logprobs, version, finish if is_last else None)
@@ -374,7 +374,7 @@ class ServerPool:
 
     urls: Sequence[str]
     is_routed: bool
-    wiring: PoolSettings
+    settings: PoolSettings
     poll_s: float = POLL_S
     _engines: dict[str, SglangRolloutEngine] = field(default_factory=dict)
     _http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=_TIMEOUT_S, trust_env=False))
@@ -393,7 +393,7 @@ class ServerPool:
     async def poll(self, on_change: Callable[[Iterable[RolloutEngine]], None]) -> None:
         urls = await self._servers() if self.is_routed else self.urls
         gone = [self._engines.pop(url) for url in self._engines.keys() - urls]
-        new = {url: SglangRolloutEngine(url, self.wiring) for url in urls if url not in self._engines}
+        new = {url: SglangRolloutEngine(url, self.settings) for url in urls if url not in self._engines}
         self._engines |= new
         await asyncio.gather(*(engine.poll() for engine in self._engines.values()))
         newest = max((engine.target_label for engine in self._engines.values()), default=0)

@@ -6,8 +6,8 @@ import gc
 import weakref
 
 from serving.rollout.order import Fifo
+from serving.rollout.queue import WaitingQueue
 from serving.rollout.samples import Group, Sample
-from serving.rollout.scheduler import WaitingQueue
 from tests.serving.rollout.groups import request
 
 
@@ -26,7 +26,7 @@ def test_an_engine_takes_what_it_has_read_before_and_anything_rather_than_nothin
 
     def take(engine: str) -> Sample | None:
         return queue.take(
-            lambda _: True, lambda _: False, cost=lambda one: one.unread_at(engine) > one.unread_beside(engine)
+            lambda _: True, lambda _: False, cost=lambda one: one.unread_at(engine) > one.unread_elsewhere(engine)
         )
 
     assert take("y") is others[1]
@@ -39,10 +39,10 @@ def test_an_engine_takes_what_it_has_read_before_and_anything_rather_than_nothin
 
 def test_a_group_stays_where_its_prompt_was_read() -> None:
     first, second = samples(0, 2)
-    assert first.unread_at("x") == first.unread_beside("x") == first.context
+    assert first.unread_at("x") == first.unread_elsewhere("x") == first.context
     first.group.engines.add("x")
     assert second.unread_at("x") == 0
-    assert second.unread_at("y") == second.context > second.unread_beside("y")
+    assert second.unread_at("y") == second.context > second.unread_elsewhere("y")
 
 
 def test_samples_that_have_ended_are_let_go_while_a_better_one_waits() -> None:

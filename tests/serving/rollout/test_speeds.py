@@ -55,14 +55,14 @@ def test_what_others_read_meanwhile_is_no_decoding() -> None:
     scheduler = Scheduler(Policy(order=ContextAware(), chunk_tokens=100))
     scheduler.submit(request("a", samples=1, prompt_token_ids=(0,) * 1000))
     (lease,) = scheduler.next_for("x", 2, ROOMY)
-    scheduler.took(lease, 1, 10.01)
+    scheduler.measure(lease, 1, 10.01)
     for _ in range(1000):
-        scheduler.took(lease, 10, 0.1)
+        scheduler.measure(lease, 10, 0.1)
     before_s = scheduler.decode.at("x", 1)
     scheduler.submit(request("b", samples=1))
     (other,) = scheduler.next_for("x", 1, ROOMY)
-    scheduler.took(other, 1, 0.11)
-    scheduler.took(lease, 10, 0.1 + 10 * scheduler.prefill.at("x"))
+    scheduler.measure(other, 1, 0.11)
+    scheduler.measure(lease, 10, 0.1 + 10 * scheduler.prefill.at("x"))
     assert scheduler.decode.at("x", 1) == pytest.approx(before_s, rel=1e-3)
     assert scheduler.prefill.at("x") == pytest.approx(0.01, rel=0.05)
 
