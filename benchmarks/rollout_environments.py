@@ -20,25 +20,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import random
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 import httpx
 
 from benchmarks.common.report import Spread, Target, fill_in, finish, parser, pick_prompts
-from slipstream.children import running_child
+from benchmarks.common.served import add_serving_options, serving
 from slipstream.client import AsyncRollouts, Group, SampleKey
-from slipstream.demo.servers import Scrape, wait_until_ready
+from slipstream.demo.servers import Scrape
 from slipstream.rollout import Conversations, Step
-from speculator.host import free_port
-from speculator.redis.embedded import EmbeddedRedis
 
 Way = Literal["batches", "lockstep", "asynchronous"]
 WAYS: tuple[Way, ...] = ("batches", "lockstep", "asynchronous")
@@ -169,7 +163,8 @@ def main() -> None:
     options = _options()
     prompts = pick_prompts(options.prompts, options.groups * options.repeats)
     found: dict[Way, list[Played]] = {way: [] for way in WAYS}
-    with _serving(options) as url:
+    # Rollouts may use all slots: there are no other requests.
+    with serving(options, SLIPSTREAM_GATEWAY_ROLLOUT_SLOTS_SHARE="1") as url:
         for repeat in range(options.repeats):
             asked = prompts[repeat * options.groups : (repeat + 1) * options.groups]
             for way in random.Random(repeat).sample(WAYS, len(WAYS)):
@@ -221,31 +216,15 @@ def _report(found: dict[Way, list[Played]], options: argparse.Namespace) -> None
     finish(rows, targets, document, options.json)
 
 
-@contextlib.contextmanager
-def _serving(options: argparse.Namespace) -> Iterator[str]:
-    url = f"http://127.0.0.1:{(port := free_port())}"
-    with tempfile.TemporaryDirectory() as name, EmbeddedRedis(Path(name) / "redis") as redis:
-        is_local = options.engine == "local"
-        words = ["--model", options.model, "--redis-url", redis.url, "--store", f"{name}/drafts", "--port", str(port)]
-        words += ["--engine", options.engine, *(["--slots", str(options.slots)] if is_local else [])]
-        words += options.serve if is_local else ["--", "--max-running-requests", str(options.slots), *options.serve]
-        # Rollouts may use all slots: there are no other requests.
-        with running_child("serve", words, Path(name), SLIPSTREAM_GATEWAY_ROLLOUT_SLOTS_SHARE="1") as server:
-            wait_until_ready(url, [server], timeout_s=_HOPELESS_S)
-            yield url
-
-
 def _options() -> argparse.Namespace:
     options = parser("Samples that talk with slow environments, each on its own and in lockstep")
-    options.add_argument("--engine", choices=("local", "sglang"), default="local")
+    add_serving_options(options)
     options.add_argument("--groups", type=int, help="of a rollout; default 12, quick 4")
     options.add_argument("--samples", type=int, default=4, help="of a group")
     options.add_argument("--turns", type=int, default=4, help="of a sample")
     options.add_argument("--turn-tokens", type=int, default=24)
     options.add_argument("--deadline-s", type=float, default=10.0, help="of a step that never answers")
-    options.add_argument("--slots", type=int, default=8)
     options.add_argument("--repeats", type=int, help="default 3, quick 1")
-    options.add_argument("serve", nargs="*", help="further arguments, of `slipstream serve` or of SGLang")
     arguments = options.parse_args()
     fill_in(arguments, {"groups": (4, 12), "repeats": (1, 3)})
     return arguments

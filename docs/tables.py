@@ -27,6 +27,7 @@ from serving.gateway.metrics import GatewayMetrics, HealthCollector, RolloutColl
 from serving.gateway.rollouts.registry import RolloutRegistry
 from serving.hotswap.follower import SwapLog
 from serving.metrics import EngineMetrics, GroupTextMetrics, ServingCollector, TargetMetrics, VerdictCollector
+from serving.rollout.slots_share import SlotsShare
 from serving.sglang.gateway_metrics import PoolCollector, SglangCollector
 from serving.sglang.report import EngineReport
 from serving.speedup import SpeedupMeter
@@ -207,7 +208,7 @@ def _registries() -> dict[str, CollectorRegistry]:
     health = EngineHealth(alive=True, ready=True, num_running=0, num_waiting=0)
     registries[_GATEWAY].register(HealthCollector(lambda: health, "model"))
     rollouts = RolloutRegistry([], GatewaySettings())
-    registries[_GATEWAY].register(RolloutCollector(rollouts.driver, rollouts.ended))
+    registries[_GATEWAY].register(RolloutCollector(rollouts.driver, rollouts.ended, SlotsShare()))
     EngineMetrics(registries[_LOCAL])
     registries[_LOCAL].register(GroupTextMetrics())
     recorder = RecorderStats(
@@ -262,7 +263,7 @@ def http_api() -> str:
     host.info = EngineInfo(model="model", context_length=1, max_depth=1)
     common: dict[str, Any] = {"settings": settings, "drafts": MagicMock(), "targets": MagicMock()}
     local = create_app(host, registry=CollectorRegistry(), **common)
-    common["rollouts"] = Rollouts(pool=MagicMock(), tokenizer=MagicMock())
+    common["rollouts"] = Rollouts(pool=MagicMock(), slots_share=SlotsShare(), tokenizer=MagicMock())
     in_front = create_passthrough_app(host, MagicMock(), registry=CollectorRegistry(), **common)
     found = defaultdict[tuple[str, ...], list[str]](list)
     for engine, gateway in ((_LOCAL, local), (_SGLANG, in_front)):

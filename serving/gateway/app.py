@@ -28,6 +28,7 @@ from serving.gateway.rollouts.routes import SendRewards, rollout_routes
 from serving.gateway.telemetry import Telemetry, exchange_of
 from serving.gateway.upstream import Upstream
 from serving.rollout.engines import EnginePool, InProcessEngine
+from serving.rollout.slots_share import SlotsShare
 
 
 async def _routing_error(request: Request, failure: Exception) -> Response:
@@ -59,14 +60,13 @@ def create_app(
     Its collectors are added to `registry`, and `/metrics` shows all of that registry; raises ValueError where the
     registry already serves a gateway, ConfigError where the file with the API keys is not usable.
     """
-    gateway = Gateway(engine=engine, settings=settings, metrics=GatewayMetrics(registry, engine.info.model))
+    share = settings.slots_share()
+    gateway = Gateway(engine=engine, settings=settings, metrics=GatewayMetrics(registry, engine.info.model, share))
     # Rollouts share this engine with all other requests.
-    rollout_engine = InProcessEngine(
-        "local", engine, share=settings.rollout_slots_share, num_interactive=lambda: gateway.num_samples
-    )
+    rollout_engine = InProcessEngine("local", engine, share, num_interactive=lambda: gateway.num_samples)
     rollout_registry = RolloutRegistry([rollout_engine], settings)
     gateway.on_change = rollout_registry.driver.dispatch
-    registry.register(RolloutCollector(rollout_registry.driver, rollout_registry.ended))
+    registry.register(RolloutCollector(rollout_registry.driver, rollout_registry.ended, share))
     rollouts = rollout_routes(
         rollout_registry, info=engine.info, tokenizer=engine.tokenizer, settings=settings, send_rewards=send_rewards
     )
@@ -93,6 +93,8 @@ class Rollouts:
     """What `/v1/rollouts` needs where the engines are other processes; `create_app` makes its own."""
 
     pool: EnginePool
+    slots_share: SlotsShare
+    """What the pool's engines obey; it gets the latencies of all other requests."""
     tokenizer: Tokenizer
     send_rewards: SendRewards | None = None
 
@@ -114,7 +116,7 @@ def create_passthrough_app(
     server's target must have the fingerprint `target` and a version from `least_version` on. Without `rollouts` there
     is no `/v1/rollouts`.
     """
-    metrics = GatewayMetrics(registry, host.info.model)
+    metrics = GatewayMetrics(registry, host.info.model, rollouts.slots_share if rollouts is not None else None)
     routers = [passthrough_routes(host, upstream, settings, metrics, target, least_version)]
     on_target_update: Callable[[int], None] = _ignore
     erase: Callable[[Collection[str]], None] = _ignore
@@ -122,7 +124,7 @@ def create_passthrough_app(
     if rollouts is not None:
         rollout_registry, pool = RolloutRegistry([], settings), rollouts.pool
         on_target_update, erase = rollout_registry.driver.set_target_version, rollout_registry.erase
-        registry.register(RolloutCollector(rollout_registry.driver, rollout_registry.ended))
+        registry.register(RolloutCollector(rollout_registry.driver, rollout_registry.ended, rollouts.slots_share))
         tokenizer, send_rewards = rollouts.tokenizer, rollouts.send_rewards
         routers.append(
             rollout_routes(

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from serving.rollout.slots_share import SlotsShare
 from speculator.errors import ConfigError
 from speculator.host import invalid_setting, read_secret
 
@@ -65,6 +66,11 @@ class GatewaySettings(BaseSettings):
     """Share of `max_in_flight` for one API key that has no limit of its own."""
     rollout_slots_share: float = Field(default=0.75, gt=0, le=1)
     """Share of the engine's slots for rollouts, at least one slot; other requests go first."""
+    interactive_ttft_p99_s: float | None = Field(default=None, gt=0)
+    """Seconds to first token for 99% of the requests other than rollouts; while more exceed it, rollouts get fewer
+    slots, down to none."""
+    interactive_itl_p99_s: float | None = Field(default=None, gt=0)
+    """The same for the time between two chunks."""
     rollout_chunk_tokens: int = Field(default=128, ge=1)
     """Tokens until the scheduler decides again which rollout samples run."""
     rollout_max_samples: int = Field(default=16_384, ge=1)
@@ -92,6 +98,12 @@ class GatewaySettings(BaseSettings):
     def max_connections(self) -> int:
         """Most connections: running requests, plus pages, probes, idle clients, and requests to be refused."""
         return self.max_in_flight + _SPARE_CONNECTIONS
+
+    def slots_share(self) -> SlotsShare:
+        """What rollouts may hold."""
+        return SlotsShare(
+            self.rollout_slots_share, ttft_p99_s=self.interactive_ttft_p99_s, itl_p99_s=self.interactive_itl_p99_s
+        )
 
     @property
     def max_in_flight_of_key(self) -> int:

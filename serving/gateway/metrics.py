@@ -24,6 +24,7 @@ from prometheus_client.registry import Collector
 from serving.engine import EngineHealth
 from serving.rollout.driver import Driver
 from serving.rollout.samples import EndReason, SampleState
+from serving.rollout.slots_share import SlotsShare
 
 _MODEL = "model_name"
 _MAX_TENANTS = 64
@@ -61,8 +62,9 @@ def process_registry() -> CollectorRegistry:
 class GatewayMetrics:
     """One set of collectors in `registry`; raises ValueError where the registry already has them."""
 
-    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
-        self._model_name = model_name
+    def __init__(self, registry: CollectorRegistry, model_name: str, slots_share: SlotsShare | None = None) -> None:
+        """`slots_share` gets the latencies, too."""
+        self._model_name, self._slots_share = model_name, slots_share or SlotsShare()
         self._tenants: set[str] = set()
         self._requests = Counter(
             "slipstream_gateway_requests_total",
@@ -122,6 +124,10 @@ class GatewayMetrics:
 
     def observe_first_token(self, route: str, seconds: float) -> None:
         self._first_token_s.labels(self._model_name, route).observe(seconds)
+        self._slots_share.observe_first_token(seconds)
+
+    def observe_between_chunks(self, seconds: float) -> None:
+        self._slots_share.observe_between_chunks(seconds)
 
     def observe_pace(self, route: str, seconds: float, num_tokens: float) -> None:
         """Observe the time between tokens of one sample: `num_tokens` after its first chunk, and the seconds from that
@@ -160,9 +166,9 @@ class HealthCollector(Collector):
 
 
 class RolloutCollector(Collector):
-    def __init__(self, driver: Driver, ended: Mapping[EndReason, int]) -> None:
+    def __init__(self, driver: Driver, ended: Mapping[EndReason, int], slots_share: SlotsShare) -> None:
         """`ended` counts the samples that ended since the start."""
-        self._driver, self._ended = driver, ended
+        self._driver, self._ended, self._slots_share = driver, ended, slots_share
 
     def collect(self) -> Iterator[Metric]:
         driver = self._driver
@@ -177,6 +183,11 @@ class RolloutCollector(Collector):
             if not state.has_ended:
                 samples.add_metric([state], counts[state])
         yield samples
+        yield GaugeMetricFamily(
+            "slipstream_rollout_slots_share",
+            "Share of an engine's slots that rollouts may hold now",
+            self._slots_share.share,
+        )
         ended = CounterMetricFamily(
             "slipstream_rollout_ended_samples",
             "Ended rollout samples: by themselves (stop, length, done), or as stale, deadline, cancelled, refused, "

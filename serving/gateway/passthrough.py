@@ -182,8 +182,10 @@ class _UpstreamCall:
         body, held, is_done, first_s, last_s = self.body(max_tokens=max_tokens), b"", False, 0.0, 0.0
         async with self.upstream.answer(self.exchange.route, body, self.headers) as response:
             async for block in whole_events(response):
-                last_s = time.perf_counter()
-                if not first_s:
+                before_s, last_s = last_s, time.perf_counter()
+                if first_s:
+                    self.metrics.observe_between_chunks(last_s - before_s)
+                else:
                     block, held = held + block, b""
                     if refused := refusal_in(block):
                         raise refused

@@ -24,6 +24,7 @@ from typing import Protocol
 from serving.engine import Chunk, Engine, GenerateRequest
 from serving.rollout.order import Order
 from serving.rollout.samples import Sample, SampleId
+from serving.rollout.slots_share import SlotsShare
 
 
 class RolloutEngine(Protocol):
@@ -62,15 +63,14 @@ class EnginePool(Protocol):
 class InProcessEngine:
     """An engine of this process, shared with interactive requests, which go first.
 
-    Samples hold at most `share` of its slots (at least one), and of those only what interactive requests leave: a slot
-    that they need beyond the rest is given up at once, by a sample that goes on later with the tokens that it has.
+    Samples hold at most `share` of its slots, and of those only what interactive requests leave: a slot that they need
+    beyond the rest is given up at once, by a sample that goes on later with the tokens that it has.
     """
 
     def __init__(
-        self, name: str, engine: Engine, *, share: float = 1.0, num_interactive: Callable[[], int] = lambda: 0
+        self, name: str, engine: Engine, share: SlotsShare, *, num_interactive: Callable[[], int] = lambda: 0
     ) -> None:
-        self._name, self._engine, self._num_interactive = name, engine, num_interactive
-        self._most = max(1, int(share * engine.info.num_slots))
+        self._name, self._engine, self._share, self._num_interactive = name, engine, share, num_interactive
 
     @property
     def name(self) -> str:
@@ -78,13 +78,14 @@ class InProcessEngine:
 
     @property
     def num_slots(self) -> int:
-        return max(0, min(self._most, self._engine.info.num_slots - self._num_interactive()))
+        num_slots = self._engine.info.num_slots
+        return max(0, min(self._share.slots(num_slots), num_slots - self._num_interactive()))
 
     @property
     def memory_tokens(self) -> int:
         """Every slot has a whole context for itself."""
         info = self._engine.info
-        return self._most * info.context_length
+        return max(1, int(self._share.most * info.num_slots)) * info.context_length
 
     @property
     def is_alive(self) -> bool:

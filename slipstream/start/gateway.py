@@ -274,13 +274,18 @@ def _rollouts(
     pool_settings = PoolSettings(
         tokenizer=tokenizer,
         target=fingerprint,
-        share=settings.rollout_slots_share,
+        share=settings.slots_share(),
         target_version=lambda: client.target_version,
         heeds_seed=lambda: client.info.heeds_seed,
         end_group=_tell_ended(EndedGroups(redis_client, key)),
     )
     pool = ServerPool(urls, is_routed, pool_settings)
-    return Rollouts(pool=pool, tokenizer=tokenizer, send_rewards=RewardStream(redis_client, key).append)
+    return Rollouts(
+        pool=pool,
+        slots_share=pool_settings.share,
+        tokenizer=tokenizer,
+        send_rewards=RewardStream(redis_client, key).append,
+    )
 
 
 def _tell_ended(ended: EndedGroups) -> Callable[[str, str], None]:

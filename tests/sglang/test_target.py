@@ -23,6 +23,7 @@ from serving.rollout.driver import Driver
 from serving.rollout.order import ContextAware
 from serving.rollout.samples import GroupRequest, GroupWork, SampleResult, SampleState
 from serving.rollout.scheduler import Policy
+from serving.rollout.slots_share import SlotsShare
 from serving.sglang.outside.client import SglangClient
 from serving.sglang.outside.rollouts import PoolSettings, ServerPool
 from serving.target import read_layout
@@ -115,7 +116,7 @@ def test_a_step_of_training_comes_into_service_between_two_tokens(
         wiring = PoolSettings(
             tokenizer=LocalTokenizer(model_dir),
             target="",
-            share=1.0,
+            share=SlotsShare(),
             target_version=lambda: 0,
             heeds_seed=lambda: False,
             end_group=lambda tenant, group_id: None,

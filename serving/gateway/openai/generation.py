@@ -154,7 +154,10 @@ class AnswerStreams:
                     if chunk.token_ids and not self._has_token:
                         self._has_token = True
                         self._exchange.note_first_token(self._gateway.metrics)
+                    before_s = sample.last_s
                     sample.add(chunk)
+                    if before_s and sample.last_s > before_s:
+                        self._gateway.metrics.observe_between_chunks(sample.last_s - before_s)
                     await on_chunk(index, chunk)
         if sample.finish_reason is None:
             raise EngineError("the engine's stream ended without a finish reason")

@@ -34,6 +34,7 @@ from serving.gateway.passthrough import whole_events
 from serving.gateway.upstream import Upstream
 from serving.request_metadata import POLICY_KEY, TARGET_KEY, version_of_label
 from serving.rollout.engines import RolloutEngine
+from serving.rollout.slots_share import SlotsShare
 from serving.sglang.outside.pool import list_servers
 from serving.sglang.outside.weights import Weights
 from speculator.errors import EngineBusyError, EngineDeadError, EngineError, RequestError, type_and_place
@@ -59,8 +60,8 @@ class PoolSettings:
     tokenizer: LocalTokenizer
     target: str
     """Fingerprint of what they must serve."""
-    share: float
-    """The share of a server's requests and memory that rollouts may have."""
+    share: SlotsShare
+    """The share of a server's requests that rollouts may have; of its memory they may have the most."""
     target_version: Callable[[], int]
     """The target's version where the labels of SGLang's weights do not say it."""
     heeds_seed: Callable[[], bool]
@@ -152,11 +153,11 @@ class SglangRolloutEngine:
             # Start nothing new. What runs goes on: the new weights may only be a moment late.
             return self._num_open
         most = self._load.max_running_requests
-        return max(0, min(max(1, int(self._settings.share * most)), most - min(self._others)))
+        return max(0, min(self._settings.share.slots(most), most - min(self._others)))
 
     @property
     def memory_tokens(self) -> int:
-        return int(self._settings.share * self._load.max_total_num_tokens)
+        return int(self._settings.share.most * self._load.max_total_num_tokens)
 
     @property
     def is_alive(self) -> bool:

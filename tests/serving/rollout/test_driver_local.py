@@ -18,6 +18,7 @@ from serving.rollout.engines import InProcessEngine
 from serving.rollout.order import ContextAware, Fifo
 from serving.rollout.samples import GroupRequest, GroupWork, Sample, SampleId, SampleResult
 from serving.rollout.scheduler import Policy
+from serving.rollout.slots_share import SlotsShare
 from speculator.draft.sampling_params import SamplingParams
 from tests.fixtures.toy import make_toy_model
 from tests.serving.local.harness import Answer, Harness, fixed_engine
@@ -78,7 +79,10 @@ def works(engine: Harness, **fields: object) -> list[GroupWork]:
 def rolled_out(pair: Pair, policy: Policy, **fields: object) -> dict[SampleId, SampleResult]:
     async def run() -> Results:
         results = Results()
-        engines = [InProcessEngine("x", pair.x.engine), InProcessEngine("y", pair.y.engine, share=0.5)]
+        engines = [
+            InProcessEngine("x", pair.x.engine, SlotsShare()),
+            InProcessEngine("y", pair.y.engine, SlotsShare(0.5)),
+        ]
         driver = Driver(engines, policy, on_ended=results.take)
         groups = works(pair.x, **fields)
         driver.submit(groups)

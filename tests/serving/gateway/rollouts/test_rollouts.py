@@ -241,6 +241,32 @@ def test_a_job_that_comes_later_does_not_wait_for_all_of_another() -> None:
     assert lengths.index(max(lengths)) == 1, "the other job has had more by then"
 
 
+def test_rollouts_give_slots_up_while_interactive_requests_miss_their_objective() -> None:
+    engine = DoubleEngine(hold_at=2, tokens_per_chunk=1, answer=says("abcdefghijkl"))
+    registry = CollectorRegistry()
+
+    def figures() -> tuple[float | None, float | None]:
+        running = registry.get_sample_value("slipstream_rollout_samples", {"state": "running"})
+        return registry.get_sample_value("slipstream_rollout_slots_share"), running
+
+    async def with_client(client: httpx.AsyncClient) -> None:
+        document = body({"prompt": "hello", "n": 6, "max_tokens": 9})
+        rollout = asyncio.create_task(client.post(ROLLOUTS, json=document))
+        await eventually(lambda: is_now(0.75, 6.0))
+        for _ in range(2):
+            (await client.post(CHAT, json={"model": "double", "messages": HELLO, "max_tokens": 2})).raise_for_status()
+        await eventually(lambda: is_now(0.375, 3.0))
+        engine.release.set()
+        found = samples(lines(await rollout))
+        assert {sample["finish_reason"] for sample in found.values()} == {"length"}
+        assert [len(sample["tokens"]) for sample in found.values()] == [9] * 6
+
+    async def is_now(share: float, running: float) -> bool:
+        return figures() == (share, running)
+
+    talk(app_of(engine, registry, interactive_itl_p99_s=1e-9), with_client)
+
+
 def test_a_client_that_vanishes_has_a_while_to_come_back_and_then_all_is_cancelled() -> None:
     engine = DoubleEngine(hold_at=1)
 

@@ -24,6 +24,7 @@ from serving.rollout.driver import Driver
 from serving.rollout.order import ContextAware
 from serving.rollout.samples import GroupRequest, GroupWork, SampleState
 from serving.rollout.scheduler import Policy
+from serving.rollout.slots_share import SlotsShare
 from serving.sglang.outside.rollouts import STREAM_INTERVAL, PoolSettings, ServerPool
 from speculator.draft.sampling_params import SamplingParams
 from tests.fixtures.toy import toy_tokenizer
@@ -52,7 +53,7 @@ def wiring(tokenizer: LocalTokenizer, **changes: Any) -> PoolSettings:
     values: dict[str, Any] = {
         "tokenizer": tokenizer,
         "target": "f" * 64,
-        "share": 1.0,
+        "share": SlotsShare(),
         "target_version": lambda: 0,
         "heeds_seed": lambda: True,
         "end_group": lambda tenant, group_id: None,
@@ -232,7 +233,7 @@ def test_what_others_run_goes_first(tokenizer: LocalTokenizer, size: int) -> Non
     server = RolloutServer(size, most=6, others=2, pause_s=0.01)
 
     async def scene() -> None:
-        async with staged(wiring(tokenizer, share=0.8), server) as stage:
+        async with staged(wiring(tokenizer, share=SlotsShare(0.8)), server) as stage:
             stage.driver.submit([group(n=12, max_tokens=400)])
             await stage.until(lambda: stage.driver.num_tokens > 800)
             assert stage.driver.counts[SampleState.RUNNING] == 4
@@ -411,13 +412,13 @@ def test_the_gateway_has_the_route_in_front_of_sglang(tokenizer: LocalTokenizer,
     async def scene() -> None:
         async with AsyncExitStack() as opened:
             behind = await opened.enter_async_context(serve(server.app(), grace_s=0))
-            draft = host()
+            draft, pool = host(), ServerPool((behind.url,), False, wiring(tokenizer))
             app = create_passthrough_app(
                 draft,
                 Upstream(behind.url),
                 settings=GatewaySettings(),
                 registry=CollectorRegistry(),
-                rollouts=Rollouts(pool=ServerPool((behind.url,), False, wiring(tokenizer)), tokenizer=tokenizer),
+                rollouts=Rollouts(pool=pool, slots_share=pool.settings.share, tokenizer=tokenizer),
             )
             front = await opened.enter_async_context(serve(app, grace_s=0))
             client = await opened.enter_async_context(httpx.AsyncClient(base_url=front.url, timeout=20))
