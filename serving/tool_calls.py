@@ -67,8 +67,9 @@ def calls_grammar(tools: Sequence[Tool], *, must_call: bool, several: bool, has_
     """
     functions = [tool["function"] for tool in tools]
     bodies = [f'{json.dumps(_NAME + each["name"] + _ARGUMENTS)} arguments_{n} "}}"' for n, each in enumerate(functions)]
-    # Each schema stands alone: its references count from its own root.
-    arguments = [f"arguments_{n}: %json {json_text(each['parameters'])}" for n, each in enumerate(functions)]
+    # Each schema stands alone: its references count from its own root. Arguments are an object also where it is `{}`.
+    schemas = ({**each["parameters"], "type": each["parameters"].get("type") or "object"} for each in functions)
+    arguments = [f"arguments_{n}: %json {json_text(schema, lenient=True)}" for n, schema in enumerate(schemas)]
     if must_call:
         start = 'call ("\\n" call)*' if several else "call"
     else:

@@ -405,7 +405,8 @@ class ChatBody(GenerationBody):
         if not (called := self.called):
             return super().grammar(tokenizer)
         for index, tool in enumerate(self.tools):
-            check_schema(tool.function.parameters, "tools", index, "function", "parameters")
+            function = tool.function
+            check_schema(function.parameters, "tools", index, "function", "parameters", lenient=not function.strict)
         return calls_grammar(
             [tool.for_template() for tool in called],
             must_call=self.tool_choice != "auto",

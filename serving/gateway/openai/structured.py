@@ -49,7 +49,9 @@ class ResponseFormat(Strict):
 
 
 class Function(Strict):
-    """A function that the model may call. OpenAI's `strict` changes nothing: arguments always follow `parameters`."""
+    """A function that the model may call. Arguments follow `parameters` as far as a grammar can; where it cannot
+    wholly, OpenAI's `strict` refuses them.
+    """
 
     ignores_unknown, place = True, "tools[].function."
 

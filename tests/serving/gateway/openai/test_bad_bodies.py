@@ -150,7 +150,7 @@ ONLY_CHAT = [
     ({"tools": [{"type": "computer", "function": {"name": "f"}}]}, "tools[0].type", VALUE),
     ({"tools": [tool("a b")]}, "tools[0].function.name", VALUE),
     ({"tools": [tool("f"), tool("g"), tool("f")]}, "tools[2].function.name", VALUE),
-    ({"tools": [tool("f"), tool("g", {"properties": {"a": {"not": {}}}})]}, "tools[1].function.parameters", VALUE),
+    ({"tools": [tool("f"), tool("g", {"properties": {"a": {"type": "no"}}})]}, "tools[1].function.parameters", VALUE),
     ({"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", VALUE),
     ({"tools": [tool("f")], "response_format": SCHEMA}, "response_format", VALUE),
     ({"tools": [tool("f")], "stream": True, "slipstream": {"tokens": True}}, "slipstream.tokens", VALUE),

@@ -207,6 +207,8 @@ def _nested(days: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any]:
 
 def test_keywords_that_demand_nothing_refuse_no_schema(engine: LocalEngine) -> None:
     listed = {"type": "array", "items": {"type": "string", "format": "file-path"}, "uniqueItems": False, "maxItems": 1}
+    # Zod 4's for a record.
+    listed |= {"propertyNames": {"type": "string"}}
     # A property may have the name of a keyword.
     schema = _nested({"anyOf": [{"$ref": "#/$defs/L"}]}, {"L": listed})
     schema["properties"]["format"] = {"enum": ["uuid4"]}
@@ -223,12 +225,66 @@ def test_keywords_that_demand_nothing_refuse_no_schema(engine: LocalEngine) -> N
     date.fromisoformat(json.loads(said["choices"][0]["message"]["content"]))
 
 
+NO_GRAMMAR: dict[str, Any] = {
+    # Zod 4's for an e-mail address: no grammar can look ahead.
+    "to": {"type": "string", "format": "email", "pattern": r"^(?!\.)(?!.*\.\.)[a-z.]+@[a-z.]+$", "maxLength": 30},
+    "tags": {"type": "array", "items": {"enum": ["a"]}, "uniqueItems": True, "maxItems": 1},
+    "part": {"oneOf": [{"enum": [1]}, {"enum": [1, 2]}]},
+    "names": {"type": "object", "propertyNames": {"pattern": "^x"}, "maxProperties": 0},
+}
+
+
+@pytest.mark.parametrize("name", NO_GRAMMAR)
+def test_a_function_is_called_whose_schema_a_grammar_follows_in_part(engine: LocalEngine, name: str) -> None:
+    """One such tool of many would make an agent unusable; `strict` refuses it, as OpenAI does."""
+    properties = {name: NO_GRAMMAR[name]}
+    schema = {"type": "object", "properties": properties, "required": [name], "additionalProperties": False}
+    asked = {"model": "toy", "messages": HELLO, "max_tokens": 200, "seed": 2, "tool_choice": "required"}
+
+    def called(**more: Any) -> Any:
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema, **more}}
+        return post(engine, CHAT, {**asked, "parallel_tool_calls": False, "tools": [tool]})
+
+    answer = called().json()["choices"][0]["message"]
+    value = json.loads(answer["tool_calls"][0]["function"]["arguments"])[name]
+    assert {"to": "@" in str(value), "tags": value in ([], ["a"]), "part": value in (1, 2), "names": value == {}}[name]
+    refused = called(strict=True)
+    assert refused.status_code == 400
+    assert f"parameters.properties.{name}: no grammar" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"maxProperties": 0},
+        {"type": None, "maxProperties": 0},
+        {"type": "object", "properties": None, "required": None, "additionalProperties": False},
+    ],
+    ids=str,
+)
+def test_arguments_are_an_object_where_the_schema_says_nothing_of_it(
+    engine: LocalEngine, schema: dict[str, Any]
+) -> None:
+    """As tools without parameters come from MCP servers."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    asked = {"model": "toy", "messages": HELLO, "max_tokens": 100, "tool_choice": "required", "seed": 1}
+    answer = post(engine, CHAT, {**asked, "parallel_tool_calls": False, "tools": [tool]})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == "{}"
+
+
 def test_a_schema_at_fault_is_named_to_the_innermost_part() -> None:
     bad = {"type": "object", "properties": {"a": {"anyOf": [{"type": "string"}, {"type": "text"}]}}}
     tools = [*TOOLS, {"type": "function", "function": {"name": "bad", "parameters": bad}}]
     error = chat(DoubleEngine(), tools=tools).json()["error"]
     assert error["param"] == "tools[2].function.parameters"
     assert error["message"].startswith("tools[2].function.parameters.properties.a.anyOf[1]: ")
+    # Its own fault, not the first of all.
+    two = {"type": "object", "properties": {"a": {"pattern": "(?=a)"}, "b": {"uniqueItems": True}}}
+    strict = [{"type": "function", "function": {"name": "f", "parameters": two, "strict": True}}]
+    message = chat(DoubleEngine(), tools=strict).json()["error"]["message"]
+    assert "parameters.properties.a: " in message
+    assert "look-around" in message
     named = {"type": "json_schema", "json_schema": {"name": "bad", "schema": {"$ref": "#/$defs/none"}}}
     error = chat(DoubleEngine(), response_format=named).json()["error"]
     assert "'/$defs/none' does not exist" in error["message"]
