@@ -216,7 +216,7 @@ REFUSED = named("error", error={"type": "invalid_request_error", "message": TOO_
 def test_what_sglang_refuses_in_a_stream_is_refused(path: str, events: list[bytes]) -> None:
     answer = post(FakeSglang(events=events), path, {"messages": HELLO, "stream": True})
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == TOO_LONG
+    assert answer.json()["error"]["message"].endswith(TOO_LONG)
 
 
 @pytest.mark.parametrize(
@@ -263,6 +263,18 @@ def test_anthropics_clients_get_their_own_errors(body: dict[str, Any], status: i
     assert told.keys() == {"type", "error", "request_id"}
     assert (told["type"], told["error"]["type"]) == ("error", kind)
     assert told["request_id"] == answer.headers["x-request-id"]
+
+
+def test_claude_code_reads_why_a_conversation_does_not_fit() -> None:
+    """It shortens the conversation, or asks for fewer tokens, where an error has Anthropic's words."""
+    told = post(FakeSglang(refusal=flat_error(400, TOO_LONG)), MESSAGES, {"messages": HELLO}).json()
+    assert told["error"] == {"type": "invalid_request_error", "message": f"prompt is too long: {TOO_LONG}"}
+    fake = FakeSglang(num_prompt_tokens=CONTEXT_LENGTH - 5)
+    told = post(fake, MESSAGES, {"messages": HELLO, "max_tokens": 6}).json()
+    exceeded = f"input length and `max_tokens` exceed context limit: {CONTEXT_LENGTH - 5} + 6 > {CONTEXT_LENGTH}"
+    assert told["error"] == {"type": "invalid_request_error", "message": exceeded}
+    told = post(FakeSglang(refusal=flat_error(400, TOO_LONG)), RESPONSES, {"input": "hello"}).json()
+    assert told["error"]["message"] == TOO_LONG
 
 
 # -- half characters ---------------------------------------------------------------------------------------------------

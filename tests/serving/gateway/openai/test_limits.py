@@ -214,6 +214,7 @@ def test_tokens_of_prompt_and_answer_are_bounded(path: str) -> None:
         return None if response.status_code == 200 else str(error_of(response)["code"])
 
     assert code({"max_prompt_tokens": 50}) == "prompt_too_long"
+    assert "prompt is too long" in post(DoubleEngine(), path, prompt, max_prompt_tokens=50).text
     assert code({"max_prompt_tokens": 200}) is None
     assert code({"max_completion_tokens": 10}, max_tokens=11) == "too_many_tokens"
     assert code({"max_completion_tokens": 10}, max_tokens=10) is None
