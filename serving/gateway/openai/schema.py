@@ -29,7 +29,7 @@ from serving.gateway.body import (
 )
 from serving.gateway.openai.structured import FunctionTool, ResponseFormat, ToolChoice, Tools, may_be_called
 from serving.gateway.telemetry import Exchange
-from serving.grammar import check_schema
+from serving.grammar import check_schema, json_grammar
 from serving.tool_calls import OPENING, calls_grammar
 from speculator.draft.sampling_params import SamplingParams
 
@@ -284,8 +284,12 @@ class MessageToolCall(Strict):
         arguments: object = self.function.arguments
         # Parsed, because chat templates write an object as JSON, but a string with quotes.
         with suppress(ValueError, RecursionError):
-            arguments = json.loads(self.function.arguments)
+            # Libraries send an empty string for a call without arguments.
+            arguments = json.loads(self.function.arguments or "{}")
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+
+
+_MAY_BE_EMPTY = ("assistant", "tool")
 
 
 class Message(Strict):
@@ -302,8 +306,8 @@ class Message(Strict):
     @model_validator(mode="before")
     @classmethod
     def _allow_empty_answer(cls, fields: object) -> object:
-        """Accept an assistant message without content: libraries send an answer without text that way."""
-        if isinstance(fields, dict) and fields.get("role") == "assistant" and fields.get("content") is None:
+        """Accept a message of model or tool without content: libraries send an answer without text that way."""
+        if isinstance(fields, dict) and fields.get("role") in _MAY_BE_EMPTY and fields.get("content") in (None, []):
             return {**fields, "content": ""}
         return fields
 
@@ -365,9 +369,13 @@ class GenerationBody(SamplingBody):
     def wants_grammar(self) -> bool:
         return self.response_format is not None and self.response_format.type != "text"
 
+    def schema(self) -> dict[str, Any] | None:
+        """The schema of an answer's text; None for free text. Raises RequestError for an unusable one."""
+        return None if self.response_format is None else self.response_format.schema()
+
     def grammar(self, tokenizer: Tokenizer) -> str:
         """The grammar that an answer must follow; empty for free text. Raises RequestError for an unusable schema."""
-        return "" if self.response_format is None else self.response_format.grammar()
+        return "" if (schema := self.schema()) is None else json_grammar(schema)
 
     @property
     def limit(self) -> int | None:
@@ -386,8 +394,6 @@ class ChatBody(GenerationBody):
 
     @model_validator(mode="after")
     def _check_tools(self) -> Self:
-        if self.called and super().wants_grammar:
-            raise invalid("two_grammars", "give 'tools' or 'response_format', not both", "response_format")
         if self.called and self.slipstream.tokens:
             raise invalid("tokens", "not with 'tools': their calls are no text", "slipstream", "tokens")
         return self
@@ -411,6 +417,7 @@ class ChatBody(GenerationBody):
             [tool.for_template() for tool in called],
             must_call=self.tool_choice != "auto",
             several=self.parallel_tool_calls,
+            answer=self.schema(),
             has_token=tokenizer.has_token(OPENING),
         )
 

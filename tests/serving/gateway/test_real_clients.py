@@ -133,6 +133,17 @@ def test_an_answer_is_sent_back_as_a_library_keeps_it() -> None:
     empty = asked(CHAT, {**BODIES[CHAT], "messages": [*HELLO, {**said, "content": ""}, asks]})
     for silent in ({"role": "assistant"}, {**kept, "content": None}):
         assert asked(CHAT, {**BODIES[CHAT], "messages": [*HELLO, silent, asks]}) == empty
+    # A call without arguments, and what a tool without a result said.
+    call = {"id": "1", "function": {"name": "f", "arguments": "{}"}}
+    talk = [*HELLO, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": ""}]
+    called = asked(CHAT, {**BODIES[CHAT], "messages": talk})
+    bare = {**call, "function": {"name": "f", "arguments": ""}}
+    for nothing in ({}, {"content": None}, {"content": []}):
+        answers = (
+            {**nothing, "role": "assistant", "tool_calls": [bare]},
+            {**nothing, "role": "tool", "tool_call_id": "1"},
+        )
+        assert asked(CHAT, {**BODIES[CHAT], "messages": [*HELLO, *answers]}) == called
     group = {"messages": [*HELLO, kept, asks], "top_k": -1, "max_tokens": 4}
     assert asked(ROLLOUTS, {"model": "double", "groups": [group]})[0][0] == plain[0][0]
 

@@ -12,9 +12,11 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 from pydantic import BaseModel, ConfigDict
+from tokenizers import AddedToken
 
+from serving.grammar import GrammarVocabulary
 from serving.local.engine import LocalEngine
-from serving.tool_calls import ToolCall, ToolCallReader
+from serving.tool_calls import OPENING, ToolCall, ToolCallReader, calls_grammar
 from tests.fixtures.doubles import DoubleEngine, says
 from tests.fixtures.toy import byte_tokenizer, make_toy_model
 from tests.serving.gateway.client import CHAT, HELLO, chat, gateway, openai_client, post, serve
@@ -134,6 +136,43 @@ def test_text_before_calls_is_content_and_several_calls_are_told_apart() -> None
     prompt = bytes(engine.requests[-1].prompt_token_ids).decode()
     assert prompt.startswith("<system>You can call functions.")
     assert f"<assistant>Let me see.\n\n{NOW}\n{ROME}\n<user><tool_response>\nnoon\n</tool_response>\n" in prompt
+
+
+def test_an_answer_beside_functions_follows_its_schema(engine: LocalEngine) -> None:
+    """As the Agents SDK asks for it: functions and the type of the last answer in each request."""
+
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "V", "schema": Verdict.model_json_schema()}}
+
+    async def say(client: AsyncOpenAI) -> None:
+        asked: Any = {"model": "toy", "messages": HELLO, "max_tokens": 150, "tools": TOOLS, "response_format": schema}
+        kinds = set()
+        for seed in range(8):
+            choice = (await client.chat.completions.create(**asked, seed=seed, parallel_tool_calls=False)).choices[0]
+            if calls := choice.message.tool_calls:
+                assert (choice.finish_reason, choice.message.content, len(calls)) == ("tool_calls", None, 1)
+            else:
+                Verdict.model_validate_json(choice.message.content)
+            kinds.add(bool(calls))
+            # Several calls may be too long for the limit.
+            choice = (await client.chat.completions.create(**asked, seed=seed)).choices[0]
+            assert choice.message.tool_calls or Verdict.model_validate_json(choice.message.content)
+        assert kinds == {False, True}
+        forced = await client.chat.completions.create(**asked, tool_choice="required", seed=1)
+        assert forced.choices[0].message.tool_calls
+
+    talk(engine, say)
+
+
+def test_a_call_may_begin_with_the_token_that_the_vocabulary_has_for_it() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken(OPENING, special=False, normalized=False)])
+    backend = tokenizer.backend_tokenizer
+    vocabulary = GrammarVocabulary(backend, end_token_ids=[tokenizer.eos_token_id], hidden_token_ids=[])
+    call, brace, letter = (backend.encode(text, add_special_tokens=False).ids for text in (OPENING, "{", "a"))
+    for answer, texts in ((None, [brace, letter]), (Verdict.model_json_schema(), [brace])):
+        grammar = calls_grammar(TOOLS[:1], must_call=False, several=True, answer=answer, has_token=True)
+        forbidden = vocabulary.matcher(grammar).forbidden(backend.get_vocab_size())
+        assert [ids for ids in (call, brace, letter) if not forbidden[ids[0]]] == [call, *texts]
 
 
 def test_where_no_function_may_be_called_the_answer_is_text() -> None:
