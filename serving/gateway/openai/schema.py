@@ -369,13 +369,13 @@ class GenerationBody(SamplingBody):
     def wants_grammar(self) -> bool:
         return self.response_format is not None and self.response_format.type != "text"
 
-    def schema(self) -> dict[str, Any] | None:
+    def wanted_schema(self) -> dict[str, Any] | None:
         """The schema of an answer's text; None for free text. Raises RequestError for an unusable one."""
-        return None if self.response_format is None else self.response_format.schema()
+        return None if self.response_format is None else self.response_format.wanted_schema()
 
     def grammar(self, tokenizer: Tokenizer) -> str:
         """The grammar that an answer must follow; empty for free text. Raises RequestError for an unusable schema."""
-        return "" if (schema := self.schema()) is None else json_grammar(schema)
+        return "" if (schema := self.wanted_schema()) is None else json_grammar(schema)
 
     @property
     def limit(self) -> int | None:
@@ -417,7 +417,7 @@ class ChatBody(GenerationBody):
             [tool.for_template() for tool in called],
             must_call=self.tool_choice != "auto",
             several=self.parallel_tool_calls,
-            answer=self.schema(),
+            answer=self.wanted_schema(),
             has_token=tokenizer.has_token(OPENING),
         )
 

@@ -39,7 +39,7 @@ class ResponseFormat(Strict):
             raise invalid("missing", "is needed where 'type' is 'json_schema'", "json_schema")
         return self
 
-    def schema(self) -> dict[str, Any] | None:
+    def wanted_schema(self) -> dict[str, Any] | None:
         """The schema of the format; None for plain text. Raises RequestError for an unusable one."""
         if self.type == "text":
             return None
