@@ -229,6 +229,17 @@ def test_paths_as_proxies_and_base_urls_make_them() -> None:
     assert b"HTTP/1.1 200" in waiting
 
 
+def test_an_offer_of_http_2_is_passed_over_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    """Java's HttpClient makes it with each request that is not encrypted."""
+    offer = b"connection: Upgrade, HTTP2-Settings, close\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
+    body = json.dumps(BODIES[CHAT]).encode()
+    head = b"POST " + CHAT.encode() + b" HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n" + offer
+    chunked = b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    sized = b"content-length: %d\r\n\r\n%b" % (len(body), body)
+    assert all(answer.startswith(b"HTTP/1.1 200") for answer in on_a_socket(head + chunked, head + sized))
+    assert caplog.records == []
+
+
 PREFIX = "/slipstream"
 """The one that a route of the gateway begins with, too."""
 
