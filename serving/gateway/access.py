@@ -17,7 +17,6 @@ from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from pydantic import SecretStr
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -27,7 +26,7 @@ from serving.gateway.config import ENV_PREFIX, GatewaySettings
 from serving.gateway.errors import ApiError, deadline, engine_busy
 from serving.gateway.keys import ApiKey, Keyring, OneKey
 from serving.gateway.metrics import GatewayMetrics
-from serving.gateway.telemetry import MESSAGES, exchange_of
+from serving.gateway.telemetry import exchange_of
 
 
 class Access(StrEnum):
@@ -126,7 +125,8 @@ class AccessControl:
             if (route := _route_of(self._routes, scope)) is not None:
                 break
         if route is None:
-            raise HTTPException(404)
+            fix = "check the client's base URL, which ends in /v1 for OpenAI's clients and not for Anthropic's"
+            raise ApiError(404, f"There is no such path here: {fix}.", code="not_found")
         request = Request(scope)
         exchange = exchange_of(request)
         # Set first, so that a refusal is logged and counted under its route, too.
@@ -236,9 +236,7 @@ def bearer(request: Request) -> bytes | None:
 
 
 def _anthropic_key(request: Request) -> bytes | None:
-    """The key in the header that Anthropic's clients use."""
-    if not exchange_of(request).route.startswith(MESSAGES):
-        return None
+    """The key in the header that Anthropic's clients use, also when they ask for the models."""
     return request.headers.get("x-api-key", "").encode("latin-1") or None
 
 

@@ -229,9 +229,19 @@ def test_paths_as_proxies_and_base_urls_make_them() -> None:
     assert b"HTTP/1.1 200" in waiting
 
 
+@pytest.mark.parametrize("path", ["/chat/completions", "/v1/v1/messages", f"{CHAT}/chat/completions", "/v2/models"])
+def test_a_wrong_base_url_is_told_how_it_ends(path: str) -> None:
+    response = ask(APP, lambda client: client.post(path, json=BODIES[CHAT]))
+    error = error_of(response)
+    assert (response.status_code, error["code"]) == (404, "not_found")
+    assert "ends in /v1" in error["message"]
+
+
 def test_an_offer_of_http_2_is_passed_over_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
     """Java's HttpClient makes it with each request that is not encrypted."""
-    offer = b"connection: Upgrade, HTTP2-Settings, close\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
+    offer = (
+        b"connection: Upgrade, HTTP2-Settings, close\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
+    )
     body = json.dumps(BODIES[CHAT]).encode()
     head = b"POST " + CHAT.encode() + b" HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n" + offer
     chunked = b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
