@@ -125,8 +125,8 @@ class AccessControl:
             if (route := _route_of(self._routes, scope)) is not None:
                 break
         if route is None:
-            fix = "check the client's base URL, which ends in /v1 for OpenAI's clients and not for Anthropic's"
-            raise ApiError(404, f"There is no such path here: {fix}.", code="not_found")
+            fix = "the base URL of OpenAI's clients ends in /v1, and that of Anthropic's does not"
+            raise ApiError(404, f"There is no such path here, see /openapi.json: {fix}.", code="not_found")
         request = Request(scope)
         exchange = exchange_of(request)
         # Set first, so that a refusal is logged and counted under its route, too.

@@ -33,8 +33,9 @@ from serving.grammar import check_schema, json_grammar
 from serving.tool_calls import OPENING, calls_grammar
 from speculator.draft.sampling_params import SamplingParams
 
-MAX_STOP = 4
+MAX_STOP = 32
 MAX_STOP_CHARS = 1000
+"""Of all stop strings together: each token is compared with all their beginnings."""
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 
@@ -136,10 +137,8 @@ def _stop_strings(value: object) -> tuple[str, ...]:
             raise invalid("stop_type", "must be a string or a list of strings", *where)
         if not string:
             raise invalid("stop_empty", "a stop string must not be empty", *where)
-        if len(string) > MAX_STOP_CHARS:
-            raise invalid("stop_length", f"a stop string has at most {MAX_STOP_CHARS} characters", *where)
-    if len(strings) > MAX_STOP:
-        raise invalid("stop_count", f"at most {MAX_STOP} stop strings")
+    if len(strings) > MAX_STOP or sum(map(len, strings)) > MAX_STOP_CHARS:
+        raise invalid("stop_count", f"at most {MAX_STOP} stop strings, of {MAX_STOP_CHARS} characters together")
     return tuple(strings)
 
 

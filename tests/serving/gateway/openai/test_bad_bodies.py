@@ -75,7 +75,7 @@ BOTH = [
     ({"stop": 1}, "stop", TYPE),
     ({"stop": ["a", ""]}, "stop[1]", VALUE),
     ({"stop": ["a", 1]}, "stop[1]", TYPE),
-    ({"stop": ["a"] * 5}, "stop", VALUE),
+    ({"stop": ["a"] * 33}, "stop", VALUE),
     ({"stop": {"a": 1}}, "stop", TYPE),
     ({"stream": "true"}, "stream", TYPE),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", TYPE),
