@@ -258,6 +258,10 @@ def check_admin_key(request: Request, key: SecretStr | None) -> None:
         raise ApiError(403, "This is not the admin key.", code="admin_key_wrong")
 
 
+_OWN_NAMES = ("localhost", "host.docker.internal", "host.containers.internal")
+"""Names of this machine, for itself and for its containers, that nobody can have on the web."""
+
+
 def check_host(request: Request) -> None:
     """Raise ApiError (403) for a Host header that is a foreign name: protects against DNS rebinding.
 
@@ -266,7 +270,7 @@ def check_host(request: Request) -> None:
     """
     with suppress(ValueError):
         host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
-        if host == "localhost" or ip_address(host):
+        if host in _OWN_NAMES or ip_address(host):
             return
     message = "Without API keys this gateway answers only under localhost and IP addresses, not names: give it keys."
     raise ApiError(403, message, code="host_not_allowed")

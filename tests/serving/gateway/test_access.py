@@ -395,6 +395,10 @@ HOSTS = {
     "127.0.0.1:8000": 200,
     "[::1]:8000": 200,
     "10.0.0.7": 200,
+    # A container asks its host under these.
+    "host.docker.internal:8000": 200,
+    "host.containers.internal": 200,
+    "host.docker.internal.example": 403,
     "elsewhere.example": 403,
     "localhost.elsewhere.example:8000": 403,
     "127.0.0.1.elsewhere.example": 403,
