@@ -127,7 +127,8 @@ class GrammarVocabulary:
         """A matcher for a new answer. Raises RequestError for a grammar that is not usable."""
         matcher = LLMatcher(self._tokens, grammar, log_level=0)
         if matcher.is_error():
-            raise RequestError(f"no grammar can be made of this: {matcher.get_error()}")
+            fault, _, _ = matcher.get_error().partition("<backtrace>")
+            raise RequestError(f"no grammar can be made of this: {fault.strip()}")
         return GrammarMatcher(matcher, self._tokens.vocab_size, self._hidden)
 
 
