@@ -125,6 +125,9 @@ class AccessControl:
             if (route := _route_of(self._routes, scope)) is not None:
                 break
         if route is None:
+            if path in ACCESS:
+                message = "This path is not served with this engine and these settings; /v1/chat/completions always is."
+                raise ApiError(404, message, code="not_found")
             fix = "the base URL of OpenAI's clients ends in /v1, and that of Anthropic's does not"
             raise ApiError(404, f"There is no such path here, see /openapi.json: {fix}.", code="not_found")
         request = Request(scope)

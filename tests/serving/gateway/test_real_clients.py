@@ -237,6 +237,16 @@ def test_a_wrong_base_url_is_told_how_it_ends(path: str) -> None:
     assert "ends in /v1" in error["message"]
 
 
+def test_a_path_that_this_engine_lacks_is_no_wrong_base_url() -> None:
+    """Many clients ask for Responses, unless they are told to ask for chats."""
+    for path in ("/v1/responses", "/v1/embeddings/"):
+        response = ask(APP, lambda client, path=path: client.post(path, json=BODIES[CHAT]))
+        error = error_of(response)
+        assert (response.status_code, error["code"]) == (404, "not_found")
+        assert CHAT in error["message"]
+        assert "base URL" not in error["message"]
+
+
 def test_an_offer_of_http_2_is_passed_over_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
     """Java's HttpClient makes it with each request that is not encrypted."""
     offer = (

@@ -38,7 +38,11 @@ def test_whole_answer() -> None:
         "prompt_tokens": len("<user>hello\n<assistant>"),
         "completion_tokens": 17,
         "total_tokens": len("<user>hello\n<assistant>") + 17,
-        "completion_tokens_details": {"accepted_prediction_tokens": 12, "rejected_prediction_tokens": 8},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": 12,
+            "rejected_prediction_tokens": 8,
+        },
     }
     assert body["metrics"] == {
         "speculative_decoding": {
