@@ -23,6 +23,8 @@ _AS_PYTHON_WRITES_IT = {"whitespace_flexible": False, "item_separator": ", ", "k
 _MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMAS = ("items", "additionalProperties")
+_MAX_CHARS = 1000
+"""Of a format's name or a pattern that a grammar may be able to follow."""
 
 
 def json_text(schema: JsonSchema, *, lenient: bool = False) -> str:
@@ -41,7 +43,8 @@ def _without_annotations(schema: Any, lenient: bool) -> Any:
         return schema
     kept = {name: value for name, value in schema.items() if value is not None or name == "const"}
     for name in ("format", "pattern") if lenient else ("format",):
-        if isinstance(value := kept.get(name), str) and not _is_known(name, value):
+        # A longer one is not looked at, since the answer would be kept with it.
+        if isinstance(value := kept.get(name), str) and (len(value) > _MAX_CHARS or not _is_known(name, value)):
             del kept[name]
     for name, nothing in (("uniqueItems", False), ("propertyNames", {"type": "string"})):
         if kept.get(name) == nothing:

@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel, ConfigDict
 from tokenizers import AddedToken
 
-from serving.grammar import GrammarVocabulary
+from serving.grammar import GrammarVocabulary, json_text
 from serving.local.engine import LocalEngine
 from serving.tool_calls import OPENING, ToolCall, ToolCallReader, calls_grammar
 from tests.fixtures.doubles import DoubleEngine, says
@@ -262,6 +262,13 @@ def test_keywords_that_demand_nothing_refuse_no_schema(engine: LocalEngine) -> N
     dated = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string", "format": "date"}}}
     said = post(engine, CHAT, {"messages": HELLO, **asked, "response_format": dated}).json()
     date.fromisoformat(json.loads(said["choices"][0]["message"]["content"]))
+
+
+def test_of_very_long_keywords_nothing_is_kept() -> None:
+    """The library is asked once for each format and pattern, and the answers are kept."""
+    long = {"type": "string", "format": "x" * 2000, "pattern": "a" * 2000}
+    assert json.loads(json_text(long, lenient=True)).keys() == {"type", "x-guidance"}
+    assert json.loads(json_text(long))["pattern"] == "a" * 2000
 
 
 NO_GRAMMAR: dict[str, Any] = {
