@@ -13,7 +13,8 @@ from serving.grammar import check_schema
 
 MAX_TOOLS = 128
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+# OpenAI's pattern, and what the Model Context Protocol allows beyond it.
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_./-]{1,128}$")]
 
 
 class NamedSchema(Strict):

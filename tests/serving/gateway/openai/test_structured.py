@@ -175,6 +175,15 @@ def test_a_call_may_begin_with_the_token_that_the_vocabulary_has_for_it() -> Non
         assert [ids for ids in (call, brace, letter) if not forbidden[ids[0]]] == [call, *texts]
 
 
+def test_a_function_may_have_a_name_as_mcp_servers_give_it(engine: LocalEngine) -> None:
+    name = "mcp/files.v2/read-file" + "_long" * 20
+    tools = [{"type": "function", "function": {"name": name}}]
+    asked = {"model": "toy", "messages": HELLO, "max_tokens": 300, "tool_choice": "required", "tools": tools}
+    answer = post(engine, CHAT, {**asked, "parallel_tool_calls": False}).json()
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": name, "arguments": "{}"}
+
+
 def test_where_no_function_may_be_called_the_answer_is_text() -> None:
     for tools in ({}, {"tools": TOOLS, "tool_choice": "none"}):
         engine = DoubleEngine(answer=says(NOW), context_length=2048)
