@@ -157,6 +157,27 @@ def test_streams_pass_byte_for_byte(path: str, events: list[bytes]) -> None:
     assert registry.get_sample_value("slipstream_gateway_time_to_first_token_seconds_count", labels) == 1
 
 
+def test_a_silent_message_pings() -> None:
+    """Claude Code gives up a stream without events, and does not count comments."""
+
+    async def run() -> None:
+        begins = asyncio.Event()
+        fake = FakeSglang(events=[STARTED, TEXT, STOPPED], begins=begins)
+        body = {"model": MODEL, "messages": HELLO, "stream": True}
+        async with passing(fake, stream_comment_s=0.05) as server, httpx.AsyncClient() as client:
+            lines: list[str] = []
+            async with client.stream("POST", f"{server.url}{MESSAGES}", json=body) as answer:
+                async for line in answer.aiter_lines():
+                    lines.append(line)
+                    if lines.count("event: ping") == 2:
+                        begins.set()
+        assert lines[:3] == ["event: ping", 'data: {"type":"ping"}', ""]
+        assert lines[-3] == "event: message_stop"
+        assert not [line for line in lines if line.startswith(":")]
+
+    asyncio.run(run())
+
+
 def used(path: str, **fake: Any) -> tuple[float | None, ...]:
     """Tokens of prompts and of answers, as counted of one request; the time between tokens, as often as observed."""
     registry = CollectorRegistry()
