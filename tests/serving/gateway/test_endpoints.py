@@ -166,7 +166,7 @@ def test_a_silent_message_pings() -> None:
         body = {"model": MODEL, "messages": HELLO, "stream": True}
         async with passing(fake, stream_comment_s=0.05) as server, httpx.AsyncClient() as client:
             lines: list[str] = []
-            async with client.stream("POST", f"{server.url}{MESSAGES}", json=body) as answer:
+            async with asyncio.timeout(10), client.stream("POST", f"{server.url}{MESSAGES}", json=body) as answer:
                 async for line in answer.aiter_lines():
                     lines.append(line)
                     if lines.count("event: ping") == 2:
