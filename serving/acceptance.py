@@ -73,6 +73,8 @@ class Acceptance:
         """OpenAI's counts of predicted tokens, in `completion_tokens_details` of the usage."""
         accepted = self.num_accepted
         return {
+            # OpenAI's details always have it, and some clients fail without.
+            "reasoning_tokens": 0,
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": max(self.num_proposed - accepted, 0),
         }

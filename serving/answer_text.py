@@ -281,10 +281,9 @@ class AnswerText:
         return start + min(found) if found else None
 
     def _stop_prefix_length(self) -> int:
-        for length in range(min(self._longest_stop - 1, len(self._text)), 0, -1):
-            if any(stop.startswith(self._text[-length:]) for stop in self._stop):
-                return length
-        return 0
+        """How many characters at the end of the text may begin a stop string."""
+        begun = (length for stop in self._stop for length in range(1, len(stop)) if self._text.endswith(stop[:length]))
+        return max(begun, default=0)
 
     def _show(self, end: int) -> list[Piece]:
         """The text up to `end`, a piece for each token that has text."""

@@ -23,53 +23,63 @@ _AS_PYTHON_WRITES_IT = {"whitespace_flexible": False, "item_separator": ", ", "k
 _MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMAS = ("items", "additionalProperties")
+_MAX_CHARS = 1000
+"""Of a format's name or a pattern that a grammar may be able to follow."""
 
 
-def json_text(schema: JsonSchema) -> str:
-    """`schema` as JSON, with llguidance's options for white space and without what it refuses needlessly."""
-    return json.dumps({**_without_annotations(schema), "x-guidance": _AS_PYTHON_WRITES_IT})
+def json_text(schema: JsonSchema, *, lenient: bool = False) -> str:
+    """`schema` as JSON, with llguidance's options for white space and without what it refuses needlessly. `lenient`:
+    also without the keywords that it cannot follow.
+    """
+    options = {**_AS_PYTHON_WRITES_IT, "lenient": lenient}
+    return json.dumps({**_without_annotations(schema, lenient), "x-guidance": options})
 
 
-def _without_annotations(schema: Any) -> Any:
-    """A schema without keywords that demand nothing: formats that llguidance does not know, which JSON Schema takes for
-    annotations, and `uniqueItems: false`.
+def _without_annotations(schema: Any, lenient: bool) -> Any:
+    """A schema without keywords that demand nothing: nulls, formats that llguidance does not know, which JSON Schema
+    takes for annotations, `uniqueItems: false`, and that names be strings. `lenient`: also without unknown patterns.
     """
     if not isinstance(schema, Mapping):
         return schema
-    kept = dict(schema)
-    if isinstance(named := kept.get("format"), str) and not _is_known_format(named):
-        del kept["format"]
-    if kept.get("uniqueItems") is False:
-        del kept["uniqueItems"]
+    kept = {name: value for name, value in schema.items() if value is not None or name == "const"}
+    for name in ("format", "pattern") if lenient else ("format",):
+        # A longer one is not looked at, since the answer would be kept with it.
+        if isinstance(value := kept.get(name), str) and (len(value) > _MAX_CHARS or not _is_known(name, value)):
+            del kept[name]
+    for name, nothing in (("uniqueItems", False), ("propertyNames", {"type": "string"})):
+        if kept.get(name) == nothing:
+            del kept[name]
     for name in kept.keys() & {*_MAPS_OF_SCHEMAS, *_LISTS_OF_SCHEMAS, *_SCHEMAS}:
         inner = kept[name]
         if name in _MAPS_OF_SCHEMAS and isinstance(inner, Mapping):
-            kept[name] = {key: _without_annotations(each) for key, each in inner.items()}
+            kept[name] = {key: _without_annotations(each, lenient) for key, each in inner.items()}
         elif isinstance(inner, list):
-            kept[name] = [_without_annotations(each) for each in inner]
+            kept[name] = [_without_annotations(each, lenient) for each in inner]
         elif name in _SCHEMAS:
-            kept[name] = _without_annotations(inner)
+            kept[name] = _without_annotations(inner, lenient)
     return kept
 
 
 @lru_cache(maxsize=256)
-def _is_known_format(name: str) -> bool:
-    grammar = LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "format": name}))
+def _is_known(keyword: str, value: str) -> bool:
+    """Whether llguidance can follow a keyword of strings, such as `format` or `pattern`, with this value."""
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", keyword: value}))
     return not LLMatcher.validate_grammar(grammar)
 
 
-def json_grammar(schema: JsonSchema) -> str:
-    """The grammar of one JSON value of this schema."""
-    return LLMatcher.grammar_from_json_schema(json_text(schema))
+def json_grammar(schema: JsonSchema, *, lenient: bool = False) -> str:
+    """The grammar of one JSON value of this schema; `lenient` as for `json_text`."""
+    return LLMatcher.grammar_from_json_schema(json_text(schema, lenient=lenient))
 
 
-def check_schema(schema: JsonSchema, *param: str | int) -> None:
+def check_schema(schema: JsonSchema, *param: str | int, lenient: bool = False) -> None:
     """Raise RequestError where llguidance cannot use a schema; `param` is the path of the body's field that holds it.
-    The error names the innermost part at fault.
+    The error names the innermost part at fault. `lenient` as for `json_text`.
     """
-    if fault := _fault(schema):
+    if fault := _fault(schema, lenient):
         shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-        where = _joined(*param, *_path_to_fault(schema, shared))
+        path, fault = _innermost(fault, schema, shared, lenient)
+        where = _joined(*param, *path)
         raise RequestError(f"{where}: no grammar can be made of this schema: {fault}", param=_joined(*param))
 
 
@@ -77,17 +87,18 @@ def _joined(*path: str | int) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
-def _fault(schema: JsonSchema) -> str:
+def _fault(schema: JsonSchema, lenient: bool) -> str:
     """llguidance's error for a schema, on one line; empty for a usable one."""
-    return " ".join(LLMatcher.validate_grammar(json_grammar(schema)).split())
+    return " ".join(LLMatcher.validate_grammar(json_grammar(schema, lenient=lenient)).split())
 
 
-def _path_to_fault(schema: JsonSchema, shared: JsonSchema) -> list[str | int]:
-    """The path to the innermost schema that is invalid by itself; its references point into `shared`."""
+def _innermost(fault: str, schema: JsonSchema, shared: JsonSchema, lenient: bool) -> tuple[list[str | int], str]:
+    """The path to the innermost schema that is invalid by itself, and its fault; its references point into `shared`."""
     for path, inner in _inner_schemas(schema):
-        if isinstance(inner, Mapping) and _fault({**shared, **inner}):
-            return [*path, *_path_to_fault(inner, shared)]
-    return []
+        if isinstance(inner, Mapping) and (its_fault := _fault({**shared, **inner}, lenient)):
+            deeper, fault = _innermost(its_fault, inner, shared, lenient)
+            return [*path, *deeper], fault
+    return [], fault
 
 
 def _inner_schemas(schema: JsonSchema) -> Iterator[tuple[tuple[str | int, ...], Any]]:
@@ -119,7 +130,8 @@ class GrammarVocabulary:
         """A matcher for a new answer. Raises RequestError for a grammar that is not usable."""
         matcher = LLMatcher(self._tokens, grammar, log_level=0)
         if matcher.is_error():
-            raise RequestError(f"no grammar can be made of this: {matcher.get_error()}")
+            fault, _, _ = matcher.get_error().partition("<backtrace>")
+            raise RequestError(f"no grammar can be made of this: {fault.strip()}")
         return GrammarMatcher(matcher, self._tokens.vocab_size, self._hidden)
 
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 from serving.engine import Message, Tool
-from serving.grammar import json_text
+from serving.grammar import JsonSchema, json_text
 
 OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 _BEGIN, _END = f"{OPENING}\n", f"\n{_CLOSING}"
@@ -30,7 +32,14 @@ To call a function, write its name and its arguments like this:
 
 def in_plain_messages(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
     """The conversation for a chat template without tools: roles system, user and assistant, and text only."""
-    plain = [_plain(message) for message in messages]
+    plain: list[Message] = []
+    for role, group in groupby(messages, key=itemgetter("role")):
+        if role == "tool":
+            # In one message, since many such templates refuse two of the user's in a row.
+            said = "\n".join(f"<tool_response>\n{message['content']}\n</tool_response>" for message in group)
+            plain.append({"role": "user", "content": said})
+        else:
+            plain += map(_plain, group)
     if not tools:
         return plain
     explained = _EXPLAINED.format(tools="\n".join(json.dumps(tool) for tool in tools))
@@ -40,8 +49,6 @@ def in_plain_messages(messages: Sequence[Message], tools: Sequence[Tool]) -> lis
 
 
 def _plain(message: Message) -> Message:
-    if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
     calls = [f"{_BEGIN}{json.dumps(call['function'])}{_END}" for call in message.get("tool_calls", ())]
     plain = {name: value for name, value in message.items() if name not in ("tool_calls", "tool_call_id")}
     return {**plain, "content": "\n".join(filter(None, (message["content"], *calls)))}
@@ -50,7 +57,8 @@ def _plain(message: Message) -> Message:
 _GRAMMAR = """%llguidance {{}}
 start: {start}
 call: "{opening}" rest
-said_call: said rest{token_call}
+own_call: call{own_call}
+said_call: said rest{said_call}
 said[lazy]: TEXT "{opening}"
 rest: "\\n" body "\\n{closing}"
 body: {bodies}
@@ -60,23 +68,29 @@ TEXT: /(.|\\n)*/
 _NAME, _ARGUMENTS = '{"name": "', '", "arguments": '
 
 
-def calls_grammar(tools: Sequence[Tool], *, must_call: bool, several: bool, has_token: bool) -> str:
+def calls_grammar(
+    tools: Sequence[Tool], *, must_call: bool, several: bool, answer: JsonSchema | None, has_token: bool
+) -> str:
     """The grammar of an answer that may call these functions: with `must_call` at least once and nothing else, without
-    it with any text before and after; with `several` more than once. `has_token`: the vocabulary has a token for
-    `OPENING`, which a grammar names apart from its text.
+    it with any text before and after, or in its place a JSON value of the schema `answer`; with `several` more than
+    once. `has_token`: the vocabulary has a token for `OPENING`, which a grammar names apart from its text.
     """
     functions = [tool["function"] for tool in tools]
     bodies = [f'{json.dumps(_NAME + each["name"] + _ARGUMENTS)} arguments_{n} "}}"' for n, each in enumerate(functions)]
-    # Each schema stands alone: its references count from its own root.
-    arguments = [f"arguments_{n}: %json {json_text(each['parameters'])}" for n, each in enumerate(functions)]
+    # Each schema stands alone: its references count from its own root. Arguments are an object also where it is `{}`.
+    schemas = ({**each["parameters"], "type": each["parameters"].get("type") or "object"} for each in functions)
+    arguments = [f"arguments_{n}: %json {json_text(schema, lenient=True)}" for n, schema in enumerate(schemas)]
     if must_call:
         start = 'call ("\\n" call)*' if several else "call"
-    else:
+    elif answer is None:
         start = "said_call* TEXT" if several else "said_call | TEXT"
-    token_call = f" | TEXT {OPENING} rest" if has_token else ""
+    else:
+        start = 'own_call ("\\n" own_call)* | answer' if several else "own_call | answer"
+        arguments.append(f"answer: %json {json_text(answer)}")
     return _GRAMMAR.format(
         start=start,
-        token_call=token_call,
+        own_call=f" | {OPENING} rest" if has_token else "",
+        said_call=f" | TEXT {OPENING} rest" if has_token else "",
         opening=OPENING,
         closing=_CLOSING,
         bodies=" | ".join(bodies),

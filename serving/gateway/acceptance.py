@@ -131,7 +131,7 @@ class AcceptanceRewriter:
         usage = _decoded(bytes(fields.get("usage", _NULL)))
         if usage is not None:
             details = _decoded(bytes(usage.get("completion_tokens_details", _NULL))) or {}
-            usage = {**usage, "completion_tokens_details": {**details, **self._found.usage_details()}}
+            usage = {**usage, "completion_tokens_details": {**self._found.usage_details(), **details}}
             fields = {**fields, "usage": usage}
         return {**fields, "metrics": self._found.metrics()}
 

@@ -17,7 +17,6 @@ from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from pydantic import SecretStr
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -27,7 +26,7 @@ from serving.gateway.config import ENV_PREFIX, GatewaySettings
 from serving.gateway.errors import ApiError, deadline, engine_busy
 from serving.gateway.keys import ApiKey, Keyring, OneKey
 from serving.gateway.metrics import GatewayMetrics
-from serving.gateway.telemetry import MESSAGES, exchange_of
+from serving.gateway.telemetry import exchange_of
 
 
 class Access(StrEnum):
@@ -126,7 +125,11 @@ class AccessControl:
             if (route := _route_of(self._routes, scope)) is not None:
                 break
         if route is None:
-            raise HTTPException(404)
+            if path in ACCESS:
+                message = "This path is not served with this engine and these settings; /v1/chat/completions always is."
+                raise ApiError(404, message, code="not_found")
+            fix = "the base URL of OpenAI's clients ends in /v1, and that of Anthropic's does not"
+            raise ApiError(404, f"There is no such path here, see /openapi.json: {fix}.", code="not_found")
         request = Request(scope)
         exchange = exchange_of(request)
         # Set first, so that a refusal is logged and counted under its route, too.
@@ -236,9 +239,7 @@ def bearer(request: Request) -> bytes | None:
 
 
 def _anthropic_key(request: Request) -> bytes | None:
-    """The key in the header that Anthropic's clients use."""
-    if not exchange_of(request).route.startswith(MESSAGES):
-        return None
+    """The key in the header that Anthropic's clients use, also when they ask for the models."""
     return request.headers.get("x-api-key", "").encode("latin-1") or None
 
 
@@ -260,6 +261,10 @@ def check_admin_key(request: Request, key: SecretStr | None) -> None:
         raise ApiError(403, "This is not the admin key.", code="admin_key_wrong")
 
 
+_OWN_NAMES = ("localhost", "host.docker.internal", "host.containers.internal")
+"""Names of this machine, for itself and for its containers, that nobody can have on the web."""
+
+
 def check_host(request: Request) -> None:
     """Raise ApiError (403) for a Host header that is a foreign name: protects against DNS rebinding.
 
@@ -268,7 +273,7 @@ def check_host(request: Request) -> None:
     """
     with suppress(ValueError):
         host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
-        if host == "localhost" or ip_address(host):
+        if host in _OWN_NAMES or ip_address(host):
             return
     message = "Without API keys this gateway answers only under localhost and IP addresses, not names: give it keys."
     raise ApiError(403, message, code="host_not_allowed")

@@ -6,6 +6,7 @@ Anthropic's endpoint answers with Anthropic's envelope.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -30,6 +31,8 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+TOO_MANY = re.compile(r"maximum context length of (\d+) tokens\..*: (\d+) tokens from the input messages and (\d+) ")
+"""In SGLang's error for a request whose limit does not fit: tokens of the context, of the prompt, and the limit."""
 
 
 class ApiError(Exception):
@@ -63,7 +66,14 @@ class ApiError(Exception):
 
     def anthropic_envelope(self) -> dict[str, Any]:
         kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        message = self.message
+        # Anthropic's words: Claude Code looks for them, and then asks for fewer tokens or shortens the conversation.
+        if found := TOO_MANY.search(message):
+            context, prompt, limit = found.groups()
+            message = f"input length and `max_tokens` exceed context limit: {prompt} + {limit} > {context}"
+        elif self.code == "context_length_exceeded":
+            message = f"prompt is too long: {message}"
+        return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def unavailable(message: str, *, code: str = "engine_unavailable") -> ApiError:

@@ -31,7 +31,7 @@ _NOT_FOR_CLIENTS = frozenset(
 """Refused fields: code to run, a pattern that can block SGLang's process for ever, a grammar that can end it since it
 allows no token (`root ::= root`), a machine to connect to, and a part of the cache key."""
 _MAX_SALT_CHARS = 256
-_NULL = msgspec.Raw(b"null")
+_NULL, _NO_LIMIT = msgspec.Raw(b"null"), msgspec.Raw(b"-1")
 _SCALARS = (type(None), bool, int, float, str)
 
 
@@ -107,6 +107,9 @@ class ForwardedBody(Strict):
 
 class SampledBody(ForwardedBody):
     """Body of chats and completions."""
+
+    # llama.cpp's value for none.
+    neutral = dict.fromkeys(("max_tokens", "max_completion_tokens"), (-1,))
 
     n: Count = 1
     max_tokens: Count | None = None
@@ -244,8 +247,12 @@ def rewrite(raw: bytes, body: ForwardedBody, marks: RequestMetadata, *, max_toke
     except msgspec.MsgspecError as error:
         # Valid for the first parser, refused by this one: not JSON, such as NaN.
         raise RequestError(f"Invalid JSON: {error}", code="invalid_json") from None
-    # A null counts as absent here, and SGLang refuses some nulls.
-    fields = {name: value for name, value in fields.items() if value != _NULL}
+    # A null counts as absent here, and so does a limit of -1; SGLang refuses some nulls, and that limit.
+    fields = {
+        name: value
+        for name, value in fields.items()
+        if value != _NULL and not (value == _NO_LIMIT and name in body.neutral)
+    }
     if refused := sorted(_NOT_FOR_CLIENTS & fields.keys()):
         message = f"{refused[0]}: no client may use this here; leave it out"
         raise RequestError(message, param=refused[0], code="unsupported_parameter")

@@ -76,7 +76,12 @@ ENDPOINTS = {
         tuple(b"event: response.%s\n" % how for how in (b"completed", b"incomplete", b"failed")),
         replace(EVENTS, frame=_responses_error),
     ),
-    MESSAGES: Endpoint(MessagesBody, (b"event: message_stop\n",), replace(EVENTS, frame=_messages_error)),
+    # Anthropic's own keep-alive: Claude Code gives up where it sees comments alone.
+    MESSAGES: Endpoint(
+        MessagesBody,
+        (b"event: message_stop\n",),
+        replace(EVENTS, frame=_messages_error, silence=b"event: ping\n" + event({"type": "ping"})),
+    ),
     f"{MESSAGES}/count_tokens": Endpoint(ForwardedBody),
     "/v1/embeddings": Endpoint(ForwardedBody),
     **dict.fromkeys(("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"), _TEXT),

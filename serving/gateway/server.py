@@ -85,6 +85,13 @@ def _swallow_cancellation(app: ASGIApp) -> ASGIApp:
     return ended
 
 
+class _Http1(H11Protocol):
+    """HTTP/1.1 alone: a request that offers HTTP/2, as all of Java's HttpClient do, is answered as if it did not."""
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Log nothing: uvicorn would write two lines for each such request, and advise another library."""
+
+
 class _Uvicorn(uvicorn.Server):
     """A uvicorn server that handles no signals and sets `accepting` once it accepts connections."""
 
@@ -146,7 +153,7 @@ class GatewayServer:
                 lifespan="on",
                 ws="none",
                 # Fixed, not whichever is installed: this parser bounds the headers.
-                http="h11",
+                http=_Http1,
                 h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
                 limit_concurrency=max_connections,
                 proxy_headers=False,

@@ -18,7 +18,7 @@ from typing import TypeVar
 import httpx
 import msgspec
 
-from serving.gateway.errors import UNAVAILABLE_RETRY_AFTER_S, ApiError, describe
+from serving.gateway.errors import TOO_MANY, UNAVAILABLE_RETRY_AFTER_S, ApiError, describe
 from speculator.errors import EngineBusyError, EngineDeadError
 from speculator.tracing import outgoing_headers
 
@@ -101,7 +101,6 @@ _MAX_SEARCHED_CHARS = 4000
 """Where to look for what does not validate: the rest of the message is the client's own text, as long as its body."""
 _QUEUE_IS_FULL = ("The request queue is full.", "The request is aborted by a higher priority request.")
 _VALIDATION = re.compile(r"""'type': '(\w+)', 'loc': \('body', '(\w+)'.*?\), 'msg': ('[^']*'|"[^"]*")""")
-_TOO_MANY = re.compile(r"maximum context length of (\d+) tokens\..*: (\d+) tokens from the input messages and \d+ ")
 _TOO_LONG = "context length"
 _GATEWAY_STATUSES = {401, 403, 405}
 """Statuses that concern the gateway's own access to SGLang, not the client's request."""
@@ -164,9 +163,9 @@ def _decoded(content: bytes, kind: type[T]) -> T | None:
 
 def completion_room(refused: ApiError) -> int | None:
     """How many completion tokens fit, if SGLang refused a request because it wants more; else None."""
-    if not (found := _TOO_MANY.search(refused.message)):
+    if not (found := TOO_MANY.search(refused.message)):
         return None
-    context_length, num_prompt_tokens = map(int, found.groups())
+    context_length, num_prompt_tokens, _ = map(int, found.groups())
     return max(context_length - num_prompt_tokens, 0) or None
 
 

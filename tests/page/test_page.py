@@ -271,7 +271,7 @@ def test_a_refused_prompt_says_why(watched: Watched, gateway: Gateway) -> None:
     page = watched.open(gateway)
     page.fill("#max-tokens", "4096")
     page.click("#send")
-    expect(page.locator("#answer-status")).to_contain_text("the model's context holds 256")
+    expect(page.locator("#answer-status")).to_contain_text("maximum context length is 256 tokens")
     expect(page.locator("#send")).to_be_enabled()
     assert len(watched.expected()) == 1
 

@@ -21,6 +21,7 @@ def test_an_answers_acceptance_adds_up() -> None:
         "num_draft_tokens": 16,
     }
     assert Acceptance.over([first, second]).usage_details() == {
+        "reasoning_tokens": 0,
         "accepted_prediction_tokens": 9,
         "rejected_prediction_tokens": 7,
     }

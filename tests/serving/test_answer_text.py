@@ -281,6 +281,12 @@ def test_another_template_is_given_tools_as_text(tmp_path: Path) -> None:
     assert '"description": "The time."' in text
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     assert text.endswith(f";user=hi;assistant={call};user=<tool_response>\nnoon\n</tool_response>;")
+    # Results of several calls are one message: many templates want user and assistant in turn.
+    more = [*TALK, {**TALK[-1], "content": "night"}]
+    text = tokenizer.decode(tokenizer.encode_chat(more, [TOOL]))
+    assert text.endswith(
+        f";assistant={call};user=<tool_response>\nnoon\n</tool_response>\n<tool_response>\nnight\n</tool_response>;"
+    )
     system = [{"role": "system", "content": "Be kind."}]
     assert tokenizer.decode(tokenizer.encode_chat([*system, *TALK], [TOOL])).startswith("system=Be kind.\n\nYou can")
 

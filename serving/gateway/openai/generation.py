@@ -227,24 +227,26 @@ def completion_tokens(
     if num_prompt_tokens == 0:
         raise RequestError("The prompt has no tokens: send some text.", param=prompt_param)
     room = info.context_length - num_prompt_tokens
+    # OpenAI's words: agents look for them, and then shorten the conversation.
+    context = f"This model's maximum context length is {info.context_length} tokens."
     if room < 1:
         message = (
-            f"The prompt has {num_prompt_tokens} tokens; the model's context holds {info.context_length}, and the "
-            f"completion needs at least one of them: shorten the prompt by {1 - room}."
+            f"{context} The prompt has {num_prompt_tokens}, and the completion needs at least one: shorten the prompt "
+            f"by {1 - room}."
         )
         raise RequestError(message, param=prompt_param, code="context_length_exceeded")
     most = settings.max_prompt_tokens
     if most is not None and num_prompt_tokens > most:
         excess = num_prompt_tokens - most
-        message = f"The prompt has {num_prompt_tokens} tokens, at most {most} here: shorten it by {excess}."
+        message = f"The prompt is too long: {num_prompt_tokens} tokens, at most {most} here; shorten it by {excess}."
         raise RequestError(message, param=prompt_param, code="prompt_too_long")
     if asked is None:
         return min(settings.default_max_tokens, settings.max_completion_tokens or room, room)
     check_completion_tokens(settings, asked)
     if asked > room:
         message = (
-            f"The prompt has {num_prompt_tokens} tokens and the request asks for {asked} more; the model's context "
-            f"holds {info.context_length}: ask for at most {room}, or shorten the prompt by {asked - room}."
+            f"{context} The prompt has {num_prompt_tokens} and the request asks for {asked} more: ask for at most "
+            f"{room}, or shorten the prompt by {asked - room}."
         )
         raise RequestError(message, param=prompt_param, code="context_length_exceeded")
     return asked

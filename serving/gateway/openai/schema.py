@@ -29,12 +29,13 @@ from serving.gateway.body import (
 )
 from serving.gateway.openai.structured import FunctionTool, ResponseFormat, ToolChoice, Tools, may_be_called
 from serving.gateway.telemetry import Exchange
-from serving.grammar import check_schema
+from serving.grammar import check_schema, json_grammar
 from serving.tool_calls import OPENING, calls_grammar
 from speculator.draft.sampling_params import SamplingParams
 
-MAX_STOP = 4
+MAX_STOP = 32
 MAX_STOP_CHARS = 1000
+"""Of all stop strings together: each token is compared with all their beginnings."""
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 
@@ -136,10 +137,8 @@ def _stop_strings(value: object) -> tuple[str, ...]:
             raise invalid("stop_type", "must be a string or a list of strings", *where)
         if not string:
             raise invalid("stop_empty", "a stop string must not be empty", *where)
-        if len(string) > MAX_STOP_CHARS:
-            raise invalid("stop_length", f"a stop string has at most {MAX_STOP_CHARS} characters", *where)
-    if len(strings) > MAX_STOP:
-        raise invalid("stop_count", f"at most {MAX_STOP} stop strings")
+    if len(strings) > MAX_STOP or sum(map(len, strings)) > MAX_STOP_CHARS:
+        raise invalid("stop_count", f"at most {MAX_STOP} stop strings, of {MAX_STOP_CHARS} characters together")
     return tuple(strings)
 
 
@@ -284,8 +283,12 @@ class MessageToolCall(Strict):
         arguments: object = self.function.arguments
         # Parsed, because chat templates write an object as JSON, but a string with quotes.
         with suppress(ValueError, RecursionError):
-            arguments = json.loads(self.function.arguments)
+            # Libraries send an empty string for a call without arguments.
+            arguments = json.loads(self.function.arguments or "{}")
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+
+
+_MAY_BE_EMPTY = ("assistant", "tool")
 
 
 class Message(Strict):
@@ -302,8 +305,8 @@ class Message(Strict):
     @model_validator(mode="before")
     @classmethod
     def _allow_empty_answer(cls, fields: object) -> object:
-        """Accept an assistant message without content: libraries send an answer without text that way."""
-        if isinstance(fields, dict) and fields.get("role") == "assistant" and fields.get("content") is None:
+        """Accept a message of model or tool without content: libraries send an answer without text that way."""
+        if isinstance(fields, dict) and fields.get("role") in _MAY_BE_EMPTY and fields.get("content") in (None, []):
             return {**fields, "content": ""}
         return fields
 
@@ -365,9 +368,13 @@ class GenerationBody(SamplingBody):
     def wants_grammar(self) -> bool:
         return self.response_format is not None and self.response_format.type != "text"
 
+    def wanted_schema(self) -> dict[str, Any] | None:
+        """The schema of an answer's text; None for free text. Raises RequestError for an unusable one."""
+        return None if self.response_format is None else self.response_format.wanted_schema()
+
     def grammar(self, tokenizer: Tokenizer) -> str:
         """The grammar that an answer must follow; empty for free text. Raises RequestError for an unusable schema."""
-        return "" if self.response_format is None else self.response_format.grammar()
+        return "" if (schema := self.wanted_schema()) is None else json_grammar(schema)
 
     @property
     def limit(self) -> int | None:
@@ -386,8 +393,6 @@ class ChatBody(GenerationBody):
 
     @model_validator(mode="after")
     def _check_tools(self) -> Self:
-        if self.called and super().wants_grammar:
-            raise invalid("two_grammars", "give 'tools' or 'response_format', not both", "response_format")
         if self.called and self.slipstream.tokens:
             raise invalid("tokens", "not with 'tools': their calls are no text", "slipstream", "tokens")
         return self
@@ -405,11 +410,13 @@ class ChatBody(GenerationBody):
         if not (called := self.called):
             return super().grammar(tokenizer)
         for index, tool in enumerate(self.tools):
-            check_schema(tool.function.parameters, "tools", index, "function", "parameters")
+            function = tool.function
+            check_schema(function.parameters, "tools", index, "function", "parameters", lenient=not function.strict)
         return calls_grammar(
             [tool.for_template() for tool in called],
             must_call=self.tool_choice != "auto",
             several=self.parallel_tool_calls,
+            answer=self.wanted_schema(),
             has_token=tokenizer.has_token(OPENING),
         )
 

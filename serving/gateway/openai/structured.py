@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 
 from serving.engine import Tool
 from serving.gateway.body import Strict, invalid
-from serving.grammar import check_schema, json_grammar
+from serving.grammar import check_schema
 
 MAX_TOOLS = 128
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+# OpenAI's pattern, and what the Model Context Protocol allows beyond it.
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_./-]{1,128}$")]
 
 
 class NamedSchema(Strict):
@@ -39,17 +40,19 @@ class ResponseFormat(Strict):
             raise invalid("missing", "is needed where 'type' is 'json_schema'", "json_schema")
         return self
 
-    def grammar(self) -> str:
-        """The grammar of the format; empty for plain text. Raises RequestError for an unusable schema."""
+    def wanted_schema(self) -> dict[str, Any] | None:
+        """The schema of the format; None for plain text. Raises RequestError for an unusable one."""
         if self.type == "text":
-            return ""
+            return None
         schema = {"type": "object"} if self.json_schema is None else self.json_schema.definition
         check_schema(schema, "response_format", "json_schema", "schema")
-        return json_grammar(schema)
+        return schema
 
 
 class Function(Strict):
-    """A function that the model may call. OpenAI's `strict` changes nothing: arguments always follow `parameters`."""
+    """A function that the model may call. Arguments follow `parameters` as far as a grammar can; where it cannot
+    wholly, OpenAI's `strict` refuses them.
+    """
 
     ignores_unknown, place = True, "tools[].function."
 
@@ -78,7 +81,16 @@ class ChosenFunction(Strict):
     function: FunctionName
 
 
-ToolChoice = Literal["none", "auto", "required"] | ChosenFunction
+def _choice(value: object, parsed: ValidatorFunctionWrapHandler) -> object:
+    try:
+        return parsed(value)
+    except ValidationError:
+        # One error for all forms: those of each alone name no field of the body.
+        message = """must be "none", "auto", "required" or {"type": "function", "function": {"name": "..."}}"""
+        raise invalid("tool_choice", message) from None
+
+
+ToolChoice = Annotated[Literal["none", "auto", "required"] | ChosenFunction, WrapValidator(_choice)]
 Tools = Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)]
 
 

@@ -28,7 +28,7 @@ SHOWN = {
     "num_accepted_draft_tokens": 6,
     "num_draft_tokens": 9,
 }
-USED = {"accepted_prediction_tokens": 6, "rejected_prediction_tokens": 3}
+USED = {"reasoning_tokens": 0, "accepted_prediction_tokens": 6, "rejected_prediction_tokens": 3}
 
 
 def noted(note: Any, **more: Any) -> bytes:
@@ -61,6 +61,13 @@ def test_a_whole_answer_says_what_became_of_its_proposals() -> None:
     assert answer.pop("metrics") == {"speculative_decoding": SHOWN}
     assert answer["usage"].pop("completion_tokens_details") == USED
     assert answer == json.loads(WHOLE)
+
+
+def test_sglangs_own_details_stay() -> None:
+    whole = json.loads(noted(NOTE))
+    whole["usage"]["completion_tokens_details"] = {"reasoning_tokens": 4}
+    answer = chat(FakeSglang(whole=json.dumps(whole).encode())).json()
+    assert answer["usage"]["completion_tokens_details"] == {**USED, "reasoning_tokens": 4}
 
 
 def test_samples_are_counted_together() -> None:

@@ -157,10 +157,13 @@ def test_every_route_opens_for_its_keys_alone(method: str, path: str, which: Any
 
 def test_anthropics_clients_send_their_key_in_a_header_of_their_own(keys: KeyFile) -> None:
     app = passthrough_app(keys)
-    for path, status in (("/v1/messages", 503), ("/v1/messages/count_tokens", 503), (CHAT, 401), ("/v1/models", 401)):
-        method = "GET" if path == "/v1/models" else "POST"
+    for path, status in (("/v1/messages", 503), ("/v1/messages/count_tokens", 503), ("/v1/models?limit=1000", 200)):
+        method = "GET" if "models" in path else "POST"
         assert answer(app, method, path, {"x-api-key": "secret-of-user"}).status_code == status
         assert answer(app, method, path, {"x-api-key": "secret-of-nobody"}).status_code == 401
+        # Claude Code may also send another key of its user's there.
+        both = {**bearer("secret-of-user"), "x-api-key": "secret-of-nobody"}
+        assert answer(app, method, path, both).status_code == status
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
@@ -392,6 +395,10 @@ HOSTS = {
     "127.0.0.1:8000": 200,
     "[::1]:8000": 200,
     "10.0.0.7": 200,
+    # A container asks its host under these.
+    "host.docker.internal:8000": 200,
+    "host.containers.internal": 200,
+    "host.docker.internal.example": 403,
     "elsewhere.example": 403,
     "localhost.elsewhere.example:8000": 403,
     "127.0.0.1.elsewhere.example": 403,

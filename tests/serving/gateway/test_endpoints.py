@@ -157,6 +157,27 @@ def test_streams_pass_byte_for_byte(path: str, events: list[bytes]) -> None:
     assert registry.get_sample_value("slipstream_gateway_time_to_first_token_seconds_count", labels) == 1
 
 
+def test_a_silent_message_pings() -> None:
+    """Claude Code gives up a stream without events, and does not count comments."""
+
+    async def run() -> None:
+        begins = asyncio.Event()
+        fake = FakeSglang(events=[STARTED, TEXT, STOPPED], begins=begins)
+        body = {"model": MODEL, "messages": HELLO, "stream": True}
+        async with passing(fake, stream_comment_s=0.05) as server, httpx.AsyncClient() as client:
+            lines: list[str] = []
+            async with asyncio.timeout(10), client.stream("POST", f"{server.url}{MESSAGES}", json=body) as answer:
+                async for line in answer.aiter_lines():
+                    lines.append(line)
+                    if lines.count("event: ping") == 2:
+                        begins.set()
+        assert lines[:3] == ["event: ping", 'data: {"type":"ping"}', ""]
+        assert lines[-3] == "event: message_stop"
+        assert not [line for line in lines if line.startswith(":")]
+
+    asyncio.run(run())
+
+
 def used(path: str, **fake: Any) -> tuple[float | None, ...]:
     """Tokens of prompts and of answers, as counted of one request; the time between tokens, as often as observed."""
     registry = CollectorRegistry()
@@ -216,7 +237,7 @@ REFUSED = named("error", error={"type": "invalid_request_error", "message": TOO_
 def test_what_sglang_refuses_in_a_stream_is_refused(path: str, events: list[bytes]) -> None:
     answer = post(FakeSglang(events=events), path, {"messages": HELLO, "stream": True})
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == TOO_LONG
+    assert answer.json()["error"]["message"].endswith(TOO_LONG)
 
 
 @pytest.mark.parametrize(
@@ -263,6 +284,18 @@ def test_anthropics_clients_get_their_own_errors(body: dict[str, Any], status: i
     assert told.keys() == {"type", "error", "request_id"}
     assert (told["type"], told["error"]["type"]) == ("error", kind)
     assert told["request_id"] == answer.headers["x-request-id"]
+
+
+def test_claude_code_reads_why_a_conversation_does_not_fit() -> None:
+    """It shortens the conversation, or asks for fewer tokens, where an error has Anthropic's words."""
+    told = post(FakeSglang(refusal=flat_error(400, TOO_LONG)), MESSAGES, {"messages": HELLO}).json()
+    assert told["error"] == {"type": "invalid_request_error", "message": f"prompt is too long: {TOO_LONG}"}
+    fake = FakeSglang(num_prompt_tokens=CONTEXT_LENGTH - 5)
+    told = post(fake, MESSAGES, {"messages": HELLO, "max_tokens": 6}).json()
+    exceeded = f"input length and `max_tokens` exceed context limit: {CONTEXT_LENGTH - 5} + 6 > {CONTEXT_LENGTH}"
+    assert told["error"] == {"type": "invalid_request_error", "message": exceeded}
+    told = post(FakeSglang(refusal=flat_error(400, TOO_LONG)), RESPONSES, {"input": "hello"}).json()
+    assert told["error"]["message"] == TOO_LONG
 
 
 # -- half characters ---------------------------------------------------------------------------------------------------

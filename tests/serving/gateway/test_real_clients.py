@@ -133,6 +133,17 @@ def test_an_answer_is_sent_back_as_a_library_keeps_it() -> None:
     empty = asked(CHAT, {**BODIES[CHAT], "messages": [*HELLO, {**said, "content": ""}, asks]})
     for silent in ({"role": "assistant"}, {**kept, "content": None}):
         assert asked(CHAT, {**BODIES[CHAT], "messages": [*HELLO, silent, asks]}) == empty
+    # A call without arguments, and what a tool without a result said.
+    call = {"id": "1", "function": {"name": "f", "arguments": "{}"}}
+    talk = [*HELLO, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": ""}]
+    called = asked(CHAT, {**BODIES[CHAT], "messages": talk})
+    bare = {**call, "function": {"name": "f", "arguments": ""}}
+    for nothing in ({}, {"content": None}, {"content": []}):
+        answers = (
+            {**nothing, "role": "assistant", "tool_calls": [bare]},
+            {**nothing, "role": "tool", "tool_call_id": "1"},
+        )
+        assert asked(CHAT, {**BODIES[CHAT], "messages": [*HELLO, *answers]}) == called
     group = {"messages": [*HELLO, kept, asks], "top_k": -1, "max_tokens": 4}
     assert asked(ROLLOUTS, {"model": "double", "groups": [group]})[0][0] == plain[0][0]
 
@@ -216,6 +227,37 @@ def test_paths_as_proxies_and_base_urls_make_them() -> None:
     )
     assert whole.startswith(b"HTTP/1.1 200")
     assert b"HTTP/1.1 200" in waiting
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/v1/v1/messages", f"{CHAT}/chat/completions", "/v2/models"])
+def test_a_wrong_base_url_is_told_how_it_ends(path: str) -> None:
+    response = ask(APP, lambda client: client.post(path, json=BODIES[CHAT]))
+    error = error_of(response)
+    assert (response.status_code, error["code"]) == (404, "not_found")
+    assert "ends in /v1" in error["message"]
+
+
+def test_a_path_that_this_engine_lacks_is_no_wrong_base_url() -> None:
+    """Many clients ask for Responses, unless they are told to ask for chats."""
+    for path in ("/v1/responses", "/v1/embeddings/"):
+        response = ask(APP, lambda client, path=path: client.post(path, json=BODIES[CHAT]))
+        error = error_of(response)
+        assert (response.status_code, error["code"]) == (404, "not_found")
+        assert CHAT in error["message"]
+        assert "base URL" not in error["message"]
+
+
+def test_an_offer_of_http_2_is_passed_over_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    """Java's HttpClient makes it with each request that is not encrypted."""
+    offer = (
+        b"connection: Upgrade, HTTP2-Settings, close\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
+    )
+    body = json.dumps(BODIES[CHAT]).encode()
+    head = b"POST " + CHAT.encode() + b" HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n" + offer
+    chunked = b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    sized = b"content-length: %d\r\n\r\n%b" % (len(body), body)
+    assert all(answer.startswith(b"HTTP/1.1 200") for answer in on_a_socket(head + chunked, head + sized))
+    assert caplog.records == []
 
 
 PREFIX = "/slipstream"

@@ -19,6 +19,10 @@ TOO_COMPLEX = "\n".join(
     ["start: " + " | ".join(f"a{n}" for n in range(3000)), *(f"a{n}: /[a-z]/ /[a-z]*{n}/" for n in range(3000))]
 )
 """Every letter is the beginning of 3,000 alternatives."""
+TOO_LARGE = "\n".join(
+    ["start: " + " ".join(f"a{n}" for n in range(33_000)), *(f'a{n}: "a" | a{n} "b"' for n in range(33_000))]
+)
+"""As that of many functions with many arguments."""
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, top_k=40)
 
 
@@ -76,6 +80,9 @@ def test_a_grammar_beyond_the_librarys_limits_ends_its_own_request_alone(model_d
         for grammar in ("start: nothing", json_grammar({"type": "nothing"})):
             with pytest.raises(RequestError, match="no grammar"):
                 harness.ask(harness.request("a", grammar=grammar))
+        with pytest.raises(RequestError, match="no grammar") as refused:
+            harness.ask(harness.request("a", grammar=TOO_LARGE))
+        assert "backtrace" not in str(refused.value)
         with pytest.raises(RequestError, match="too complex"):
             harness.ask(harness.request("a", grammar=TOO_COMPLEX))
         assert harness.ask(harness.request("a"))[0].finish_reason == "length"

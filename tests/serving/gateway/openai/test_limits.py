@@ -214,6 +214,7 @@ def test_tokens_of_prompt_and_answer_are_bounded(path: str) -> None:
         return None if response.status_code == 200 else str(error_of(response)["code"])
 
     assert code({"max_prompt_tokens": 50}) == "prompt_too_long"
+    assert "prompt is too long" in post(DoubleEngine(), path, prompt, max_prompt_tokens=50).text
     assert code({"max_prompt_tokens": 200}) is None
     assert code({"max_completion_tokens": 10}, max_tokens=11) == "too_many_tokens"
     assert code({"max_completion_tokens": 10}, max_tokens=10) is None
@@ -298,7 +299,16 @@ def test_sglangs_own_levers_are_not_for_clients() -> None:
     passage.talk(fake, talk)
 
 
-@pytest.mark.parametrize("stop", ["x" * 1001, ["a", "x" * 1001], ["a"] * 5])
+@pytest.mark.parametrize("stop", ["x" * 1000, ["a", "x" * 999], [chr(at) for at in range(65, 97)]])
+def test_stop_strings_may_be_many(stop: Any) -> None:
+    """Continue sends 14 for each completion in an editor."""
+    engine = DoubleEngine()
+    assert post(engine, CHAT, {"messages": HELLO, "stop": stop}).status_code == 200
+    assert engine.requests[0].stop == ((stop,) if isinstance(stop, str) else tuple(stop))
+    assert passage.chat(FakeSglang(), stop=stop).status_code == 200
+
+
+@pytest.mark.parametrize("stop", ["x" * 1001, ["a", "x" * 1000], ["a"] * 33])
 def test_stop_strings_are_bounded(stop: Any) -> None:
     ours = post(DoubleEngine(), CHAT, {"messages": HELLO, "stop": stop})
     sglangs = passage.chat(FakeSglang(), stop=stop)

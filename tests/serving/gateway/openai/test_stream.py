@@ -59,7 +59,11 @@ def test_usage_is_the_last_event_when_asked_for() -> None:
         "prompt_tokens": 23,
         "completion_tokens": 8,
         "total_tokens": 31,
-        "completion_tokens_details": {"accepted_prediction_tokens": 6, "rejected_prediction_tokens": 2},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": 6,
+            "rejected_prediction_tokens": 2,
+        },
     }
     assert usage["metrics"]["speculative_decoding"]["acceptance_histogram"] == [0, 0, 0, 2]
     assert not any("metrics" in chunk for chunk in chunks)

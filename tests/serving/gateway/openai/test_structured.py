@@ -12,9 +12,11 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 from pydantic import BaseModel, ConfigDict
+from tokenizers import AddedToken
 
+from serving.grammar import GrammarVocabulary, json_text
 from serving.local.engine import LocalEngine
-from serving.tool_calls import ToolCall, ToolCallReader
+from serving.tool_calls import OPENING, ToolCall, ToolCallReader, calls_grammar
 from tests.fixtures.doubles import DoubleEngine, says
 from tests.fixtures.toy import byte_tokenizer, make_toy_model
 from tests.serving.gateway.client import CHAT, HELLO, chat, gateway, openai_client, post, serve
@@ -136,6 +138,46 @@ def test_text_before_calls_is_content_and_several_calls_are_told_apart() -> None
     assert f"<assistant>Let me see.\n\n{NOW}\n{ROME}\n<user><tool_response>\nnoon\n</tool_response>\n" in prompt
 
 
+def test_an_answer_beside_functions_follows_its_schema(engine: LocalEngine) -> None:
+    """As the Agents SDK asks for it: functions and the type of the last answer in each request."""
+
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "V", "schema": Verdict.model_json_schema()}}
+
+    async def say(client: AsyncOpenAI) -> None:
+        asked: Any = {"model": "toy", "messages": HELLO, "max_tokens": 150, "tools": TOOLS, "response_format": schema}
+        for seed in range(3):
+            choice = (await client.chat.completions.create(**asked, seed=seed, parallel_tool_calls=False)).choices[0]
+            if calls := choice.message.tool_calls:
+                assert (choice.finish_reason, choice.message.content, len(calls)) == ("tool_calls", None, 1)
+            else:
+                Verdict.model_validate_json(choice.message.content)
+        forced = await client.chat.completions.create(**asked, tool_choice="required", seed=1)
+        assert forced.choices[0].message.tool_calls
+
+    talk(engine, say)
+
+
+def test_a_call_may_begin_with_the_token_that_the_vocabulary_has_for_it() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken(OPENING, special=False, normalized=False)])
+    backend = tokenizer.backend_tokenizer
+    vocabulary = GrammarVocabulary(backend, end_token_ids=[tokenizer.eos_token_id], hidden_token_ids=[])
+    call, brace, letter = (backend.encode(text, add_special_tokens=False).ids for text in (OPENING, "{", "a"))
+    for answer, texts in ((None, [brace, letter]), (Verdict.model_json_schema(), [brace])):
+        grammar = calls_grammar(TOOLS[:1], must_call=False, several=True, answer=answer, has_token=True)
+        forbidden = vocabulary.matcher(grammar).forbidden(backend.get_vocab_size())
+        assert [ids for ids in (call, brace, letter) if not forbidden[ids[0]]] == [call, *texts]
+
+
+def test_a_function_may_have_a_name_as_mcp_servers_give_it() -> None:
+    name = "mcp/files.v2/read-file" + "_long" * 20
+    said = says(f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>')
+    tools = [{"type": "function", "function": {"name": name}}]
+    answer = chat(DoubleEngine(answer=said, context_length=2048), tools=tools).json()
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": name, "arguments": "{}"}
+
+
 def test_where_no_function_may_be_called_the_answer_is_text() -> None:
     for tools in ({}, {"tools": TOOLS, "tool_choice": "none"}):
         engine = DoubleEngine(answer=says(NOW), context_length=2048)
@@ -207,6 +249,8 @@ def _nested(days: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any]:
 
 def test_keywords_that_demand_nothing_refuse_no_schema(engine: LocalEngine) -> None:
     listed = {"type": "array", "items": {"type": "string", "format": "file-path"}, "uniqueItems": False, "maxItems": 1}
+    # Zod 4's for a record.
+    listed |= {"propertyNames": {"type": "string"}}
     # A property may have the name of a keyword.
     schema = _nested({"anyOf": [{"$ref": "#/$defs/L"}]}, {"L": listed})
     schema["properties"]["format"] = {"enum": ["uuid4"]}
@@ -223,12 +267,73 @@ def test_keywords_that_demand_nothing_refuse_no_schema(engine: LocalEngine) -> N
     date.fromisoformat(json.loads(said["choices"][0]["message"]["content"]))
 
 
+def test_of_very_long_keywords_nothing_is_kept() -> None:
+    """The library is asked once for each format and pattern, and the answers are kept."""
+    long = {"type": "string", "format": "x" * 2000, "pattern": "a" * 2000}
+    assert json.loads(json_text(long, lenient=True)).keys() == {"type", "x-guidance"}
+    assert json.loads(json_text(long))["pattern"] == "a" * 2000
+
+
+NO_GRAMMAR: dict[str, Any] = {
+    # Zod 4's for an e-mail address: no grammar can look ahead.
+    "to": {"type": "string", "format": "email", "pattern": r"^(?!\.)(?!.*\.\.)[a-z.]+@[a-z.]+$", "maxLength": 30},
+    "tags": {"type": "array", "items": {"enum": ["a"]}, "uniqueItems": True, "maxItems": 1},
+    "part": {"oneOf": [{"enum": [1]}, {"enum": [1, 2]}]},
+    "names": {"type": "object", "propertyNames": {"pattern": "^x"}, "maxProperties": 0},
+}
+
+
+@pytest.mark.parametrize("name", NO_GRAMMAR)
+def test_a_function_is_called_whose_schema_a_grammar_follows_in_part(engine: LocalEngine, name: str) -> None:
+    """One such tool of many would make an agent unusable; `strict` refuses it, as OpenAI does."""
+    properties = {name: NO_GRAMMAR[name]}
+    schema = {"type": "object", "properties": properties, "required": [name], "additionalProperties": False}
+    asked = {"model": "toy", "messages": HELLO, "max_tokens": 200, "seed": 2, "tool_choice": "required"}
+
+    def called(**more: Any) -> Any:
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema, **more}}
+        return post(engine, CHAT, {**asked, "parallel_tool_calls": False, "tools": [tool]})
+
+    answer = called().json()["choices"][0]["message"]
+    value = json.loads(answer["tool_calls"][0]["function"]["arguments"])[name]
+    assert {"to": "@" in str(value), "tags": value in ([], ["a"]), "part": value in (1, 2), "names": value == {}}[name]
+    refused = called(strict=True)
+    assert refused.status_code == 400
+    assert f"parameters.properties.{name}: no grammar" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"maxProperties": 0},
+        {"type": None, "maxProperties": 0},
+        {"type": "object", "properties": None, "required": None, "additionalProperties": False},
+    ],
+    ids=str,
+)
+def test_arguments_are_an_object_where_the_schema_says_nothing_of_it(
+    engine: LocalEngine, schema: dict[str, Any]
+) -> None:
+    """As tools without parameters come from MCP servers."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    asked = {"model": "toy", "messages": HELLO, "max_tokens": 100, "tool_choice": "required", "seed": 1}
+    answer = post(engine, CHAT, {**asked, "parallel_tool_calls": False, "tools": [tool]})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == "{}"
+
+
 def test_a_schema_at_fault_is_named_to_the_innermost_part() -> None:
     bad = {"type": "object", "properties": {"a": {"anyOf": [{"type": "string"}, {"type": "text"}]}}}
     tools = [*TOOLS, {"type": "function", "function": {"name": "bad", "parameters": bad}}]
     error = chat(DoubleEngine(), tools=tools).json()["error"]
     assert error["param"] == "tools[2].function.parameters"
     assert error["message"].startswith("tools[2].function.parameters.properties.a.anyOf[1]: ")
+    # Its own fault, not the first of all.
+    two = {"type": "object", "properties": {"a": {"pattern": "(?=a)"}, "b": {"uniqueItems": True}}}
+    strict = [{"type": "function", "function": {"name": "f", "parameters": two, "strict": True}}]
+    message = chat(DoubleEngine(), tools=strict).json()["error"]["message"]
+    assert "parameters.properties.a: " in message
+    assert "look-around" in message
     named = {"type": "json_schema", "json_schema": {"name": "bad", "schema": {"$ref": "#/$defs/none"}}}
     error = chat(DoubleEngine(), response_format=named).json()["error"]
     assert "'/$defs/none' does not exist" in error["message"]
