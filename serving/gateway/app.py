@@ -10,6 +10,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from prometheus_client import REGISTRY, CollectorRegistry
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match
 
 from serving.engine import Engine, SwappableDraft, Tokenizer
@@ -202,6 +203,11 @@ def _assemble(
         is_full=lambda: host.health().is_full,
     )
     app.add_middleware(Telemetry, metrics=metrics, root_path=settings.root_path)
+    if settings.cors_origins:
+        origins, every = [origin.strip() for origin in settings.cors_origins.split(",")], ["*"]
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=every, allow_headers=every, expose_headers=every
+        )
     return app
 
 

@@ -14,6 +14,7 @@ from speculator.host import invalid_setting, read_secret
 
 ENV_PREFIX = "SLIPSTREAM_GATEWAY_"
 _SPARE_CONNECTIONS = 200
+_ORIGIN = r"[a-z][a-z0-9+.-]*://[^\s,/]+"
 
 
 def _as_prefix(path: object) -> object:
@@ -60,6 +61,8 @@ class GatewaySettings(BaseSettings):
     """Seconds until an idle connection is closed; a proxy in front must close it earlier."""
     root_path: Annotated[str, BeforeValidator(_as_prefix)] = Field(default="", pattern=r"^(/[\w.~-]+)*$")
     """Path below which a proxy shows this gateway, such as /slipstream; the proxy may strip it."""
+    cors_origins: str = Field(default="", pattern=rf"^(\*|{_ORIGIN}(,\s*{_ORIGIN})*)?$")
+    """Sites whose pages may call from a browser, separated by commas, such as https://chat.example.com; * for all."""
     max_in_flight: int = Field(default=400, ge=1)
     """Requests at once, waiting ones included; more are refused with status 429."""
     max_key_share: float = Field(default=0.5, gt=0, le=1)

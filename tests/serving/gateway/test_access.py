@@ -13,7 +13,7 @@ import pytest
 from fastapi import APIRouter, FastAPI
 from openai import AsyncOpenAI
 from prometheus_client import CollectorRegistry
-from pydantic import SecretStr
+from pydantic import SecretStr, ValidationError
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from structlog.testing import capture_logs
@@ -467,3 +467,35 @@ def test_one_key_for_all_clients() -> None:
         assert answer(app, "GET", path, bearer("secret-of-all")).status_code == 200
     assert ask(app, lambda client: client.post(CHAT, json=CHAT_BODY, headers=bearer("secret-of-all"))).is_success
     assert answer(app, "GET", "/admin/drafts", bearer("secret-of-all")).status_code == 403
+
+
+@pytest.mark.parametrize("origins", ["https://chat.example.com", "app://one.md, https://chat.example.com", "*"])
+def test_pages_of_named_sites_may_call_from_a_browser(tmp_path: Path, origins: str) -> None:
+    headers = (keys := KeyFile(tmp_path / "keys")).add("a")
+    app = local_app(keys, cors_origins=origins)
+    site = {"origin": "https://chat.example.com"}
+    asks = {**site, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    preflight = ask(app, lambda client: client.options(CHAT, headers=asks))
+    assert preflight.status_code == 200
+    assert "authorization" in preflight.headers["access-control-allow-headers"]
+    answers = [
+        ask(app, lambda client: client.post(CHAT, json=CHAT_BODY, headers=site)),
+        ask(app, lambda client: client.post(CHAT, json=CHAT_BODY, headers={**site, **headers})),
+    ]
+    assert [answer.status_code for answer in answers] == [401, 200]
+    for answer in (preflight, *answers):
+        assert answer.headers["access-control-allow-origin"] in {"*", "https://chat.example.com"}
+    assert {answer.headers["access-control-expose-headers"] for answer in answers} == {"*"}
+
+
+@pytest.mark.parametrize("origins", ["", "https://another.example.com"])
+def test_pages_of_no_other_site_may(origins: str) -> None:
+    site = {"origin": "https://chat.example.com"}
+    answer = ask(local_app(None, cors_origins=origins), lambda client: client.post(CHAT, json=CHAT_BODY, headers=site))
+    assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize("origins", ["chat.example.com", "https://chat.example.com/", "https://a,*"])
+def test_what_is_no_origin_is_refused(origins: str) -> None:
+    with pytest.raises(ValidationError, match="cors_origins"):
+        local_app(None, cors_origins=origins)
