@@ -37,6 +37,8 @@ MAX_STOP = 4
 MAX_STOP_CHARS = 1000
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
+_LEAST_TEMPERATURE = 1e-6
+"""SGLang's; below it a request is greedy. A logit divided by much less is infinite in float32."""
 
 
 def _all(values: tuple[object, ...] | EllipsisType, names: str) -> Neutral:
@@ -328,7 +330,8 @@ class SamplingBody(Strict):
 
     @property
     def sampling(self) -> SamplingParams:
-        return SamplingParams(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
+        temperature = self.temperature if self.temperature >= _LEAST_TEMPERATURE else 0.0
+        return SamplingParams(temperature=temperature, top_p=self.top_p, top_k=self.top_k)
 
 
 class GenerationBody(SamplingBody):

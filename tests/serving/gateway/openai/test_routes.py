@@ -90,6 +90,14 @@ def test_defaults() -> None:
     assert request.policy == CapturePolicy()
 
 
+@pytest.mark.parametrize(("given", "served"), [(1e-40, 0.0), (9e-7, 0.0), (1e-6, 1e-6), (0.7, 0.7)])
+def test_a_temperature_that_is_as_good_as_0_is_greedy(given: float, served: float) -> None:
+    """As in SGLang. Divided by 1e-40 every positive logit is infinite, and the one with the lowest id would win."""
+    engine = DoubleEngine()
+    chat(engine, temperature=given)
+    assert engine.requests[0].sampling.temperature == served
+
+
 def test_default_max_tokens_shrinks_to_what_fits() -> None:
     engine = DoubleEngine(context_length=30)
     response = chat(engine)
