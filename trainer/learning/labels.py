@@ -5,12 +5,12 @@ top-k and top-p of the request turn it into the served distribution. Tokens outs
 dropped *without* renormalising, so a row sums to m = Σ_{x ∈ D} p(x), the share that the draft can propose at most.
 
 **Tail.** Of the tokens below the K kept ones a trace has only the total mass. `probs` is renormalised over the kept
-tokens, which a distillation term can teach. `tail` is the share r of the served distribution that is missing, so
-(1 − r) · probs is the served probability, for terms that compare probabilities (acceptance, reverse KL).
-At temperature 1 the recorded log-probabilities give r exactly, to their float16 rounding. At another temperature T the
-tail is taken for n = r₁ / p_K tokens as likely as the least likely kept one, at most all others of the vocabulary, so
-that it weighs r₁ · p_K^(1/T − 1): too much below temperature 1, too little above it. Top-k within the kept tokens and a nucleus that ends within them leave no
-tail; the nucleus is cut by served, not by renormalised, mass.
+tokens, which a distillation term can teach. `tail` is the share r of the served distribution that is missing, so (1 −
+r) · probs is the served probability, for terms that compare probabilities (acceptance, reverse KL). At temperature 1
+the recorded log-probabilities give r exactly, to their float16 rounding. At another temperature T the tail is taken for
+n = r₁ / p_K tokens as likely as the least likely kept one, at most all others of the vocabulary, so that it weighs r₁ ·
+p_K^(1/T − 1): too much below temperature 1, too little above it. Top-k within the kept tokens and a nucleus that ends
+within them leave no tail; the nucleus is cut by served, not by renormalised, mass.
 
 **Greedy.** A greedy request is served the target's likeliest token, which alone decides acceptance: `Labels.served` has
 probability 1 there. `probs` of its rows are the target's at temperature 1, so they teach more than one token; a
