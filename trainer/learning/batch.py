@@ -100,7 +100,7 @@ def make_example(trace: Trace, draft_ids_V: Tensor, *, feature_width: int, windo
         draft_ids_V,
     )
     # Base n learns from row n + 1, and its token n + 2 must lie in the span.
-    if not bool(labels.labelled[1:-1].any()):
+    if not trace.has_label:
         raise TraceError("no position has both a target distribution and a following token")
     if not bool(torch.isfinite(labels.probs).all()):
         raise TraceError("a target distribution has no finite probability")
