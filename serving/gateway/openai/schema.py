@@ -330,7 +330,9 @@ class SamplingBody(Strict):
 
     @property
     def sampling(self) -> SamplingParams:
-        temperature = self.temperature if self.temperature >= _LEAST_TEMPERATURE else 0.0
+        # One token to choose from is greedy, too, and then a draft need not guess it by chance.
+        is_greedy = self.temperature < _LEAST_TEMPERATURE or self.top_k == 1
+        temperature = 0.0 if is_greedy else self.temperature
         return SamplingParams(temperature=temperature, top_p=self.top_p, top_k=self.top_k)
 
 
