@@ -171,6 +171,12 @@ class Trace:
         return 0 if self.branches is None else len(self.branches)
 
     @property
+    def has_label(self) -> bool:
+        """Whether a draft can learn from it: a position with the target's own distribution lies between two others."""
+        is_label_T = (self.target_topk_ids[:, 0] >= 0) & ~self.constrained
+        return bool(is_label_T[1:-1].any())
+
+    @property
     def num_completion_tokens(self) -> int:
         """Completion tokens inside the span."""
         return self.header.first_position + self.num_tokens - self.header.num_prompt_tokens

@@ -34,11 +34,13 @@ DROP_REASONS = (
     "closed",
     "erased",
     "expired",
+    "nothing_computed",
     *SAMPLING_REASONS,
     *FILTER_REASONS,
 )
 """`too_large` for the buffer or the stream; `invalid` does not encode; `failed` is a bug; `erased` by order for its
-tenant; `expired` is too old; `sampled_…` Redis, trainer or buffer cannot take all; the rest by the operator's filter.
+tenant; `expired` is too old; `nothing_computed` teaches nothing; `sampled_…` Redis, trainer or buffer cannot take all;
+the rest by the operator's filter.
 """
 log = structlog.get_logger(__name__)
 
@@ -196,6 +198,10 @@ class TraceRecorder:
             if not self._sampler.keeps():
                 self._drop(trace, self._sampler.reason)
                 return
+        if not trace.has_label:
+            # As where a grammar or a penalty changed the whole answer: the trainer would refuse it.
+            self._drop(trace, "nothing_computed")
+            return
         if self._reason_to_drop is not None and (reason := self._reason_to_drop(trace)) is not None:
             self._drop(trace, reason)
             return

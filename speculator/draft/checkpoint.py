@@ -97,9 +97,11 @@ def check_fits(draft: DraftConfig, model_dir: Path) -> None:
     for name in ("hidden_size", "vocab_size", "rope_theta", "max_position_embeddings"):
         ours, theirs = getattr(draft, name), getattr(target, name)
         if ours < theirs or (ours != theirs and name != "max_position_embeddings"):
+            # No weights depend on the window alone: a head that is read with another rotary base accepts less.
+            fix = "set them alike" if name == "max_position_embeddings" else "take another draft"
             raise DraftMismatchError(
-                f"the draft's {name} is {ours}, the target's {theirs}, by config.json in {model_dir}: set them alike, "
-                "or start with a new --store"
+                f"the draft's {name} is {ours}, the target's {theirs}, by config.json in {model_dir}: {fix}, or start "
+                "with a new --store"
             )
 
 

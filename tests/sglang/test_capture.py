@@ -346,10 +346,11 @@ def test_sampling_and_constraints_are_recorded(plugged: Plugged, traces: dict[st
     (free,) = plugged.traces(1).values()
     assert (free.header.sampling.temperature, free.header.sampling.top_p, free.header.sampling.top_k) == (0.7, 0.9, 40)
     assert not free.constrained.any()
+    dropped = int(plugged.report()["dropped"])
     plugged.server.generate(ids, max_new_tokens=6, frequency_penalty=0.5)
-    (bound,) = plugged.traces(1).values()
-    assert bound.header.sampling.temperature == 0
-    assert bound.constrained[bound.header.num_prompt_tokens - bound.header.first_position :].all()
+    report = plugged.wait_for(lambda report: int(report["dropped"]) == dropped + 1)
+    assert "nothing_computed=" in report["dropped_by_reason"], "the penalty changed every distribution"
+    assert plugged.stream.read(1, 200) == []
 
 
 def test_the_number_of_requests_that_somebody_gave_is_kept(plugged: Plugged) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import TraceError
 from speculator.trace import Trace, Verification
 from trainer.learning.labels import (
+    NEARLY_GREEDY,
     Branches,
     Labels,
     Verdicts,
@@ -75,6 +77,9 @@ def make_example(trace: Trace, draft_ids_V: Tensor, *, feature_width: int, windo
     """Make an example of a trace. Raises TraceError for one that this draft cannot learn from: other shapes, unknown
     tokens, no label, or positions beyond the draft's `window`.
     """
+    if trace.header.sampling.temperature < NEARLY_GREEDY:
+        greedy = msgspec.structs.replace(trace.header.sampling, temperature=0.0)
+        trace = replace(trace, header=msgspec.structs.replace(trace.header, sampling=greedy))
     token_ids_T = torch.from_numpy(trace.token_ids).long()
     ids_TK = torch.from_numpy(trace.target_topk_ids)
     if trace.aux_hidden.shape[1] != feature_width:
@@ -95,7 +100,7 @@ def make_example(trace: Trace, draft_ids_V: Tensor, *, feature_width: int, windo
         draft_ids_V,
     )
     # Base n learns from row n + 1, and its token n + 2 must lie in the span.
-    if not bool(labels.labelled[1:-1].any()):
+    if not trace.has_label:
         raise TraceError("no position has both a target distribution and a following token")
     if not bool(torch.isfinite(labels.probs).all()):
         raise TraceError("a target distribution has no finite probability")

@@ -5,12 +5,12 @@ top-k and top-p of the request turn it into the served distribution. Tokens outs
 dropped *without* renormalising, so a row sums to m = Σ_{x ∈ D} p(x), the share that the draft can propose at most.
 
 **Tail.** Of the tokens below the K kept ones a trace has only the total mass. `probs` is renormalised over the kept
-tokens, which a distillation term can teach. `tail` is the share r of the served distribution that is missing, so
-(1 − r) · probs is the served probability, for terms that compare probabilities (acceptance, reverse KL).
-At temperature 1 the recorded log-probabilities give r exactly, to their float16 rounding. At another temperature T the
-tail is taken for n = r₁ / p_K tokens as likely as the least likely kept one, so that it weighs r₁ · p_K^(1/T − 1): too
-much below temperature 1, too little above it. Top-k within the kept tokens and a nucleus that ends within them leave no
-tail; the nucleus is cut by served, not by renormalised, mass.
+tokens, which a distillation term can teach. `tail` is the share r of the served distribution that is missing, so (1 −
+r) · probs is the served probability, for terms that compare probabilities (acceptance, reverse KL). At temperature 1
+the recorded log-probabilities give r exactly, to their float16 rounding. At another temperature T the tail is taken for
+n = r₁ / p_K tokens as likely as the least likely kept one, at most all others of the vocabulary, so that it weighs r₁ ·
+p_K^(1/T − 1): too much below temperature 1, too little above it. Top-k within the kept tokens and a nucleus that ends
+within them leave no tail; the nucleus is cut by served, not by renormalised, mass.
 
 **Greedy.** A greedy request is served the target's likeliest token, which alone decides acceptance: `Labels.served` has
 probability 1 there. `probs` of its rows are the target's at temperature 1, so they teach more than one token; a
@@ -77,6 +77,11 @@ from speculator.trace import NO_DRAFT, BranchRows, Trace, judge_proposals
 
 GREEDY_LABEL_TEMPERATURE = 1.0
 """Temperature of the labels of greedy requests."""
+NEARLY_GREEDY = 0.1
+"""A request of a lower temperature T is learned from as a greedy one: a gradient grows with 1 / T, so a few such traces
+would outweigh all others."""
+_FINITE = 80.0
+"""An exponent whose power is finite in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +201,7 @@ def make_labels(
     is_greedy = sampling.temperature == 0
     if is_greedy:
         sampling = msgspec.structs.replace(sampling, temperature=GREEDY_LABEL_TEMPERATURE, top_p=1.0, top_k=0)
-    logits_RK, tail_R = _served_topk(topk_logprobs_RK.float(), sampling)
+    logits_RK, tail_R = _served_topk(topk_logprobs_RK.float(), sampling, vocab_size=len(draft_ids_V))
     draft_ids_RK = draft_ids_V[topk_ids_RK.long().clamp_min(0)]
     known_RK = labelled_R[:, None] & (topk_ids_RK >= 0) & (draft_ids_RK >= 0)
     # Rows without a distribution are all −inf, and their softmax is NaN: masked, since NaN times 0 is NaN.
@@ -211,19 +216,20 @@ def make_labels(
     )
 
 
-def _served_topk(logprobs_RK: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+def _served_topk(logprobs_RK: Tensor, sampling: SamplingParams, *, vocab_size: int) -> tuple[Tensor, Tensor]:
     """(served logits [R, K] of the kept tokens, −inf where dropped; [R] the served share of all other tokens).
 
     Rows are sorted from the likeliest. See **Tail** above.
     """
     K = logprobs_RK.shape[-1]
-    logits_RK = served_logits(logprobs_RK, msgspec.structs.replace(sampling, top_p=1.0))
-    weights_RK = logits_RK.exp()
     least_R = logprobs_RK.masked_fill(logprobs_RK.isneginf(), 0.0).amin(-1)
-    tail_R = (1 - logprobs_RK.exp().sum(-1)).clamp_min(0) * (least_R * (1 / sampling.temperature - 1)).exp()
-    if sampling.top_k:
-        num_more = max(sampling.top_k - K, 0)
-        tail_R = torch.minimum(tail_R, num_more * (least_R / sampling.temperature).exp())
+    # n is finite, and at most the number of other tokens: where r₁ is only rounding, r₁ / p_K may be far above that.
+    num_more_R = (1 - logprobs_RK.exp().sum(-1)).clamp_min(0) * (-least_R).clamp_max(_FINITE).exp()
+    num_more_R = num_more_R.clamp_max(max((sampling.top_k or vocab_size) - K, 0))
+    # Relative to the likeliest token: at a low temperature its own weight, too, would be 0 in float32.
+    best_R = logprobs_RK[:, 0].nan_to_num(neginf=0.0)
+    logits_RK = served_logits(logprobs_RK - best_R[:, None], msgspec.structs.replace(sampling, top_p=1.0))
+    weights_RK, tail_R = logits_RK.exp(), num_more_R * ((least_R - best_R) / sampling.temperature).exp()
     if sampling.top_p < 1:
         nucleus_R = sampling.top_p * (weights_RK.sum(-1) + tail_R)
         # A token stays while the mass before it is below top_p, so the likeliest always stays.

@@ -38,6 +38,8 @@ MAX_STOP_CHARS = 1000
 """Of all stop strings together: each token is compared with all their beginnings."""
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
+_LEAST_TEMPERATURE = 1e-6
+"""SGLang's; below it a request is greedy. A logit divided by much less is infinite in float32."""
 
 
 def _all(values: tuple[object, ...] | EllipsisType, names: str) -> Neutral:
@@ -331,7 +333,10 @@ class SamplingBody(Strict):
 
     @property
     def sampling(self) -> SamplingParams:
-        return SamplingParams(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
+        # One token to choose from is greedy, too, and then a draft need not guess it by chance.
+        is_greedy = self.temperature < _LEAST_TEMPERATURE or self.top_k == 1
+        temperature = 0.0 if is_greedy else self.temperature
+        return SamplingParams(temperature=temperature, top_p=self.top_p, top_k=self.top_k)
 
 
 class GenerationBody(SamplingBody):

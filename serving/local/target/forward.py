@@ -39,7 +39,7 @@ _SAME_LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer",
 """Hugging Face layers whose computation `FusedLayer` reproduces. Others may look the same and compute differently."""
 _SILU = {"SiLU", "SiLUActivation"}
 """Class names of SiLU in PyTorch and Hugging Face."""
-_STRETCHING = {"dynamic", "longrope"}
+STRETCHING = {"dynamic", "longrope"}
 """Rotary embeddings that depend on the length of the longest text in the batch."""
 
 
@@ -221,7 +221,7 @@ def fits_kernels(model: Any) -> bool:
             intermediate_size=config.intermediate_size,
             head_dim=model.model.layers[0].self_attn.head_dim,
         )
-        and model.model.rotary_emb.rope_type not in _STRETCHING
+        and model.model.rotary_emb.rope_type not in STRETCHING
         and all(type(layer.mlp.act_fn).__name__ in _SILU for layer in model.model.layers)
     )
 

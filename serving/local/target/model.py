@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from serving.local.kernels.build import found_kernels
 from serving.local.kernels.layers import KernelLinear, PanelSlots, move_to_huge_pages
 from serving.local.kernels.library import Kernels
-from serving.local.target.forward import Decoder, KernelDecoder, RMSNorm, fits_kernels, fuse, fusible
+from serving.local.target.forward import STRETCHING, Decoder, KernelDecoder, RMSNorm, fits_kernels, fuse, fusible
 from serving.local.target.layers import KVSlots, Parents, Replaced, SlotWindow, pack_linears
 from serving.local.target.loading import load_model
 from serving.target import read_layout, read_weights
@@ -99,6 +99,11 @@ class Target:
         # A sliding window of all layers limits the context, so that it never slides.
         window = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
         self.context_length = min(context_length, config.max_position_embeddings, window or context_length)
+        rope = getattr(config, "rope_parameters", None) or {}
+        if rope.get("rope_type") in STRETCHING:
+            # One text that is longer would rotate all others in its batch otherwise, and its own keys anew.
+            unstretched = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+            self.context_length = min(self.context_length, unstretched - cache_margin)
         self.embed: Tensor = self.model.get_input_embeddings().weight.detach()
         self.device = self.embed.device
         num_layers = len(self.model.model.layers)

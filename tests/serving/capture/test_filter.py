@@ -60,7 +60,7 @@ class Stream:
 
 def trace_of(text: str, *, tenant: str = "default") -> Trace:
     tokenizer = toy_tokenizer()
-    made = make_trace(T=len(text), R=1, trace_id=text, tenant=tenant)
+    made = make_trace(T=len(text), R=1, labelled_from=0, trace_id=text, tenant=tenant)
     made.token_ids[:] = np.array([tokenizer.convert_tokens_to_ids(character) for character in text], np.int32)
     return made
 

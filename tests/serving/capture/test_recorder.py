@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import threading
@@ -150,6 +151,17 @@ def test_what_cannot_be_recorded_is_dropped_with_the_reason(fake: FakeStream, op
     submit(recorder, 1)
     wait_until(lambda: recorder.stats().appended == 1)
     assert balance(recorder.stats()) == 0
+
+
+def test_what_teaches_nothing_is_not_sent(fake: FakeStream, opened: Open) -> None:
+    """The trainer would refuse it, and raise an alert: an answer under a penalty, and "yes" after a cached prompt."""
+    recorder, whole = opened(fake), make_trace(labelled_from=0)
+    recorder.submit(dataclasses.replace(whole, constrained=whole.constrained | True))
+    recorder.submit(make_trace(T=2, R=1, labelled_from=0, num_prompt_tokens=1))
+    recorder.submit(make_trace(trace_id="good"))
+    wait_until(lambda: recorder.stats().pending == 0)
+    assert fake.trace_ids == ["good"]
+    assert recorder.stats().dropped_by_reason == {"nothing_computed": 2}
 
 
 def test_closing_flushes(fake: FakeStream, opened: Open) -> None:

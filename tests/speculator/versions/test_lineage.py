@@ -114,7 +114,9 @@ def test_a_draft_with_another_rotary_base_is_refused_with_both_numbers(toy_model
         check_fits(config, toy_model)
         for change in ({"rope_theta": 5e5, "rope_parameters": None}, {"rope_parameters": {"rope_theta": 5e5}}):
             other = with_config(toy_model, tmp_path / "other", **change)
-            with pytest.raises(DraftMismatchError, match=r"rope_theta is 10000\.0, the target's 500000\.0"):
+            with pytest.raises(
+                DraftMismatchError, match=r"rope_theta is 10000\.0, .* 500000\.0, .*: take another draft"
+            ):
                 check_fits(config, other)
             shutil.rmtree(other)
 

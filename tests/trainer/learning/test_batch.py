@@ -210,3 +210,12 @@ def test_the_answer_begins_at_the_prompts_last_position(draft: Eagle3Draft, trac
     assert example.first_base + example.answer_base == PROMPT_TOKENS - 1
     later = example_of(part_of(traces[0], 3, 40), draft)
     assert later.first_position + later.first_base + later.answer_base == PROMPT_TOKENS - 1
+
+
+def test_a_nearly_greedy_trace_is_learned_from_as_a_greedy_one(traces: list[Trace], draft: Eagle3Draft) -> None:
+    """Divided by its temperature of 0.01 its loss would be a hundred times that of other traces."""
+    cold, greedy = (example_of(served_as(traces[0], SamplingParams(temperature=t)), draft) for t in (0.01, 0.0))
+    assert cold.sampling.temperature == 0
+    assert cold.labels.greedy.all()
+    assert torch.equal(cold.labels.probs, greedy.labels.probs)
+    assert (cold.labels.temperature == 1).all()

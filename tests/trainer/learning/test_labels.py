@@ -126,6 +126,24 @@ def test_the_tail_at_other_temperatures_errs_to_the_side_that_the_docstring_says
             assert abs(labels.tail[row].item() - tail) < 0.25
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_a_low_temperature_leaves_the_likeliest_token(top_p: float) -> None:
+    """There the served weight of every token is 0 in float32, unless the likeliest is less than about 1/e."""
+    ids_RK, logprobs_RK = torch.tensor([[0, 2, 3]], dtype=torch.int32), torch.tensor([[-1.6, -1.7, -2.5]]).half()
+    sampling = SamplingParams(temperature=0.01, top_p=top_p)
+    labels = make_labels(ids_RK, logprobs_RK, torch.zeros(1, dtype=torch.bool), sampling, DRAFT_IDS)
+    assert labels.probs[0].tolist() == pytest.approx([1, 0, 0], abs=1e-3)
+    assert labels.tail.item() == pytest.approx(0, abs=1e-6)
+
+
+def test_the_tail_is_that_of_no_more_tokens_than_there_are() -> None:
+    """Rounding of the kept log-probabilities leaves a mass that is far above the least kept token's."""
+    ids_RK, logprobs_RK = torch.tensor([[0, 2, 3]], dtype=torch.int32), torch.tensor([[-0.1055, -2.305, -25.0]]).half()
+    sampling = SamplingParams(temperature=2.0)
+    labels = make_labels(ids_RK, logprobs_RK, torch.zeros(1, dtype=torch.bool), sampling, DRAFT_IDS)
+    assert 0 < labels.tail.item() < (V - 3) * math.exp(-25 / 2)
+
+
 def test_a_greedy_request_is_distilled_at_temperature_one_whatever_its_other_parameters() -> None:
     odd = labels_of(4, SamplingParams(temperature=0.0, top_k=1, top_p=0.1))
     plain = labels_of(4, SamplingParams())

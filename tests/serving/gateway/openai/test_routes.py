@@ -94,6 +94,19 @@ def test_defaults() -> None:
     assert request.policy == CapturePolicy()
 
 
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "served"),
+    [(1e-40, 0, 0.0), (9e-7, 0, 0.0), (1e-6, 0, 1e-6), (0.7, 2, 0.7), (0.7, 1, 0.0)],
+)
+def test_what_is_as_good_as_greedy_is_greedy(temperature: float, top_k: int, served: float) -> None:
+    """As in SGLang. Divided by 1e-40 every positive logit is infinite, and the one with the lowest id would win; where
+    the likeliest token is the only one, a draft that draws its proposals would often miss it.
+    """
+    engine = DoubleEngine()
+    chat(engine, temperature=temperature, top_k=top_k)
+    assert engine.requests[0].sampling.temperature == served
+
+
 def test_default_max_tokens_shrinks_to_what_fits() -> None:
     engine = DoubleEngine(context_length=30)
     response = chat(engine)

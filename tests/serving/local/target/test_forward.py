@@ -168,6 +168,21 @@ def test_a_text_is_no_longer_than_a_window_that_slides_in_every_layer(tmp_path: 
         assert _target(model_dir, torch.float64, fused=True).context_length == length
 
 
+def test_a_text_is_no_longer_than_what_leaves_the_rotation_of_others_alone(tmp_path: Path) -> None:
+    """LongRoPE has other factors, for the whole batch, once one position is beyond the original window."""
+    model_dir = make_toy_model(tmp_path)
+    config = json.loads((model_dir / "config.json").read_text())
+    factors = {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4, "factor": 4.0}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, **factors}
+    (model_dir / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
+    target = _target(model_dir, torch.float64, fused=True)
+    with torch.inference_mode():
+        alone, _ = target.forward([[1, 2, 3]], first_slot=0, starts=[0])
+        beside, _ = target.forward([[1, 2, 3], [4, 5, 6]], first_slot=0, starts=[0, target.context_length])
+    assert _error(beside[:3], alone) < 1e-6
+    assert target.context_length == 32 - 4
+
+
 def test_slots_do_not_see_each_other_and_leftovers_are_never_read(tmp_path: Path) -> None:
     target = _target(make_toy_model(tmp_path), torch.float64, fused=True)
     with torch.inference_mode():
