@@ -149,14 +149,14 @@ class TraceRemover:
     def compact(self) -> bool:
         """Have Redis rewrite its append-only file, and wait: so removed entries are gone from its disk, too.
 
-        Returns False where this user lacks the permission. Raises StreamError if the rewrite does not end. Without an
-        append-only file it does nothing.
+        Returns False where Redis refuses: this user lacks the permission, or a provider the command. Raises StreamError
+        if the rewrite does not end. Without an append-only file it does nothing.
         """
         try:
-            if not self._persistence()["aof_enabled"]:
+            if not self._persistence().get("aof_enabled"):
                 return True
             self._begin_rewrite()
-        except redis.exceptions.NoPermissionError:
+        except ResponseError:
             return False
         deadline = time.monotonic() + _COMPACT_TIMEOUT_S
         while (state := self._persistence())["aof_rewrite_in_progress"] or state["aof_rewrite_scheduled"]:
@@ -178,11 +178,10 @@ class TraceRemover:
             try:
                 self._redis.bgrewriteaof()
                 return
-            except redis.exceptions.NoPermissionError:
-                raise
-            except ResponseError:
+            except ResponseError as error:
                 # A running rewrite may have copied entries before their removal: another must follow it.
-                pass
+                if "in progress" not in str(error):
+                    raise
             if time.monotonic() > deadline:
                 raise redis.exceptions.TimeoutError("another rewrite of the append-only file does not end")
             time.sleep(0.02)

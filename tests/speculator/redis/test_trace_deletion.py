@@ -128,6 +128,18 @@ def test_a_user_who_may_not_ask_for_it_is_told_so_at_once(tmp_path: Path) -> Non
         assert not TraceRemover(client, "toy").compact()
 
 
+@pytest.mark.timeout(60)
+def test_commands_that_a_provider_leaves_out_are_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Managed servers have no BGREWRITEAOF, hardened ones no INFO."""
+    monkeypatch.setattr("speculator.redis.embedded._SCRIPTING", ("BGREWRITEAOF",))
+    with EmbeddedRedis(tmp_path / "managed") as server, connect(server.url) as client:
+        assert not TraceRemover(client, "toy").compact()
+    monkeypatch.setattr("speculator.redis.embedded._SCRIPTING", ("INFO",))
+    with EmbeddedRedis(tmp_path / "hardened") as server, connect(server.url) as client:
+        assert not TraceRemover(client, "toy").compact()
+        assert open_stream(client).memory_share() is None
+
+
 def test_an_entry_with_somebody_elses_idea_of_an_index_goes_like_any_other(redis_client: redis.Redis) -> None:
     stream, remover = open_stream(redis_client), TraceRemover(redis_client, "toy")
     fill(stream, ["anna"])
