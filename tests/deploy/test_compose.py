@@ -174,6 +174,18 @@ def test_grafana_opens_with_the_dashboard_that_is_there() -> None:
     )
 
 
+def test_a_proxy_of_docker_is_in_the_way_of_no_check_and_no_dashboard() -> None:
+    """Docker passes the proxy of its settings to every container."""
+    services = load(GPU, ENV)["services"]
+    for name, service in services.items():
+        check = service.get("healthcheck", {}).get("test", [])
+        assert "wget" not in check or "-Y off" in " ".join(check), name
+        assert "urllib" not in " ".join(check) or service["environment"]["no_proxy"] == "127.0.0.1", name
+    provisioned = (ROOT / "deploy" / "grafana" / "provisioning" / "datasources" / "prometheus.yml").read_text()
+    for name in ("NO_PROXY", "no_proxy"):
+        assert f"url: http://{services['grafana']['environment'][name]}:9090\n" in provisioned
+
+
 def test_secrets_are_written_once_and_for_their_owner_alone(tmp_path: Path) -> None:
     folder = tmp_path / "secrets"
     script = str(ROOT / "deploy" / "secrets.sh")

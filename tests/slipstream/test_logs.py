@@ -179,6 +179,8 @@ print("served")
     os.close(reading)
     with Path("/dev/full").open("wb") as full:
         stream = {"full": full.fileno(), "pipe": writing}[where]
-        done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=stream, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=stream, text=True, timeout=60
+        )
     os.close(writing)
     assert done.stdout == "served\n"
