@@ -12,7 +12,7 @@ wrong() { echo "$1" >&2; is_wrong=1; }
 # The value that compose would use: the environment overrides .env.
 value() {
   if [ -n "${!1:-}" ]; then printf %s "${!1}"; else
-    { [ ! -e .env ] || sed -n "s/^[[:space:]]*$1=//p" .env; } | tail -n 1 | sed -E "s/[[:space:]]+(#.*)?\$//; s/^([\"'])(.*)\\1\$/\\2/"
+    { [ ! -e .env ] || sed -nE "s/^[[:space:]]*(export[[:space:]]+)?$1[[:space:]]*=[[:space:]]*//p" .env; } | tail -n 1 | sed -E "s/[[:space:]]+(#.*)?\$//; s/^([\"'])(.*)\\1\$/\\2/"
   fi
 }
 

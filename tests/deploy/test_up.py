@@ -200,6 +200,15 @@ def test_a_model_and_secrets_must_be_there(ready: Checkout) -> None:
         moved.rename(path)
 
 
+@pytest.mark.parametrize("line", ["export SLIPSTREAM_MODEL={}", "SLIPSTREAM_MODEL = {}  # ours", "SLIPSTREAM_MODEL='{}'"])
+def test_a_line_of_settings_is_read_as_compose_reads_it(ready: Checkout, line: str) -> None:
+    ready.choose(SLIPSTREAM_MODEL="another")
+    with (ready.folder / ".env").open("a") as file:
+        file.write(line.format("some/model") + "\n")
+    assert ready.up() == (0, [])
+    assert '"model": "some/model"' in ready.said
+
+
 @pytest.mark.parametrize("line", ["user other on nopass", None])
 def test_users_of_redis_of_an_older_version_are_named_and_written_anew(ready: Checkout, line: str | None) -> None:
     """What the template has and the file has not, and the other way round; a password is nothing of a version."""
