@@ -258,7 +258,9 @@ def remove_from_recording(path: Path, chosen: Chosen, *, dry_run: bool = False) 
             for payload in reader.payloads():
                 if (trace_id := _kept_id(payload, chosen)) is not None:
                     writer.append(payload, trace_id=trace_id)
-        os.chmod(temporary, path.stat().st_mode)
+        # Drives of Windows and SMB shares have no modes to change.
+        with contextlib.suppress(PermissionError):
+            os.chmod(temporary, path.stat().st_mode)
         temporary.replace(path)
         sync(path.parent)
     except OSError as error:

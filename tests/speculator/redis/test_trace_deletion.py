@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import time
 from pathlib import Path
 
@@ -200,6 +201,18 @@ def test_a_recording_loses_what_is_chosen_and_what_nobody_can_read(tmp_path: Pat
     assert remove_from_recording(path, is_annas).removed == 0
     assert path.stat().st_ino == done.st_ino, "nothing to do, nothing written"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_recording_on_a_file_system_without_modes_is_rewritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chmod(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    path = recording(tmp_path / "a.rec", [trace_of(0, "anna"), trace_of(1, "bo")])
+    monkeypatch.setattr("speculator.redis.trace_deletion.os.chmod", chmod)
+    assert remove_from_recording(path, is_annas).removed == 1
+    assert ids_in(path) == ["bo-1"]
 
 
 def test_a_recording_is_whole_when_it_cannot_be_rewritten(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.metadata
 import json
@@ -81,6 +82,18 @@ def test_a_version_comes_back_as_it_was_written(store: DraftStore) -> None:
         "manifest.json",
         "model.safetensors",
     ]
+
+
+def test_a_file_system_without_modes_holds_a_store(store: DraftStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Windows' drives below WSL, and SMB shares."""
+
+    def chmod(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "chmod", chmod)
+    monkeypatch.setattr(Path, "chmod", chmod)
+    assert write(store).version == 1
+    load(store)
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
