@@ -200,7 +200,9 @@ def test_a_model_and_secrets_must_be_there(ready: Checkout) -> None:
         moved.rename(path)
 
 
-@pytest.mark.parametrize("line", ["export SLIPSTREAM_MODEL={}", "SLIPSTREAM_MODEL = {}  # ours", "SLIPSTREAM_MODEL='{}'"])
+@pytest.mark.parametrize(
+    "line", ["export SLIPSTREAM_MODEL={}", "SLIPSTREAM_MODEL = {}  # ours", "SLIPSTREAM_MODEL='{}'"]
+)
 def test_a_line_of_settings_is_read_as_compose_reads_it(ready: Checkout, line: str) -> None:
     ready.choose(SLIPSTREAM_MODEL="another")
     with (ready.folder / ".env").open("a") as file:
