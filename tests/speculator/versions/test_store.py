@@ -84,6 +84,20 @@ def test_a_version_comes_back_as_it_was_written(store: DraftStore) -> None:
     ]
 
 
+def test_a_kernel_that_refuses_memory_files_loads_a_draft(store: DraftStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one with `vm.memfd_noexec=2`."""
+
+    def memfd_create(*_: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    write(store)
+    expected = load(store)
+    monkeypatch.setattr(os, "memfd_create", memfd_create)
+    loaded = load(store)
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in expected.items())
+
+
 def test_a_file_system_without_modes_holds_a_store(store: DraftStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Windows' drives below WSL, and SMB shares."""
 
