@@ -192,9 +192,9 @@ class Pool:
 
 def _negative(report: EngineReport) -> EngineReport:
     """The report with each count negated."""
-    counts = {name: -value for name in _COUNTS if (value := getattr(report, name)) is not None}
-    by = {name: {key: -value for key, value in getattr(report, name).items()} for name in _COUNTS_BY}
-    return replace(report, **counts, **by)
+    values: dict[str, Any] = {name: -count for name in _COUNTS if (count := getattr(report, name)) is not None}
+    values |= {name: {key: -count for key, count in getattr(report, name).items()} for name in _COUNTS_BY}
+    return replace(report, **values)
 
 
 def _has_started_again(before: EngineReport, report: EngineReport) -> bool:

@@ -343,7 +343,8 @@ def test_the_page_outlives_a_restart_of_the_gateway(watched: Watched, gateway: G
 def test_charts_go_on_after_the_servers_clock_has_stepped_back(watched: Watched, gateway: Gateway) -> None:
     page = watched.open(gateway)
     expect(page.locator("#status")).to_have_text("live")
-    step_ms, asked = 600_000, []
+    step_ms = 600_000
+    asked: list[int] = []
 
     def step_back(route: Route) -> None:
         response = route.fetch()
