@@ -6,6 +6,9 @@
 # Only the owner may enter the folder. The files are world-readable (and read-only), because containers mount the files
 # without the folder and run as other users.
 set -eu
+# macOS has shasum in its place.
+command -v sha256sum >/dev/null || sha256sum() { shasum -a 256; }
+[ -n "$(sha256sum </dev/null)" ] || { echo "there is neither sha256sum nor shasum: install one" >&2; exit 2; }
 here=$(cd "$(dirname "$0")" && pwd)
 folder=${1:-$here/secrets}
 umask 077

@@ -12,7 +12,7 @@ wrong() { echo "$1" >&2; is_wrong=1; }
 # The value that compose would use: the environment overrides .env.
 value() {
   if [ -n "${!1:-}" ]; then printf %s "${!1}"; else
-    { [ ! -e .env ] || sed -n "s/^[[:space:]]*$1=//p" .env; } | tail -n 1 | sed -E "s/[[:space:]]+(#.*)?\$//; s/^([\"'])(.*)\\1\$/\\2/"
+    { [ ! -e .env ] || sed -nE "s/^[[:space:]]*(export[[:space:]]+)?$1[[:space:]]*=[[:space:]]*//p" .env; } | tail -n 1 | sed -E "s/[[:space:]]+(#.*)?\$//; s/^([\"'])(.*)\\1\$/\\2/"
   fi
 }
 
@@ -59,6 +59,11 @@ fi
 for name in $(sed -n 's|.*{file: \./deploy/secrets/\(.*\)}|\1|p' docker-compose.yml); do
   [ -s "deploy/secrets/$name" ] || { wrong "deploy/secrets/$name is missing: make secrets"; break; }
 done
+# A clone under a strict umask may be closed to the users of the containers, who read these files of it.
+mounted="deploy/redis deploy/prometheus deploy/grafana"
+closed=$(find $mounted \( -type d ! -perm -005 -o -type f ! -perm -004 \) -print -quit 2>/dev/null) || true
+[ -z "$closed" ] || wrong "$closed may not be read by the users of the containers: chmod -R a+rX $mounted"
+
 # Users and rights without passwords: if they differ from users.acl.in, `make secrets` would change the file.
 users() { sed -nE 's/#(@[a-z_]+@|[0-9a-f]{64})/#/; /^user /p' "$1"; }
 if [ -s deploy/secrets/redis_users ] && [ "$(users deploy/secrets/redis_users)" != "$(users deploy/redis/users.acl.in)" ]; then

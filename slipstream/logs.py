@@ -13,8 +13,9 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from types import TracebackType
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, cast
 
 import structlog
 from pydantic import Field, ValidationError
@@ -68,8 +69,7 @@ def configure_logs() -> None:
         processors=[*shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         # One write a line, newline included: several ranks share a standard error that torchrun does not buffer.
-        # sys.stderr is read at each call: a progress bar replaces it, and prints lines above itself.
-        logger_factory=lambda *_: structlog.WriteLogger(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(cast(TextIO, _StandardError())),
     )
     _configure_libraries([*shared, _first_line], renderer)
     _log_uncaught_exceptions()
@@ -77,6 +77,22 @@ def configure_logs() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if as_json:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+class _StandardError:
+    """Standard error at each call: a progress bar replaces it, and prints lines above itself.
+
+    A line that cannot be written is lost. On a full disk, or behind a pipe that nobody reads, an exception would fail
+    the request or the thread that logs.
+    """
+
+    def write(self, text: str) -> None:
+        with suppress(OSError, ValueError):
+            sys.stderr.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            sys.stderr.flush()
 
 
 class _Handler(logging.StreamHandler[TextIO]):

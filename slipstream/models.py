@@ -70,6 +70,9 @@ def _hub_model(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
     except Exception as error:  # the hub client raises a dozen types; all of them mean "not available here"
+        # Without the hub a cache may lack files that nothing reads, such as weights in other formats.
+        if partial := getattr(error, "snapshot_path", None):
+            return Path(partial)
         reason = type(error).__name__
         raise ConfigError(
             f"{name} is neither a directory nor available from the hub ({reason}): check the name"

@@ -63,7 +63,7 @@ class Eraser:
         compacted = TraceRemover(self.client, self.model_key).compact()
         left = [f"{name} has not confirmed it" for name, done in {**engines, **trainers}.items() if not done]
         if not compacted:
-            left.append("Redis's append-only file: this user may not rewrite it; run BGREWRITEAOF as one who may")
+            left.append("Redis's append-only file: Redis refuses to rewrite it; run BGREWRITEAOF as a user who may")
         if not trainers and not self.state.is_dir():
             left.append(f"no trainer runs and {self.state} does not exist here: pass --state, or start the trainer")
         if (forks := self.store.root / "lineages").is_dir():

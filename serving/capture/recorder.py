@@ -337,6 +337,7 @@ class ErasureWatch:
         """`expire` drops what is too old."""
         self._orders, self._forget, self._expire = orders, forget, expire
         self._done: Mapping[str, int] = {}
+        self._is_away = False
 
     def poll(self) -> dict[str, str | int | float]:
         """Carry out new orders; returns the time of the newest one, for the engine's report. Redis may be away."""
@@ -344,8 +345,11 @@ class ErasureWatch:
         try:
             orders = self._orders()
         except StreamError as error:
-            log.warning("orders to erase tenants cannot be read for now: %s", error)
+            if not self._is_away:
+                log.warning("orders to erase tenants cannot be read for now: %s", error)
+            self._is_away = True
         else:
+            self._is_away = False
             if tenants := {tenant for tenant, at_ms in orders.items() if self._done.get(tenant) != at_ms}:
                 for forget in self._forget:
                     forget(tenants)

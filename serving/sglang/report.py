@@ -159,21 +159,24 @@ MOST_SILENT = 100
 class Pool:
     """The last report of each engine of a pool; for one thread at a time.
 
-    Counts never fall: those of an engine that has ended stay in the sum. Current values are of the engines that report
-    now.
+    Counts are those since each engine's first report here: a gateway that starts again begins at zero, since for
+    Prometheus any other fall of a counter is a reset after which all of it is new. They never fall: those of an engine
+    that has ended stay in the sum. Current values are of the engines that report now.
     """
 
     def __init__(self) -> None:
         self._last: dict[str, EngineReport] = {}
         """By engine, the longest silent first."""
         self._ended: EngineReport | None = None
-        """Counts of processes that have ended."""
+        """Counts of processes that have ended, less what engines had counted before their first report."""
 
     def merge(self, reports: Mapping[str, EngineReport]) -> EngineReport | None:
         """Merge reports by engine id into one for the pool; None without any."""
         for engine_id, report in reports.items():
             before = self._last.pop(engine_id, None)
-            if before is not None and _has_started_again(before, report):
+            if before is None:
+                self._end(_negative(report))
+            elif _has_started_again(before, report):
                 self._end(before)
             self._last[engine_id] = report
         while len(self._last) - len(reports) > MOST_SILENT:
@@ -185,6 +188,13 @@ class Pool:
 
     def _end(self, report: EngineReport) -> None:
         self._ended = report if self._ended is None else _merged([self._ended, report], [report])
+
+
+def _negative(report: EngineReport) -> EngineReport:
+    """The report with each count negated."""
+    values: dict[str, Any] = {name: -count for name in _COUNTS if (count := getattr(report, name)) is not None}
+    values |= {name: {key: -count for key, count in getattr(report, name).items()} for name in _COUNTS_BY}
+    return replace(report, **values)
 
 
 def _has_started_again(before: EngineReport, report: EngineReport) -> bool:

@@ -139,9 +139,11 @@ def judge_server(info: Mapping[str, Any], stream_bytes: int) -> Iterator[Finding
     else:
         yield ok(name, "append-only file")
 
-    name, limit, policy = "redis memory", info["maxmemory"], info["maxmemory_policy"]
+    name, limit, policy = "redis memory", info.get("maxmemory"), info.get("maxmemory_policy")
     used = f"{info['used_memory'] / _MIB:.0f} MiB in use"
-    if policy != "noeviction":
+    if policy is None:
+        yield skipped(name, f"{used}; this server does not say its eviction policy: it must be noeviction")
+    elif policy != "noeviction":
         find = failed if limit else warning
         yield find(name, f"{used}; {policy} may evict the stream silently: set maxmemory-policy noeviction")
     elif not limit:

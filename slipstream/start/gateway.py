@@ -390,13 +390,8 @@ def _depth(http: httpx.Client, url: str) -> int | None:
 
 async def _until_ended(process: SglangProcess) -> None:
     """Wait for SGLang's main process to end and raise why it did."""
-    over = asyncio.Event()
-    loop, descriptor = asyncio.get_running_loop(), os.pidfd_open(process.pid)
-    loop.add_reader(descriptor, over.set)
-    try:
-        await over.wait()
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
+    # Not by a pidfd, which gVisor and some containers lack.
+    while process.is_alive:  # noqa: ASYNC110
+        await asyncio.sleep(_POLL_S)
     log.error("sglang ended")
     await asyncio.to_thread(process.check)

@@ -42,9 +42,11 @@ _MAX_LOG_BYTES = 8 << 20
 def default_data_dir(model_name: str) -> Path:
     """Default of --data-dir, by model. Raises ConfigError where there is no home directory."""
     try:
-        return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "slipstream" / model_name
+        home = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
     except RuntimeError:
         raise ConfigError("there is no home directory: pass --data-dir") from None
+    # A name may be a path, as vLLM's default is.
+    return home / "slipstream" / model_name.lstrip("/")
 
 
 class DataDir:

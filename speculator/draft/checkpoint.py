@@ -7,6 +7,7 @@ draft's embedding is the target's own storage, and a file that has it would over
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -263,7 +264,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         save_file(dict(tensors), path, {"format": "pt"})
     except SafetensorError as error:
         raise OSError(errno.EIO, str(error), str(path)) from error
-    path.chmod(mode)
+    # Drives of Windows and SMB shares have no modes to change.
+    with contextlib.suppress(PermissionError):
+        path.chmod(mode)
 
 
 def _unwritable(out: Path, error: OSError) -> ConfigError:

@@ -89,6 +89,8 @@ class EmbeddedRedis:
             # The child inherits the lock and holds it for as long as it lives, also if this process is killed.
             self._process = subprocess.Popen(
                 [binary, *self._arguments()],
+                # Redis 7.2 and newer end at once where the environment names a locale that this system lacks.
+                env={**os.environ, "LC_ALL": "C"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -147,6 +149,8 @@ class EmbeddedRedis:
                     f"another Redis runs in {self.directory} (its pid is in redis.pid there): stop it, or choose "
                     "another directory"
                 ) from error
+            except OSError as error:
+                raise ConfigError(f"{self.directory} has no locks: choose another directory for Redis") from error
             yield lock
         finally:
             os.close(lock)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import redis
-from redis.exceptions import ResponseError, WatchError
+from redis.exceptions import OutOfMemoryError, ResponseError, WatchError
 
 from speculator.errors import StreamError
 from speculator.redis.client import RedisKeys
@@ -123,10 +123,15 @@ class Ledger:
 
     def append(self, fields: Mapping[str, bytes | str | int], num_bytes: int) -> str:
         """Append one entry after making room for it; returns its id."""
-        held, listed_end = self._held()
-        if held + num_bytes > self._max_bytes:
-            self._make_room(num_bytes)
-        return self._retry_when_raced(functools.partial(self._append_once, fields, num_bytes, listed_end))
+        try:
+            held, listed_end = self._held()
+            if held + num_bytes > self._max_bytes:
+                self._make_room(num_bytes)
+            return self._retry_when_raced(functools.partial(self._append_once, fields, num_bytes, listed_end))
+        except OutOfMemoryError:
+            # Redis is full below the stream's cap, and refuses acks and drafts, too: give up history for the next try.
+            self._trim_history(self._num_oldest(int(self._max_bytes * _TRIM_STEP)))
+            raise
 
     def expire(self, before_ms: int) -> None:
         """Remove and count every entry appended before this time."""

@@ -149,14 +149,14 @@ class TraceRemover:
     def compact(self) -> bool:
         """Have Redis rewrite its append-only file, and wait: so removed entries are gone from its disk, too.
 
-        Returns False where this user lacks the permission. Raises StreamError if the rewrite does not end. Without an
-        append-only file it does nothing.
+        Returns False where Redis refuses: this user lacks the permission, or a provider the command. Raises StreamError
+        if the rewrite does not end. Without an append-only file it does nothing.
         """
         try:
-            if not self._persistence()["aof_enabled"]:
+            if not self._persistence().get("aof_enabled"):
                 return True
             self._begin_rewrite()
-        except redis.exceptions.NoPermissionError:
+        except ResponseError:
             return False
         deadline = time.monotonic() + _COMPACT_TIMEOUT_S
         while (state := self._persistence())["aof_rewrite_in_progress"] or state["aof_rewrite_scheduled"]:
@@ -178,11 +178,10 @@ class TraceRemover:
             try:
                 self._redis.bgrewriteaof()
                 return
-            except redis.exceptions.NoPermissionError:
-                raise
-            except ResponseError:
+            except ResponseError as error:
                 # A running rewrite may have copied entries before their removal: another must follow it.
-                pass
+                if "in progress" not in str(error):
+                    raise
             if time.monotonic() > deadline:
                 raise redis.exceptions.TimeoutError("another rewrite of the append-only file does not end")
             time.sleep(0.02)
@@ -259,7 +258,9 @@ def remove_from_recording(path: Path, chosen: Chosen, *, dry_run: bool = False) 
             for payload in reader.payloads():
                 if (trace_id := _kept_id(payload, chosen)) is not None:
                     writer.append(payload, trace_id=trace_id)
-        os.chmod(temporary, path.stat().st_mode)
+        # Drives of Windows and SMB shares have no modes to change.
+        with contextlib.suppress(PermissionError):
+            os.chmod(temporary, path.stat().st_mode)
         temporary.replace(path)
         sync(path.parent)
     except OSError as error:

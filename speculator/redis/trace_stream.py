@@ -187,12 +187,12 @@ class TraceStream:
 
     @redis_errors
     def memory_share(self) -> float | None:
-        """Share of `maxmemory` that Redis uses; None where it has no limit, or this user may not run INFO."""
+        """Share of `maxmemory` that Redis uses; None where it has no limit, or refuses INFO."""
         if not self._may_ask:
             return None
         try:
             memory = self._redis.info("memory")
-        except redis.exceptions.NoPermissionError:
+        except redis.exceptions.ResponseError:
             # Do not ask again: Redis logs each denied command.
             self._may_ask = False
             return None

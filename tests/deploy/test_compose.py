@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -172,6 +173,40 @@ def test_grafana_opens_with_the_dashboard_that_is_there() -> None:
     assert f"path: {Path(told).parent}\n" in "".join(
         path.read_text() for path in (ROOT / "deploy" / "grafana" / "provisioning").rglob("*.y*ml")
     )
+
+
+def test_secrets_are_hashed_with_what_the_system_has(tmp_path: Path) -> None:
+    """macOS has shasum; without either, hashes would be empty and Redis would not start."""
+    script, programs = str(ROOT / "deploy" / "secrets.sh"), tmp_path / "bin"
+    programs.mkdir()
+    for name in ("sh", "dirname", "mkdir", "chmod", "head", "od", "tr", "grep", "sed", "cut", "rm", "date"):
+        (programs / name).symlink_to(str(shutil.which(name)))
+
+    def run(folder: str) -> subprocess.CompletedProcess[str]:
+        words = [script, str(tmp_path / folder)]
+        return subprocess.run(words, env={"PATH": str(programs)}, capture_output=True, text=True, check=False)
+
+    refused = run("refused")
+    assert (refused.returncode, "neither sha256sum nor shasum" in refused.stderr) == (2, True)
+    assert not (tmp_path / "refused").exists()
+    (programs / "shasum").write_text(f'#!/bin/sh\n[ "$*" = "-a 256" ] && exec {shutil.which("sha256sum")}\n')
+    (programs / "shasum").chmod(0o755)
+    assert run("made").returncode == 0
+    ring = Keyring(tmp_path / "made" / "gateway_keys")
+    assert ring.find((tmp_path / "made" / "gateway_client").read_bytes())
+    assert len(re.findall(r"#[0-9a-f]{64} ", (tmp_path / "made" / "redis_users").read_text())) == 3
+
+
+def test_a_proxy_of_docker_is_in_the_way_of_no_check_and_no_dashboard() -> None:
+    """Docker passes the proxy of its settings to every container."""
+    services = load(GPU, ENV)["services"]
+    for name, service in services.items():
+        check = service.get("healthcheck", {}).get("test", [])
+        assert "wget" not in check or "-Y off" in " ".join(check), name
+        assert "urllib" not in " ".join(check) or service["environment"]["no_proxy"] == "127.0.0.1", name
+    provisioned = (ROOT / "deploy" / "grafana" / "provisioning" / "datasources" / "prometheus.yml").read_text()
+    for name in ("NO_PROXY", "no_proxy"):
+        assert f"url: http://{services['grafana']['environment'][name]}:9090\n" in provisioned
 
 
 def test_secrets_are_written_once_and_for_their_owner_alone(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address, ip_network
+
 import pytest
 import yaml
 from torch.distributed.run import get_args_parser
@@ -200,6 +202,20 @@ def test_pods_reach_what_they_need_and_nothing_else() -> None:
     }
     away = {name for name in PODS if any("to" not in line for line in _lines(name, "Egress"))}
     assert away == {"init", "router"}, "who may reach what is outside of the cluster"
+
+
+def test_every_pod_may_ask_for_names_also_where_a_cache_on_the_node_answers() -> None:
+    """NodeLocal DNSCache is of no namespace, and listens on this address; many clusters have it by default."""
+    for name in PODS:
+        peers = [
+            peer
+            for line in _lines(name, "Egress")
+            if 53 in {each["port"] for each in line["ports"]}
+            for peer in line["to"]
+        ]
+        assert any("namespaceSelector" in peer for peer in peers), name
+        blocks = [ip_network(peer["ipBlock"]["cidr"]) for peer in peers if "ipBlock" in peer]
+        assert any(ip_address("169.254.20.10") in block for block in blocks), name
 
 
 def test_addresses_in_settings_are_those_lines() -> None:

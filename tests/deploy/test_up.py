@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from speculator.host import free_port
-from tests.deploy.compose import ROOT, variables
+from tests.deploy.compose import GPU, ROOT, load, variables
 
 DOCKER = """#!/bin/sh
 case "$*" in
@@ -198,6 +198,33 @@ def test_a_model_and_secrets_must_be_there(ready: Checkout) -> None:
         moved = (path := ready.folder / "deploy" / "secrets" / name).rename(ready.folder / name)
         assert ready.up() == (2, [f"deploy/secrets/{name} is missing: make secrets"])
         moved.rename(path)
+
+
+@pytest.mark.parametrize(
+    "line", ["export SLIPSTREAM_MODEL={}", "SLIPSTREAM_MODEL = {}  # ours", "SLIPSTREAM_MODEL='{}'"]
+)
+def test_a_line_of_settings_is_read_as_compose_reads_it(ready: Checkout, line: str) -> None:
+    ready.choose(SLIPSTREAM_MODEL="another")
+    with (ready.folder / ".env").open("a") as file:
+        file.write(line.format("some/model") + "\n")
+    assert ready.up() == (0, [])
+    assert '"model": "some/model"' in ready.said
+
+
+SERVICES = load(GPU, {"SLIPSTREAM_MODEL": "m"})["services"].values()
+MOUNTED = {volume.partition(":")[0] for service in SERVICES for volume in service.get("volumes", [])}
+
+
+@pytest.mark.parametrize("path", sorted(path for path in MOUNTED if path.startswith("./")))
+def test_what_containers_mount_of_a_clone_is_readable_for_them(ready: Checkout, path: str) -> None:
+    """A clone under umask 077 is not."""
+    for folder in ("prometheus", "grafana"):
+        shutil.copytree(ROOT / "deploy" / folder, ready.folder / "deploy" / folder)
+    (ready.folder / path).chmod(0o700)
+    code, [line] = ready.up()
+    assert (code, f"{path.removeprefix('./')} may not be read" in line) == (2, True)
+    subprocess.run(["sh", "-c", line.split(": ", 1)[1]], cwd=ready.folder, check=True)
+    assert ready.up() == (0, [])
 
 
 @pytest.mark.parametrize("line", ["user other on nopass", None])

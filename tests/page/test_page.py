@@ -8,12 +8,13 @@ import shlex
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from fastapi import FastAPI
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Scope, Send
 
@@ -337,6 +338,30 @@ def test_the_page_outlives_a_restart_of_the_gateway(watched: Watched, gateway: G
     gateway.ask(PROMPT)
     expect(page.locator("#accept-length")).to_have_text(NUMBER)
     assert watched.expected()
+
+
+def test_charts_go_on_after_the_servers_clock_has_stepped_back(watched: Watched, gateway: Gateway) -> None:
+    page = watched.open(gateway)
+    expect(page.locator("#status")).to_have_text("live")
+    step_ms = 600_000
+    asked: list[int] = []
+
+    def step_back(route: Route) -> None:
+        response = route.fetch()
+        live = response.json()
+        for point in (*live["history"], live["newest"]):
+            point[0] -= step_ms
+        asked.append(int(parse_qs(urlsplit(route.request.url).query)["since"][0]))
+        live["history"] = [point for point in live["history"] if point[0] > asked[-1]]
+        route.fulfill(response=response, json={**live, "now_ms": live["now_ms"] - step_ms})
+
+    page.route("**/slipstream/live?*", step_back)
+    for _ in range(100):
+        page.wait_for_timeout(100)
+        if len(asked) > 2:
+            break
+    assert asked[0] > asked[-1], "it asks for what has come since the step"
+    page.unroute("**/slipstream/live?*")
 
 
 def test_the_keyboard_reaches_everything(watched: Watched, gateway: Gateway) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -158,3 +159,28 @@ def _talk(url: str) -> tuple[list[httpx.Response], list[str]]:
         with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as broken_off:
             next(broken_off.iter_bytes())
     return [whole, streamed, refused, unknown], [whole.json()["choices"][0]["text"]]
+
+
+@pytest.mark.parametrize("where", ["full", "pipe"])
+def test_a_log_that_cannot_be_written_fails_nobody(where: str) -> None:
+    """On a full disk, or behind a pipe whose reader has ended: the lines are lost, and what logs goes on."""
+    code = """
+import logging
+import os
+import structlog
+from slipstream.logs import configure_logs
+configure_logs()
+for _ in range(2):
+    structlog.get_logger().info("ours", text=9000 * "x")
+    logging.getLogger("uvicorn.error").warning("theirs")
+print("served")
+"""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with Path("/dev/full").open("wb") as full:
+        stream = {"full": full.fileno(), "pipe": writing}[where]
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=stream, text=True, timeout=60
+        )
+    os.close(writing)
+    assert done.stdout == "served\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from huggingface_hub.errors import IncompleteSnapshotError
 
 from serving.local.kernels.build import kernel_folder
 from slipstream import models
@@ -38,3 +39,13 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
         monkeypatch.setenv(CACHE_VARIABLE, str(place))
         with pytest.raises(ConfigError, match=f"{place}/models cannot be written.*set {CACHE_VARIABLE}"):
             resolve_model(BUNDLED_MODEL)
+
+
+def test_without_the_hub_a_cache_need_not_have_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that SGLang has filled, which leaves `original/` out."""
+
+    def snapshot_download(*_: object, **__: object) -> str:
+        raise IncompleteSnapshotError("3 file(s) are missing (original/…)", snapshot_path=str(tmp_path))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert resolve_model("some/model") == resolve_head("some/model") == tmp_path

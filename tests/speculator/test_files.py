@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speculator.errors import ConfigError
-from speculator.host import json_line, read_json_lines, split_lines
+from speculator.host import json_line, read_json_lines, split_lines, sync
 
 EVERY_END = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
 VALUES = st.dictionaries(
@@ -79,3 +82,22 @@ def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none"):
         with pytest.raises(ConfigError, match=f"^{path} cannot be read"):
             read(path)
+
+
+def test_a_folder_that_cannot_be_flushed_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in shared folders of VirtualBox; a file that cannot be flushed may be lost."""
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode) or is_broken:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        real(descriptor)
+
+    is_broken = False
+    monkeypatch.setattr(os, "fsync", fsync)
+    (tmp_path / "file").touch()
+    sync(tmp_path)
+    sync(tmp_path / "file")
+    is_broken = True
+    with pytest.raises(OSError, match="Invalid argument"):
+        sync(tmp_path / "file")

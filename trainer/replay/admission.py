@@ -294,6 +294,7 @@ class RetentionPolicy:
         self._are_known = False
         self._removed: Counter[str] = Counter()
         self._polled_s: float | None = None
+        self._is_away = False
 
     def reason(self, provenance: Provenance) -> str | None:
         """Why a trace must be forgotten, one of REASONS; None where it may be kept."""
@@ -327,7 +328,7 @@ class RetentionPolicy:
             return True
         # At the start an order may be older than what was kept since.
         self._ordered = {name for name in orders if self._are_known and orders[name] != self._orders.get(name)}
-        self._orders, self._are_known = orders, True
+        self._orders, self._are_known, self._is_away = orders, True, False
         return True
 
     def sweep(self) -> bool:
@@ -374,4 +375,6 @@ class RetentionPolicy:
 
     def _failed(self, error: StreamError) -> None:
         self._metrics.stream_errors.labels("erasures").inc()
-        log.warning("orders to forget not known for now", error=str(error))
+        if not self._is_away:
+            log.warning("orders to forget not known for now", error=str(error))
+        self._is_away = True

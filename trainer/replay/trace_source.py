@@ -28,7 +28,7 @@ from pathlib import Path
 
 import structlog
 
-from speculator.errors import StreamError, TraceError
+from speculator.errors import StoreError, StreamError, TraceError
 from speculator.host import sync
 from speculator.redis.trace_stream import StreamEntry, TraceStream
 from speculator.trace import Trace, decode_trace
@@ -323,15 +323,17 @@ class TraceFiles:
 
     def keep(self, trace_ids: Collection[str]) -> None:
         """Remove all of this process's traces but these; call after a checkpoint that lists these is on disk."""
-        for trace_id in [trace_id for trace_id in self._own if trace_id not in trace_ids]:
-            self._path(trace_id).unlink(missing_ok=True)
-            self._unsynced.discard(trace_id)
-            del self._own[trace_id]
+        self.remove([trace_id for trace_id in self._own if trace_id not in trace_ids])
 
     def remove(self, trace_ids: Iterable[str]) -> None:
-        """Remove these traces, whichever process wrote them."""
+        """Remove these traces, whichever process wrote them. Raises StoreError."""
         for trace_id in trace_ids:
-            self._path(trace_id).unlink(missing_ok=True)
+            try:
+                self._path(trace_id).unlink(missing_ok=True)
+            except OSError as error:
+                raise StoreError(
+                    f"cannot remove traces in {self._folder} ({error.strerror}): give that folder to the trainer's user"
+                ) from error
             self._unsynced.discard(trace_id)
             self._own.pop(trace_id, None)
 

@@ -156,9 +156,15 @@ def environment(options: SglangOptions, inherited: Mapping[str, str]) -> dict[st
         "SLIPSTREAM_CAPTURE_FILTER": options.capture_filter or "",
         # Otherwise it would generate a token at each health check.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        # At its start it requests an answer of itself, and ends where a proxy gets that request.
+        "no_proxy": _with_loopback(inherited.get("no_proxy") or inherited.get("NO_PROXY") or ""),
     }
     on_cpu = {"SGLANG_USE_CPU_ENGINE": "1"} if options.device == "cpu" else {}
     return {**inherited, **on_cpu, **ours}
+
+
+def _with_loopback(no_proxy: str) -> str:
+    return no_proxy if no_proxy == "*" else f"{no_proxy},127.0.0.1,::1".lstrip(",")
 
 
 class SglangProcess:

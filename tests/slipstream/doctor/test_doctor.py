@@ -257,6 +257,12 @@ def test_a_redis_that_is_old_or_forgets(changes: dict[str, Any], level: Level, s
     assert levels(list(judge_server({**KEEPS, "maxmemory": 800 << 20}, 512 << 20))) == [Level.OK] * 3
 
 
+def test_a_provider_may_not_say_how_redis_evicts() -> None:
+    """As Redis Enterprise."""
+    said = {name: value for name, value in KEEPS.items() if not name.startswith("maxmemory")}
+    assert levels(list(judge_server(said, 512 << 20))) == [Level.OK, Level.OK, Level.SKIPPED]
+
+
 # -- store, trainer, stream -------------------------------------------------------------------------------------------
 
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import threading
 from typing import cast
 
-from slipstream.start.gateway import _tell_ended
-from speculator.errors import StreamError
+import pytest
+
+from serving.sglang.outside.launcher import SglangProcess
+from slipstream.start.gateway import _tell_ended, _until_ended
+from speculator.errors import EngineDeadError, StreamError
 from speculator.redis.control_plane import EndedGroups
 
 
@@ -34,3 +39,20 @@ def test_a_redis_that_hangs_does_not_take_all_threads_of_the_event_loop() -> Non
 
     asyncio.run(run())
     assert away.num_calls <= 32, "of 500: at most one for each thread"
+
+
+def test_the_end_of_sglang_is_noticed_without_a_pidfd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sandboxes such as gVisor refuse to make one."""
+
+    def pidfd_open(*_: int) -> int:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    class Ended:
+        pid, is_alive = os.getpid(), False
+
+        def check(self) -> None:
+            raise EngineDeadError("SGLang ended with code 9")
+
+    monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+    with pytest.raises(EngineDeadError, match="code 9"):
+        asyncio.run(_until_ended(cast(SglangProcess, Ended())))

@@ -249,6 +249,7 @@ def test_a_keeper_that_never_began_can_be_stopped(tmp_path: Path) -> None:
 def test_where_data_lies_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert default_data_dir("toy") == tmp_path / "slipstream" / "toy"
+    assert default_data_dir("/models/toy") == tmp_path / "slipstream" / "models" / "toy", "not in the model's folder"
     monkeypatch.delenv("XDG_DATA_HOME")
     monkeypatch.setenv("HOME", "/home/somebody")
     assert default_data_dir("toy") == Path("/home/somebody/.local/share/slipstream/toy")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -154,6 +155,29 @@ def test_what_a_newer_release_wrote_is_not_passed_over(tmp_path: Path, monkeypat
     newer.unlink()
     with pytest.raises(ConfigError, match="written by Redis 7"):
         EmbeddedRedis(data)
+
+
+def test_a_locale_that_the_system_lacks_does_not_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redis 7.2 and newer set the locale at their start, and end where they cannot; so does this one."""
+    server, check = tmp_path / "redis-server", "import locale; locale.setlocale(locale.LC_COLLATE, '')"
+    server.write_text(f'#!/bin/sh\n{sys.executable} -c "{check}" || exit 1\nexec {redis_server()} "$@"\n')
+    server.chmod(0o755)
+    monkeypatch.setattr("speculator.redis.embedded.redis_server", lambda: str(server))
+    for variable in ("LANG", "LC_ALL", "LC_COLLATE"):
+        monkeypatch.setenv(variable, "xx_XX.UTF-8")
+    with EmbeddedRedis(tmp_path / "data") as started, connect(started.url) as client:
+        assert client.ping()
+
+
+def test_a_file_system_without_locks_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Lustre without the option `flock`."""
+
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("speculator.redis.embedded.fcntl.flock", flock)
+    with pytest.raises(ConfigError, match="has no locks: choose another directory"):
+        EmbeddedRedis(tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_is_explained(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -387,6 +388,28 @@ def test_out_of_memory_is_explained_and_appending_recovers(own_server: EmbeddedR
         redis_client.config_set("maxmemory", "0")
         append(traces, 1)
         assert traces.lag().appended == 2
+
+
+def test_a_full_redis_gives_up_history_and_goes_on(own_server: EmbeddedRedis) -> None:
+    """One smaller than the stream's cap fills with acked entries, and would refuse acks and drafts for ever."""
+    with connect(own_server.url) as redis_client:
+        traces = open_stream(redis_client, max_bytes=100 * len(ENTRY))
+        ids = append(traces, 60)
+        assert len(traces.read(50, 0)) == 50
+        traces.ack(ids[:50])
+        used: int = redis_client.info("memory")["used_memory"]  # type: ignore[index]
+        redis_client.config_set("maxmemory", used - 20 * len(ENTRY))
+        with pytest.raises(StreamError, match="raise its maxmemory"):
+            DraftPointer(redis_client, MODEL).publish(1)
+        for _ in range(20):
+            with contextlib.suppress(StreamError):
+                append(traces, 1)
+                break
+        DraftPointer(redis_client, MODEL).publish(1)
+        redis_client.config_set("maxmemory", "0")
+        lag = traces.lag()
+        assert (lag.appended, lag.acked, lag.lost, lag.undelivered) == (61, 50, 0, 11)
+        assert lag.length < 61
 
 
 def test_every_public_method_turns_a_dead_server_into_a_stream_error(own_server: EmbeddedRedis) -> None:

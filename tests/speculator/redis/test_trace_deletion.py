@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import time
 from pathlib import Path
 
@@ -128,6 +129,18 @@ def test_a_user_who_may_not_ask_for_it_is_told_so_at_once(tmp_path: Path) -> Non
         assert not TraceRemover(client, "toy").compact()
 
 
+@pytest.mark.timeout(60)
+def test_commands_that_a_provider_leaves_out_are_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Managed servers have no BGREWRITEAOF, hardened ones no INFO."""
+    monkeypatch.setattr("speculator.redis.embedded._SCRIPTING", ("BGREWRITEAOF",))
+    with EmbeddedRedis(tmp_path / "managed") as server, connect(server.url) as client:
+        assert not TraceRemover(client, "toy").compact()
+    monkeypatch.setattr("speculator.redis.embedded._SCRIPTING", ("INFO",))
+    with EmbeddedRedis(tmp_path / "hardened") as server, connect(server.url) as client:
+        assert not TraceRemover(client, "toy").compact()
+        assert open_stream(client).memory_share() is None
+
+
 def test_an_entry_with_somebody_elses_idea_of_an_index_goes_like_any_other(redis_client: redis.Redis) -> None:
     stream, remover = open_stream(redis_client), TraceRemover(redis_client, "toy")
     fill(stream, ["anna"])
@@ -188,6 +201,18 @@ def test_a_recording_loses_what_is_chosen_and_what_nobody_can_read(tmp_path: Pat
     assert remove_from_recording(path, is_annas).removed == 0
     assert path.stat().st_ino == done.st_ino, "nothing to do, nothing written"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_recording_on_a_file_system_without_modes_is_rewritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chmod(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    path = recording(tmp_path / "a.rec", [trace_of(0, "anna"), trace_of(1, "bo")])
+    monkeypatch.setattr("speculator.redis.trace_deletion.os.chmod", chmod)
+    assert remove_from_recording(path, is_annas).removed == 1
+    assert ids_in(path) == ["bo-1"]
 
 
 def test_a_recording_is_whole_when_it_cannot_be_rewritten(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.metadata
 import json
@@ -81,6 +82,32 @@ def test_a_version_comes_back_as_it_was_written(store: DraftStore) -> None:
         "manifest.json",
         "model.safetensors",
     ]
+
+
+def test_a_kernel_that_refuses_memory_files_loads_a_draft(store: DraftStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one with `vm.memfd_noexec=2`."""
+
+    def memfd_create(*_: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    write(store)
+    expected = load(store)
+    monkeypatch.setattr(os, "memfd_create", memfd_create)
+    loaded = load(store)
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in expected.items())
+
+
+def test_a_file_system_without_modes_holds_a_store(store: DraftStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Windows' drives below WSL, and SMB shares."""
+
+    def chmod(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "chmod", chmod)
+    monkeypatch.setattr(Path, "chmod", chmod)
+    assert write(store).version == 1
+    load(store)
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])

@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
+import pytest
+
+from speculator.errors import StoreError
 from speculator.host import sync
 from trainer.replay.trace_source import TraceFiles
 
@@ -78,6 +81,21 @@ def test_a_disk_that_refuses_is_no_failure(tmp_path: Path) -> None:
     other.sync(["a"])
     other.sync(["a"])
     assert other.take_over("a") == b"payload"
+
+
+def test_a_trace_that_cannot_be_removed_ends_the_trainer_with_the_fix(tmp_path: Path) -> None:
+    """As in a folder that a backup gave back to root: what cannot be removed cannot be erased either."""
+    shelf = TraceFiles(tmp_path)
+    shelf.put("a", b"")
+    [path] = tmp_path.iterdir()
+    path.unlink()
+    path.mkdir()
+    for remove in (lambda: shelf.keep([]), lambda: shelf.remove(["a"])):
+        with pytest.raises(StoreError, match="give that folder to the trainer's user"):
+            remove()
+    path.rmdir()
+    shelf.keep([])
+    assert shelf.take_over("a") is None
 
 
 def test_a_file_that_somebody_else_removed_keeps_no_other_from_the_disk(tmp_path: Path) -> None:

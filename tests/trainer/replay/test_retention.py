@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import redis
+from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from speculator.errors import StreamError
 from speculator.redis.client import RedisKeys
@@ -20,7 +22,9 @@ from tests.fixtures.traces import send, with_header
 from tests.trainer.examples import metric, promote, record
 from tests.trainer.trainers import MakeTrainer
 from trainer.loop import Trainer
+from trainer.metrics import TrainerMetrics
 from trainer.replay import admission
+from trainer.replay.admission import RetentionPolicy
 from trainer.replay.trace_source import trace_folder
 
 HOUR_S = 3600.0
@@ -47,6 +51,29 @@ def kept(trainer: Trainer) -> set[str]:
 
 def ids(traces: list[Trace], tenant: str) -> set[str]:
     return {trace.header.trace_id for trace in traces if trace.header.tenant == tenant}
+
+
+def test_an_outage_of_redis_is_a_line_however_long_it_lasts() -> None:
+    class Erasures:
+        is_away = True
+
+        def orders(self) -> dict[str, int]:
+            if self.is_away:
+                raise StreamError("Redis is away")
+            return {}
+
+        def report(self, *_: object) -> None:
+            self.orders()
+
+    erasures, metrics = Erasures(), TrainerMetrics(CollectorRegistry())
+    policy = RetentionPolicy(erasures, None, name="t", ttl_s=0, metrics=metrics)  # type: ignore[arg-type]
+    with capture_logs() as logs:
+        for is_away in (True, True, False, True, True):
+            erasures.is_away = is_away
+            assert policy.poll()
+            policy.report()
+    assert len(logs) == 2
+    assert metrics.stream_errors.labels("erasures")._value.get() == 8
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ function take(live) {
   if (live.started_ms !== startedMs) history = [];
   startedMs = live.started_ms;
   history.push(...live.history);
-  history = history.filter((point) => point[AT] > live.now_ms - RANGES[span].ms);
+  // None of the future: after the server's clock has stepped back, only points since them would be asked for.
+  history = history.filter((point) => point[AT] > live.now_ms - RANGES[span].ms && point[AT] <= live.now_ms);
   hasSpoken = true;
 }
 

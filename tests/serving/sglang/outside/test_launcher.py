@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.request import proxy_bypass
 
 import pytest
 
@@ -80,8 +81,21 @@ def test_environment_for_the_plugin(make_options: MakeOptions) -> None:
         "SLIPSTREAM_TRACE_TTL_HOURS": "0",
         "SLIPSTREAM_CAPTURE_FILTER": "",
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        "no_proxy": "127.0.0.1,::1",
     }
     assert environment(make_options(device="cpu"), {})["SGLANG_USE_CPU_ENGINE"] == "1"
+
+
+@pytest.mark.parametrize("given", [{}, {"NO_PROXY": "hub.example.org"}, {"no_proxy": "*"}])
+def test_sglang_reaches_itself_past_a_proxy(
+    make_options: MakeOptions, monkeypatch: pytest.MonkeyPatch, given: dict[str, str]
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment(make_options(), {"http_proxy": "http://10.255.255.1:3128", **given}).items():
+        monkeypatch.setenv(name, value)
+    assert proxy_bypass("127.0.0.1:30000")
+    assert bool(proxy_bypass("hub.example.org")) is bool(given)
 
 
 def test_the_plugin_reads_that_environment(make_options: MakeOptions, monkeypatch: pytest.MonkeyPatch) -> None:
