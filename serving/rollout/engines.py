@@ -9,7 +9,8 @@ stays where it is unless it makes room for one that is more urgent (`Order.displ
 clearly sooner, reading included (serving/rollout/speeds.py).
 
 Memory is reserved by the chunk, not by the limit: many samples can start, and none has to be evicted in the middle of a
-chunk. A sample whose next chunk does not fit waits, and is read again later. So that this is rare, a sample starts
+chunk. A sample whose next chunk does not fit waits, and is read again later. One that fits into no engine's memory runs
+alone, up to where the engine ends it. So that waiting is rare, a sample starts
 beside others only if all of them would fit with half of what each is expected to add. (They end at different times:
 half is what they have added on average.)
 """
@@ -43,7 +44,7 @@ class RolloutEngine(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Polled while the engine counts as lost: it may have come back."""
+        """Polled while samples run on it, and while it counts as lost: it may have come back."""
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """As `serving.engine.Engine.generate`."""
@@ -142,11 +143,11 @@ class EngineCapacity:
         sample.chunk_end = self.end_of_chunk(sample)
         self.running[sample.sample_id] = sample
 
-    def extend(self, sample: Sample) -> bool:
+    def extend(self, sample: Sample, *, in_any_case: bool = False) -> bool:
         """Reserve for a running sample its next chunk, if there is room for it and for what it got beyond the last."""
         end = self.end_of_chunk(sample)
         more = end - sample.chunk_end
-        if more > self.free_tokens:
+        if more > self.free_tokens and not in_any_case:
             return False
         sample.chunk_end = end
         self.free_tokens -= more

@@ -65,7 +65,7 @@ class Scheduler:
     def submit(self, request: GroupRequest) -> None:
         """Queue the samples of a group. Raises RequestError for the id of a group that is still known.
 
-        The caller ensures that prompt and limit fit into an engine: what fits nowhere waits for ever.
+        The caller ensures that prompt and limit fit into the model's context.
         """
         if request.group_id in self._groups:
             raise RequestError(f"there is a group {request.group_id} already", param="group_id", code="duplicate")
@@ -81,9 +81,16 @@ class Scheduler:
         """A sample, to be read only."""
         return self._groups[sample_id.group_id].samples[sample_id.number]
 
-    def cancel(self, group_id: str, reason: EndReason = "cancelled") -> list[SampleEnd]:
+    def cancel(self, group_id: str) -> list[SampleEnd]:
         """End all of a group that has not ended."""
-        return [self._end(sample, SampleState.ABORTED, reason) for sample in self._under_way(self._groups[group_id])]
+        group = self._groups[group_id]
+        return [self._end(sample, SampleState.ABORTED, "cancelled") for sample in self._under_way(group)]
+
+    def refuse(self, sample_id: SampleId) -> list[SampleEnd]:
+        """End a sample that engines refuse. One without tokens takes its group along: all have the same prompt."""
+        sample = self.sample(sample_id)
+        refused = [sample] if sample.tokens else self._under_way(sample.group)
+        return [self._end(one, SampleState.ABORTED, "refused") for one in refused]
 
     def forget(self, group_id: str) -> None:
         """Drop a group that has ended."""
@@ -100,10 +107,12 @@ class Scheduler:
         capacity.free_slots, capacity.free_tokens = free_slots, free_tokens
         leases: list[Lease] = []
         cost = self._relative_cost(engine)
-        ends_sooner_elsewhere = functools.partial(self._ends_sooner_elsewhere, engine=engine)
+        is_left = functools.partial(self._is_left, engine=engine)
         while capacity.free_slots > 0 and (most is None or len(leases) < most):
             fits = functools.partial(capacity.fits, room=capacity.room())
-            sample = self._queue.take(fits, capacity.could_hold, ends_sooner_elsewhere, cost=cost)
+            sample = self._queue.take(fits, capacity.could_hold, is_left, cost=cost)
+            if sample is None and not capacity.running:
+                sample = self._queue.take(self._fits_nowhere, self._fits_nowhere, is_left)
             if sample is None:
                 break
             leases.append(self._start(sample, engine, capacity))
@@ -227,11 +236,12 @@ class Scheduler:
             return []
         return [self._end(sample, SampleState.ABORTED, "redundant") for sample in self._under_way(group)]
 
-    def preempted(self, lease: Lease) -> None:
+    def preempted(self, lease: Lease, *, has_failed: bool = False) -> None:
         """Queue a sample again that its engine dropped, for want of memory or because it failed there."""
         sample = self._leases.get(lease.number)
         if sample is not None:
             self._pause(sample)
+            sample.failed_at = lease.engine if has_failed else sample.failed_at
 
     # -- versions and time --------------------------------------------------------------------------------------------
 
@@ -305,6 +315,7 @@ class Scheduler:
         request = sample.group.request
         self._shares.charge(request.job, len(tokens), request.weight)
         sample.tokens.extend(tokens)
+        sample.failed_at = None
         most = request.max_tokens
         assert len(sample.tokens) <= most, f"{sample.sample_id} got more than its {most} tokens"
 
@@ -337,11 +348,21 @@ class Scheduler:
 
     def _next_chunk(self, sample: Sample, engine: str) -> Verdict:
         capacity, waiting = self._capacities[engine], self._queue.first()
-        moves = self._displaces(waiting, sample, capacity) if waiting else self._ends_sooner_elsewhere(sample, engine)
-        if not moves and capacity.extend(sample):
+        if waiting and waiting.failed_at != engine:
+            moves = self._displaces(waiting, sample, capacity)
+        else:
+            moves = self._ends_sooner_elsewhere(sample, engine)
+        is_alone = len(capacity.running) == 1
+        if not moves and capacity.extend(sample, in_any_case=is_alone and self._fits_nowhere(sample)):
             return "go on"
         self._pause(sample)
         return "stop"
+
+    def _fits_nowhere(self, sample: Sample) -> bool:
+        """Whether no engine has the memory for a sample's next chunk. It would wait for ever, so it runs where nothing
+        else does; the engine ends or refuses it where its memory does.
+        """
+        return not any(each.could_hold(sample) for each in self._capacities.values())
 
     def _displaces(self, waiting: Sample, running: Sample, capacity: EngineCapacity) -> bool:
         """Whether a running sample gives its slot or memory to a waiting one; not where enough is free.
@@ -375,6 +396,12 @@ class Scheduler:
             return round(_STEPS * math.log2(this / other))
 
         return cost
+
+    def _is_left(self, sample: Sample, engine: str) -> bool:
+        """Whether a sample waits for another engine: this one has failed on it, or would end it clearly later."""
+        if sample.failed_at == engine:
+            return any(each.could_hold(sample) for name, each in self._capacities.items() if name != engine)
+        return self._ends_sooner_elsewhere(sample, engine)
 
     def _ends_sooner_elsewhere(self, sample: Sample, engine: str) -> bool:
         """Whether an engine with a free slot would end a sample clearly sooner, all that it has to read included."""

@@ -90,6 +90,25 @@ def test_an_engine_that_dies_with_twenty_samples_on_it() -> None:
     assert {result.engine for name, result in results.items() if name.startswith("b")} >= {"x"}, "it is used again"
 
 
+def test_a_machine_that_vanishes_holds_no_sample_for_ever() -> None:
+    """Its connections stay open, and nothing else waits for a slot there."""
+    gone = SeededEngine("x", num_slots=2, holds_after=1)
+
+    async def talk(driver: Driver, results: Results) -> None:
+        driver.submit([work("a", samples=2, max_tokens=LIMIT)])
+        await until(lambda: gone.num_chunks == 2)
+        driver.set_engines([gone, SeededEngine("y")])
+        driver.tick()
+        assert driver.counts[SampleState.RUNNING] == 2
+        gone.is_alive = False
+        driver.tick()
+        await results.wait_for(2)
+
+    for result in drive(talk, gone).by_sample.values():
+        check_whole(result, limit=LIMIT)
+        assert (result.engine, result.num_leases) == ("y", 2)
+
+
 def test_a_conversation_goes_on_behind_what_its_environment_says() -> None:
     """Tokens depend on seed and position: those of a turn are what a plain sample has there."""
     engine = SeededEngine("x", num_slots=1, is_answered=True)
@@ -212,6 +231,42 @@ def test_a_sample_on_which_an_engine_fails_again_and_again_is_given_up() -> None
 
     assert drive(talk, engine).by_sample["a0"].reason == "refused"
     assert len(engine.requests) == MAX_FAILURES
+
+
+def test_an_engine_that_fails_on_everything_takes_no_sample_with_it() -> None:
+    """It has free slots at once again, so that a sample could fail there three times in a row."""
+    broken = SeededEngine("x", failures=[EngineError("no")] * 1000)
+
+    async def talk(driver: Driver, results: Results) -> None:
+        driver.submit([work(name, samples=8, max_tokens=LIMIT) for name in "ab"])
+        while len(results.by_sample) < 16:
+            driver.tick()
+            await asyncio.sleep(0)
+
+    results = drive(talk, broken, SeededEngine("y", num_slots=2)).by_sample
+    assert broken.requests
+    for result in results.values():
+        check_whole(result, limit=LIMIT)
+
+
+def test_a_sample_that_fails_late_leaves_its_siblings_alone() -> None:
+    engine = SeededEngine("x", num_slots=2, holds_after=1)
+
+    async def talk(driver: Driver, results: Results) -> None:
+        driver.submit([work("a", samples=2, max_tokens=LIMIT)])
+        await until(lambda: engine.num_chunks == 2)
+        engine.failures = [RequestError("there is no room")]
+        engine.num_slots = 1
+        driver.dispatch()
+        engine.num_slots = 2
+        driver.dispatch()
+        await results.wait_for(1)
+        engine.release.set()
+        await results.wait_for(2)
+
+    results = drive(talk, engine).by_sample
+    assert (results["a1"].reason, len(results["a1"].tokens)) == ("refused", 3)
+    check_whole(results["a0"], limit=LIMIT)
 
 
 def test_a_new_target_ends_what_is_too_old_and_stops_the_engine_on_it() -> None:
