@@ -160,14 +160,15 @@ class SglangRolloutEngine:
 
     @property
     def is_alive(self) -> bool:
-        return max(self._num_missed, self._num_behind) < _MISSED_POLLS
+        # What runs with older weights goes on.
+        return self._num_missed < _MISSED_POLLS and (self._num_behind < _MISSED_POLLS or self._num_open > 0)
 
     def drop(self, tenant: str, group_id: str) -> None:
         self._settings.end_group(tenant, group_id)
 
     def check_weights(self, newest: int) -> None:
         """Compare with the newest weights in the pool: a server with older ones takes nothing new, and finally counts
-        as dead.
+        as dead once nothing runs there.
         """
         self._num_behind = self._num_behind + 1 if self.target_label < newest else 0
 
@@ -337,8 +338,11 @@ class _Answer:
                 if version is None:
                     version = self.settings.target_version()
                     version = version if newest is None else min(version, newest - 1)
-                logprobs = [logprob for logprob, _, _ in meta.output_token_logprobs[self.num_tokens : end]]
-                chunk = self._part(said[self.num_tokens : end], logprobs, version, finish if is_last else None)
+                new, found = said[self.num_tokens : end], meta.output_token_logprobs[self.num_tokens : end]
+                if self.request.logprobs and [token for _, token, _ in found] != new:
+                    raise EngineError("SGLang's logprobs are not those of the tokens")
+                logprobs = [logprob for logprob, _, _ in found]
+                chunk = self._part(new, logprobs, version, finish if is_last else None)
                 yield chunk
                 if chunk.finish_reason is not None:
                     return
