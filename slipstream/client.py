@@ -183,12 +183,19 @@ class _Progress:
         is_new = call.method == "POST"
         if response.status_code in _LATER:
             self._is_known = not is_new
+            self.on_later(response)
         elif response.status_code == 404 and not is_new and not self._num_heard:
             self._is_known = False  # the first request never reached the server
         elif is_new and response.status_code != 409:  # 409: the rollout exists already
             raise ConfigError(self._refusal(self.why))
         elif not is_new:
             raise EngineError(f"the server lost the rollout after {self._num_heard} samples: {self.why}")
+
+    def on_later(self, response: httpx.Response) -> None:
+        """Process a status after which the client retries: for `retry_s`, but for as long as a server is full."""
+        self.why = message_of(response)
+        if response.status_code == 429:
+            self._failing_since_s = None
 
     def on_disconnect(self, failure: httpx.TransportError) -> None:
         """Process a broken connection. Raises ConfigError where the server has never answered."""
@@ -473,7 +480,7 @@ class AsyncRollout:
                 if response.status_code not in _LATER:
                     _check(response)
                     return
-                progress.why = message_of(response)
+                progress.on_later(response)
             await asyncio.sleep(progress.pause_s())
 
     async def reward(self, rewards: Rewards) -> None:

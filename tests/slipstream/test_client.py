@@ -159,6 +159,13 @@ def test_a_proxy_that_does_not_reach_the_server_is_asked_again(
         list(rollouts.start(GROUPS))
 
 
+def test_a_full_server_is_asked_until_it_has_room(engine: DoubleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there, so `retry_s` does not count."""
+    monkeypatch.setattr("slipstream.client._PAUSE_S", 0.05)
+    with running(behind_a_proxy(engine, iter([0, *[429] * 8]))) as site, Rollouts(site.url, retry_s=0.1) as rollouts:
+        assert len(list(rollouts.start(GROUPS))) == 5
+
+
 def behind_a_proxy(engine: DoubleEngine, statuses: Iterator[int]) -> FastAPI:
     """A gateway behind a proxy that answers with these statuses by itself; 0 and no more: it passes a request on."""
 

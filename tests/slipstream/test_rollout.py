@@ -158,9 +158,20 @@ async def _has_no_reward(key: SampleKey, turn: int) -> Step | None:
     return Step(done=True, reward=math.nan)
 
 
+def _observes(observation: Any) -> Callable[[SampleKey, int], Awaitable[Step | None]]:
+    async def step(key: SampleKey, turn: int) -> Step | None:
+        return Step(observation=observation)
+
+    return step
+
+
 @pytest.mark.parametrize(
     ("does", "why"),
     [
+        (_observes("half a character: \ud800"), "UnicodeEncodeError"),
+        (_observes([{"role": "user", "content": b"bytes"}]), "TypeError"),
+        (_observes([{"role": "assistant", "content": "mine"}]), "starts with the assistant"),
+        (_observes("x" * 5_000_000), "bytes"),
         (_raises, "OSError"),
         (_hangs, "too slow"),
         (_cancels_itself, "CancelledError"),
