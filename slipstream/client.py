@@ -243,7 +243,7 @@ def _body(groups: Sequence[Group | Mapping[str, Any]], rollout_id: str | None, *
 
 
 def _rewards(rewards: Rewards) -> dict[str, Any]:
-    of_samples = rewards.items()
+    of_samples = ((key, float(one)) for key, one in rewards.items())
     return {"rewards": [{"group_id": name, "sample": number, "reward": one} for (name, number), one in of_samples]}
 
 

@@ -22,7 +22,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
 import msgspec
 
@@ -43,8 +43,9 @@ class Step:
     done: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.reward, int | float) or not math.isfinite(self.reward):
+        if not isinstance(self.reward, SupportsFloat) or not math.isfinite(self.reward):
             raise ValueError(f"reward is {self.reward!r}, not a number")
+        object.__setattr__(self, "reward", float(self.reward))  # of NumPy or PyTorch, too
         if self.done == (self.observation is not None):
             raise ValueError("a Step needs either an observation or done=True")
         is_text = self.observation is None or isinstance(self.observation, str)

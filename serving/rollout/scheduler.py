@@ -179,20 +179,15 @@ class Scheduler:
         if sample is None:
             return None
         self._append(sample, tokens)
-        if sample.group.request.turn_tokens is not None:
-            sample.turns.append((sample.turn_start, len(sample.tokens)))
         return self._end_finished(sample, reason)
 
     def turn_ended(self, lease: Lease, tokens: Sequence[int]) -> bool:
-        """End a turn with its last tokens, and await the environment.
+        """End a turn with its last tokens, and await the environment, which may reward a sample that has no room left.
 
-        Returns False, and does nothing, where no environment is to answer or where there is no room for an answer; call
-        `finished` then.
+        Returns False, and does nothing, where no environment is to answer; call `finished` then.
         """
         sample = self._leases.get(lease.number)
         if sample is None or sample.group.request.turn_tokens is None:
-            return False
-        if len(sample.tokens) + len(tokens) >= sample.group.request.max_tokens:
             return False
         self._append(sample, tokens)
         self._detach(sample)
@@ -220,7 +215,7 @@ class Scheduler:
         """End a sample that awaits its environment, because the environment says so."""
         sample = self.sample(sample_id)
         assert sample.state is SampleState.AWAITING, sample_id
-        return self._end_finished(sample, "done")
+        return self._end_finished(sample, "done" if len(sample.tokens) < sample.group.request.max_tokens else "length")
 
     def failed(self, sample_id: SampleId) -> SampleEnd:
         """Abort a sample that awaits its environment, because the environment has failed."""
