@@ -254,9 +254,9 @@ def _cancelled(groups: Iterable[str] | None) -> dict[str, list[str]] | None:
     return {"group_id": names} if (names := [*groups]) else None
 
 
-def _check(response: httpx.Response) -> httpx.Response:
-    """Raises ConfigError for a 4xx response, EngineError for another failure."""
-    if response.is_success:
+def _check(response: httpx.Response, *, or_gone: bool = False) -> httpx.Response:
+    """Raises ConfigError for a 4xx response, EngineError for another failure; `or_gone` accepts 410."""
+    if response.is_success or (or_gone and response.status_code == 410):
         return response
     raise (ConfigError if response.is_client_error else EngineError)(message_of(response))
 
@@ -396,7 +396,7 @@ class Rollout:
         if (query := _cancelled(groups)) is not None:
             with _away(self._client.url):
                 url = f"/v1/rollouts/{self.rollout_id}"
-                _check(self._client.http.delete(url, params=query, timeout=_SHORT_S))
+                _check(self._client.http.delete(url, params=query, timeout=_SHORT_S), or_gone=True)
 
 
 class AsyncRollouts(_Options):
@@ -493,4 +493,4 @@ class AsyncRollout:
         if (query := _cancelled(groups)) is not None:
             with _away(self._client.url):
                 url = f"/v1/rollouts/{self.rollout_id}"
-                _check(await self._client.http.delete(url, params=query, timeout=_SHORT_S))
+                _check(await self._client.http.delete(url, params=query, timeout=_SHORT_S), or_gone=True)

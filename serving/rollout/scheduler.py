@@ -395,7 +395,8 @@ class Scheduler:
     def _is_left(self, sample: Sample, engine: str) -> bool:
         """Whether a sample waits for another engine: this one has failed on it, or would end it clearly later."""
         if sample.failed_at == engine:
-            return any(each.could_hold(sample) for name, each in self._capacities.items() if name != engine)
+            others = [each for name, each in self._capacities.items() if name != engine]
+            return any((each.running or each.free_slots > 0) and each.could_hold(sample) for each in others)
         return self._ends_sooner_elsewhere(sample, engine)
 
     def _ends_sooner_elsewhere(self, sample: Sample, engine: str) -> bool:

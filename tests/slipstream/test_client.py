@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -126,6 +127,22 @@ def test_what_is_cancelled_comes_as_aborted(engine: DoubleEngine, url: str) -> N
         thread.join()
         with pytest.raises(ConfigError, match="not finished"):
             rollout.reward({("0", 0): 1.0})
+
+
+def test_what_the_server_has_deleted_needs_no_cancelling(engine: DoubleEngine) -> None:
+    """Whoever learns between two samples may cancel groups long after the last one has ended."""
+    settings = GatewaySettings(rollout_keep_s=0)
+    with (
+        running(create_app(engine, settings=settings, registry=CollectorRegistry())) as site,
+        Rollouts(site.url) as all_,
+    ):
+        rollout = all_.start(GROUPS)
+        list(rollout)
+        while all_.http.get(f"/v1/rollouts/{rollout.rollout_id}").status_code != 410:
+            time.sleep(0.01)
+        rollout.cancel(["sum"])
+        with pytest.raises(ConfigError, match="deleted"):
+            rollout.reward({("sum", 0): 1.0})
 
 
 @WAYS

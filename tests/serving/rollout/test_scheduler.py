@@ -276,9 +276,11 @@ def test_a_sample_that_fails_on_an_engine_goes_on_at_another() -> None:
     scheduler.submit(request("a", samples=1))
     (lease,) = scheduler.next_for("x", 1, ROOMY)
     scheduler.preempted(lease, has_failed=True)
-    (again,) = scheduler.next_for("x", 1, ROOMY)
-    scheduler.preempted(again, has_failed=True)  # there was no other
     scheduler.next_for("y", 0, ROOMY)
+    (again,) = scheduler.next_for("x", 1, ROOMY)
+    scheduler.preempted(again, has_failed=True)  # the other takes nothing
+    scheduler.submit(request("b", samples=1, priority=1))
+    assert names(scheduler.next_for("y", 1, ROOMY)) == ["b0"]
     assert scheduler.next_for("x", 1, ROOMY) == []
     (elsewhere,) = scheduler.next_for("y", 1, ROOMY)
     scheduler.preempted(elsewhere, has_failed=True)

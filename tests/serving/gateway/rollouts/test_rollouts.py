@@ -17,6 +17,7 @@ from pydantic import SecretStr
 from serving.engine import TargetReport
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
+from serving.gateway.errors import ApiError
 from serving.gateway.rollouts.registry import RolloutRegistry
 from serving.gateway.rollouts.schema import MAX_GROUPS
 from serving.rollout.samples import MAX_SAMPLES
@@ -340,6 +341,30 @@ def test_a_finished_rollout_is_kept_for_a_while_and_then_gone() -> None:
         lines(await client.post(ROLLOUTS, json=body(id="r")))
 
     talk(app_of(DoubleEngine(), rollout_keep_s=0.2), with_client)
+
+
+def test_what_has_ended_is_kept_for_a_while_after_its_last_reader() -> None:
+    """One that learns between two samples comes for the rest when its stream was cut."""
+    now_s = 0.0
+
+    async def run() -> None:
+        nonlocal now_s
+        settings = GatewaySettings(rollout_keep_s=600)
+        registry = RolloutRegistry([SeededEngine("x", num_slots=0)], settings, clock=lambda: now_s)
+        rollout = registry.submit("t", "r", "key", {"a": work("key/a", samples=1)})
+        registry.cancel(rollout)
+        with registry.reading(rollout):
+            now_s = 1000.0
+            registry.tick()
+        now_s += 599
+        registry.tick()
+        assert registry.find("t", "r") is rollout
+        now_s += 2
+        registry.tick()
+        with pytest.raises(ApiError, match="deleted"):
+            registry.find("t", "r")
+
+    asyncio.run(run())
 
 
 def test_what_has_ended_makes_room_for_what_is_new_and_what_runs_does_not() -> None:
