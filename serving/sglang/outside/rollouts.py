@@ -183,13 +183,14 @@ class SglangRolloutEngine:
                 self._is_incremental = server.get("incremental_streaming_output", False)
             answer = (await self._http.get("/v1/loads", params={"include": "core"})).raise_for_status()
             loads = msgspec.json.decode(answer.content, type=_Loads).loads
+            # TypeError while no rank has said what it does, early in a server's life.
+            self._load = _Load(*(sum(column) for column in zip(*map(msgspec.structs.astuple, loads), strict=True)))
             info = (await self._http.get("/model_info")).raise_for_status()
             self.target_label = version_of_label(msgspec.json.decode(info.content, type=Weights).weight_version) or 0
         except (httpx.HTTPError, ValueError, LookupError, TypeError, msgspec.MsgspecError):
             self._num_missed += 1
             return
         self._num_missed = 0
-        self._load = _Load(*(sum(column) for column in zip(*map(msgspec.structs.astuple, loads), strict=True)))
         others = self._load.num_running_reqs + self._load.num_waiting_reqs - num_open
         self._others = self._others[1], max(others, 0)
 

@@ -290,6 +290,20 @@ def test_servers_join_and_leave(tokenizer: LocalTokenizer, size: int) -> None:
     run(scene)
 
 
+def test_a_server_that_has_no_load_to_report_holds_up_no_other(tokenizer: LocalTokenizer, size: int) -> None:
+    starting = RolloutServer(size, num_ranks=0)
+
+    async def scene() -> None:
+        async with staged(wiring(tokenizer), starting, RolloutServer(size)) as stage:
+            assert stage.alive() == [False, True]
+            stage.driver.submit([group(n=2)])
+            await stage.until(lambda: len(stage.results.by_sample) == 2)
+            starting.num_ranks = 1
+            await stage.until(lambda: stage.alive() == [True, True])
+
+    run(scene)
+
+
 def test_ranks_that_a_router_lists_are_one_server(tokenizer: LocalTokenizer, size: int) -> None:
     """With `--dp-aware` it lists `http://host:port@rank`, which is no address (sgl-project/sglang#26237)."""
     server = RolloutServer(size)
