@@ -164,7 +164,7 @@ class Driver:
         does that loses its power. Call it a few times a second while groups run.
         """
         for name in self._engines.keys() - self._lost:
-            if not self._engines[name].is_alive and self._leases_on(name):
+            if not self._engines[name].is_alive and self._scheduler.num_running(name):
                 self._on_engine_lost(name)
         if any(work.request.deadline_s is not None for work in self._works.values()):
             self._end_all(self._scheduler.expire(self._clock()))
@@ -208,7 +208,7 @@ class Driver:
     # -- slots --------------------------------------------------------------------------------------------------------
 
     def _num_free(self, name: str) -> int:
-        return self._engines[name].num_slots - len(self._leases_on(name))
+        return self._engines[name].num_slots - self._scheduler.num_running(name)
 
     def _leases_on(self, name: str) -> list[Lease]:
         return [lease for lease, _ in self._live.values() if lease.engine == name]
@@ -227,8 +227,9 @@ class Driver:
 
     def _preempt_excess(self, name: str) -> None:
         """Preempt what is beyond the engine's slots, the newest first: they have the least to read again."""
-        num_over = -self._num_free(name)
-        for lease in sorted(self._leases_on(name), key=lambda lease: -lease.number)[: max(num_over, 0)]:
+        if (num_over := -self._num_free(name)) <= 0:
+            return
+        for lease in sorted(self._leases_on(name), key=lambda lease: -lease.number)[:num_over]:
             self._scheduler.preempted(lease)
             self._stop(lease.number)
 

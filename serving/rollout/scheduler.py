@@ -108,7 +108,7 @@ class Scheduler:
         leases: list[Lease] = []
         cost = self._relative_cost(engine)
         is_left = functools.partial(self._is_left, engine=engine)
-        while capacity.free_slots > 0 and (most is None or len(leases) < most):
+        while self._queue and capacity.free_slots > 0 and (most is None or len(leases) < most):
             fits = functools.partial(capacity.fits, room=capacity.room())
             sample = self._queue.take(fits, capacity.could_hold, is_left, cost=cost)
             if sample is None and not capacity.running:
@@ -136,8 +136,10 @@ class Scheduler:
 
     def reserved_tokens(self, engine: str) -> int:
         """Tokens of memory that the running samples of an engine may fill before the scheduler is asked again."""
-        capacity = self._capacities.get(engine)
-        return sum(capacity.reserved_tokens(sample) for sample in capacity.running.values()) if capacity else 0
+        return self._capacities[engine].booked if engine in self._capacities else 0
+
+    def num_running(self, engine: str) -> int:
+        return len(self._capacities[engine].running) if engine in self._capacities else 0
 
     def free_tokens(self, engine: str) -> int:
         """An engine's KV-cache room in tokens that running samples neither hold nor have reserved, as reported."""
@@ -287,6 +289,8 @@ class Scheduler:
             "a sample runs twice"
         )
         assert len(running) == len(self._leases), "a lease has no running sample"
+        for capacity in self._capacities.values():
+            assert capacity.booked == sum(map(capacity.reserved_tokens, capacity.running.values())), "memory is lost"
         waiting = 0
         for group in self._groups.values():
             for sample in group.samples:

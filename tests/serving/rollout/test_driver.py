@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from serving.rollout.driver import MAX_FAILURES, Driver
+from serving.rollout.engines import EngineCapacity
 from serving.rollout.order import ContextAware, Fifo
 from serving.rollout.samples import SampleState, Turn
 from serving.rollout.scheduler import Policy
@@ -177,6 +178,25 @@ def test_slots_that_others_need_are_given_up_at_once_and_taken_again() -> None:
 
     for result in drive(talk, engine).by_sample.values():
         check_whole(result, limit=LIMIT)
+
+
+def test_while_nothing_waits_no_running_sample_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands may run, and each end of one dispatches: this is the event loop of all requests."""
+    engines = [SeededEngine(name, num_slots=4, holds_after=1) for name in "xy"]
+
+    async def talk(driver: Driver, results: Results) -> None:
+        driver.submit([work("a", samples=4, max_tokens=LIMIT)])
+        await until(lambda: sum(engine.num_chunks for engine in engines) == 4)
+        looked_at = list[object]()
+        monkeypatch.setattr(EngineCapacity, "reserved_tokens", lambda capacity, sample: looked_at.append(sample))
+        driver.tick()
+        monkeypatch.undo()
+        assert not looked_at
+        for engine in engines:
+            engine.release.set()
+        await results.wait_for(4)
+
+    drive(talk, *engines)
 
 
 def test_a_busy_engine_is_asked_again_at_the_next_tick() -> None:
