@@ -144,6 +144,8 @@ class _Progress:
         self._num_heard = 0
         """Samples and turns received."""
         self._failing_since_s: float | None = None
+        self._wait_s = 0.0
+        """How long a full server wants to be left alone."""
         self._was_there = False
         """The server has answered at least once."""
         self._is_known = False
@@ -195,7 +197,8 @@ class _Progress:
         """Process a status after which the client retries: for `retry_s`, but for as long as a server is full."""
         self.why = message_of(response)
         if response.status_code == 429:
-            self._failing_since_s = None
+            self._failing_since_s, wait_s = None, response.headers.get("retry-after", "")
+            self._wait_s = float(wait_s) if wait_s.isdecimal() else 0.0
 
     def on_disconnect(self, failure: httpx.TransportError) -> None:
         """Process a broken connection. Raises ConfigError where the server has never answered."""
@@ -209,7 +212,8 @@ class _Progress:
         self._failing_since_s = self._failing_since_s or now_s
         if now_s - self._failing_since_s > self._retry_s:
             raise EngineError(f"{self._url} is gone after {self._num_heard} samples: {self.why}")
-        return _PAUSE_S
+        wait_s, self._wait_s = self._wait_s, 0.0
+        return max(wait_s, _PAUSE_S)
 
     def _refusal(self, message: str) -> str:
         group = re.search(r"\(groups\[(\d{1,9})\]", message)

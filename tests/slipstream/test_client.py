@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx
 import pytest
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
@@ -181,6 +182,24 @@ def test_a_full_server_is_asked_until_it_has_room(engine: DoubleEngine, monkeypa
     monkeypatch.setattr("slipstream.client._PAUSE_S", 0.05)
     with running(behind_a_proxy(engine, iter([0, *[429] * 8]))) as site, Rollouts(site.url, retry_s=0.1) as rollouts:
         assert len(list(rollouts.start(GROUPS))) == 5
+
+
+def test_a_full_server_is_left_alone_for_as_long_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks again turns all prompts into tokens again."""
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    statuses = iter([429, 502])
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if (status := next(statuses, 400)) == 400:
+            return httpx.Response(400)
+        return httpx.Response(status, headers={"retry-after": "7"}, json={})
+
+    with Rollouts("http://full", model="m") as rollouts:
+        rollouts.http = httpx.Client(base_url="http://full", transport=httpx.MockTransport(answer))
+        with pytest.raises(ConfigError, match="status 400"):
+            list(rollouts.start(GROUPS))
+    assert pauses == [7, 0.5]
 
 
 def behind_a_proxy(engine: DoubleEngine, statuses: Iterator[int]) -> FastAPI:

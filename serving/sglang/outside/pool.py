@@ -54,13 +54,17 @@ class _Workers(msgspec.Struct):
 
 
 def list_servers(http: httpx.Client, routers: Sequence[str]) -> list[str] | None:
-    """The addresses of all servers, by the first router that answers; None where none does."""
+    """The addresses of all servers, by the first router that lists any: one that has just started does not yet. None
+    where no router answers.
+    """
+    servers: list[str] | None = None
     for router in routers:
         with suppress(httpx.HTTPError, msgspec.MsgspecError):
             answer = http.get(f"{router}{_WORKERS}").raise_for_status()
             found = msgspec.json.decode(answer.content, type=_Workers).workers
-            return [*dict.fromkeys(worker.server for worker in found)]
-    return None
+            if servers := [*dict.fromkeys(worker.server for worker in found)]:
+                break
+    return servers
 
 
 class PoolClient(SglangClient):
