@@ -163,8 +163,8 @@ class Driver:
         """Apply deadlines, find engines that are back, and those that died without ending their streams, as a machine
         does that loses its power. Call it a few times a second while groups run.
         """
-        for name in self._engines.keys() - self._lost:
-            if not self._engines[name].is_alive and self._scheduler.num_running(name):
+        for name, engine in self._engines.items():
+            if not engine.is_alive and self._scheduler.num_running(name):
                 self._on_engine_lost(name)
         if any(work.request.deadline_s is not None for work in self._works.values()):
             self._end_all(self._scheduler.expire(self._clock()))

@@ -98,10 +98,10 @@ def test_a_machine_that_vanishes_holds_no_sample_for_ever() -> None:
     async def talk(driver: Driver, results: Results) -> None:
         driver.submit([work("a", samples=2, max_tokens=LIMIT)])
         await until(lambda: gone.num_chunks == 2)
-        driver.set_engines([gone, SeededEngine("y")])
         driver.tick()
         assert driver.counts[SampleState.RUNNING] == 2
         gone.is_alive = False
+        driver.set_engines([gone, SeededEngine("y")])
         driver.tick()
         await results.wait_for(2)
 
