@@ -198,7 +198,7 @@ class _Progress:
         self.why = message_of(response)
         if response.status_code == 429:
             self._failing_since_s, wait_s = None, response.headers.get("retry-after", "")
-            self._wait_s = float(wait_s) if wait_s.isdecimal() else 0.0
+            self._wait_s = min(float(wait_s), _SHORT_S) if wait_s.isdecimal() else 0.0
 
     def on_disconnect(self, failure: httpx.TransportError) -> None:
         """Process a broken connection. Raises ConfigError where the server has never answered."""

@@ -10,9 +10,8 @@ clearly sooner, reading included (serving/rollout/speeds.py).
 
 Memory is reserved by the chunk, not by the limit: many samples can start, and none has to be evicted in the middle of a
 chunk. A sample whose next chunk does not fit waits, and is read again later. One that fits into no engine's memory runs
-alone, up to where the engine ends it. So that waiting is rare, a sample starts
-beside others only if all of them would fit with half of what each is expected to add. (They end at different times:
-half is what they have added on average.)
+alone, up to where the engine ends it. So that waiting is rare, a sample starts beside others only if all of them would
+fit with half of what each is expected to add. (They end at different times: half is what they have added on average.)
 """
 
 from __future__ import annotations
