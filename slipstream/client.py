@@ -144,6 +144,8 @@ class _Progress:
         self._num_heard = 0
         """Samples and turns received."""
         self._failing_since_s: float | None = None
+        self._wait_s = 0.0
+        """How long a full server wants to be left alone."""
         self._was_there = False
         """The server has answered at least once."""
         self._is_known = False
@@ -183,12 +185,20 @@ class _Progress:
         is_new = call.method == "POST"
         if response.status_code in _LATER:
             self._is_known = not is_new
+            self.on_later(response)
         elif response.status_code == 404 and not is_new and not self._num_heard:
             self._is_known = False  # the first request never reached the server
         elif is_new and response.status_code != 409:  # 409: the rollout exists already
             raise ConfigError(self._refusal(self.why))
         elif not is_new:
             raise EngineError(f"the server lost the rollout after {self._num_heard} samples: {self.why}")
+
+    def on_later(self, response: httpx.Response) -> None:
+        """Process a status after which the client retries: for `retry_s`, but for as long as a server is full."""
+        self.why = message_of(response)
+        if response.status_code == 429:
+            self._failing_since_s, wait_s = None, response.headers.get("retry-after", "")
+            self._wait_s = min(float(wait_s), _SHORT_S) if wait_s.isdecimal() else 0.0
 
     def on_disconnect(self, failure: httpx.TransportError) -> None:
         """Process a broken connection. Raises ConfigError where the server has never answered."""
@@ -202,7 +212,8 @@ class _Progress:
         self._failing_since_s = self._failing_since_s or now_s
         if now_s - self._failing_since_s > self._retry_s:
             raise EngineError(f"{self._url} is gone after {self._num_heard} samples: {self.why}")
-        return _PAUSE_S
+        wait_s, self._wait_s = self._wait_s, 0.0
+        return max(wait_s, _PAUSE_S)
 
     def _refusal(self, message: str) -> str:
         group = re.search(r"\(groups\[(\d{1,9})\]", message)
@@ -236,7 +247,7 @@ def _body(groups: Sequence[Group | Mapping[str, Any]], rollout_id: str | None, *
 
 
 def _rewards(rewards: Rewards) -> dict[str, Any]:
-    of_samples = rewards.items()
+    of_samples = ((key, float(one)) for key, one in rewards.items())
     return {"rewards": [{"group_id": name, "sample": number, "reward": one} for (name, number), one in of_samples]}
 
 
@@ -247,9 +258,9 @@ def _cancelled(groups: Iterable[str] | None) -> dict[str, list[str]] | None:
     return {"group_id": names} if (names := [*groups]) else None
 
 
-def _check(response: httpx.Response) -> httpx.Response:
-    """Raises ConfigError for a 4xx response, EngineError for another failure."""
-    if response.is_success:
+def _check(response: httpx.Response, *, or_gone: bool = False) -> httpx.Response:
+    """Raises ConfigError for a 4xx response, EngineError for another failure; `or_gone` accepts 410."""
+    if response.is_success or (or_gone and response.status_code == 410):
         return response
     raise (ConfigError if response.is_client_error else EngineError)(message_of(response))
 
@@ -389,7 +400,7 @@ class Rollout:
         if (query := _cancelled(groups)) is not None:
             with _away(self._client.url):
                 url = f"/v1/rollouts/{self.rollout_id}"
-                _check(self._client.http.delete(url, params=query, timeout=_SHORT_S))
+                _check(self._client.http.delete(url, params=query, timeout=_SHORT_S), or_gone=True)
 
 
 class AsyncRollouts(_Options):
@@ -473,7 +484,7 @@ class AsyncRollout:
                 if response.status_code not in _LATER:
                     _check(response)
                     return
-                progress.why = message_of(response)
+                progress.on_later(response)
             await asyncio.sleep(progress.pause_s())
 
     async def reward(self, rewards: Rewards) -> None:
@@ -486,4 +497,4 @@ class AsyncRollout:
         if (query := _cancelled(groups)) is not None:
             with _away(self._client.url):
                 url = f"/v1/rollouts/{self.rollout_id}"
-                _check(await self._client.http.delete(url, params=query, timeout=_SHORT_S))
+                _check(await self._client.http.delete(url, params=query, timeout=_SHORT_S), or_gone=True)

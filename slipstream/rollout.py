@@ -22,7 +22,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
 import msgspec
 
@@ -43,8 +43,9 @@ class Step:
     done: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.reward, int | float) or not math.isfinite(self.reward):
+        if not isinstance(self.reward, SupportsFloat) or not math.isfinite(self.reward):
             raise ValueError(f"reward is {self.reward!r}, not a number")
+        object.__setattr__(self, "reward", float(self.reward))  # of NumPy or PyTorch, too
         if self.done == (self.observation is not None):
             raise ValueError("a Step needs either an observation or done=True")
         is_text = self.observation is None or isinstance(self.observation, str)
@@ -139,12 +140,20 @@ class Conversations:
         except (Exception, asyncio.CancelledError) as error:
             if _is_given_up(error):
                 raise
-            why = "too slow" if isinstance(error, TimeoutError) else type_and_place(error)
-            self.failures[turn.key] = why
-            await self._rollout.observe(turn, failure=f"the environment failed: {why}")
+            await self._fail(turn, "too slow" if isinstance(error, TimeoutError) else type_and_place(error))
             return
         self.rewards[turn.key] = self.rewards.get(turn.key, 0.0) + step.reward
-        await self._rollout.observe(turn, step.observation)
+        try:
+            await self._rollout.observe(turn, step.observation)
+        except ConfigError as refused:
+            # It is too long, or the chat template refuses it. If the server has lost the rollout, `_fail` raises, too.
+            await self._fail(turn, str(refused))
+        except (TypeError, ValueError) as error:
+            await self._fail(turn, f"its observation is no JSON: {type_and_place(error)}")
+
+    async def _fail(self, turn: Turn, why: str) -> None:
+        self.failures[turn.key] = why
+        await self._rollout.observe(turn, failure=f"the environment failed: {why}")
 
     async def _step(self, turn: Turn) -> Step:
         for attempt in range(self.retries + 1):

@@ -209,7 +209,9 @@ def raise_open_file_limit(settings: GatewaySettings, *, each: int) -> None:
             f"{ENV_PREFIX}MAX_IN_FLIGHT={settings.max_in_flight} takes {least} file descriptors and this process may "
             f"open {hard:.0f}: lower it, or raise the limit (`ulimit -Hn`, LimitNOFILE=)"
         )
-    wanted = min(least + settings.max_connections - settings.max_in_flight, hard)
+    # A sample of a rollout takes a connection to its server, beside those of requests.
+    samples = settings.rollout_max_samples if each > 1 else 0
+    wanted = min(least + settings.max_connections - settings.max_in_flight + samples, hard)
     if soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(wanted), given[1]))
 

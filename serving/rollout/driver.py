@@ -28,7 +28,7 @@ from speculator.errors import EngineBusyError, EngineDeadError, EngineError, Req
 log = structlog.get_logger(__name__)
 
 MAX_FAILURES = 3
-"""Failures in a row of living engines on one sample, after which its group is refused."""
+"""Failures in a row of living engines on one sample, after which it is refused."""
 
 
 class Driver:
@@ -160,7 +160,12 @@ class Driver:
         return len(self._lost) < len(self._engines)
 
     def tick(self) -> None:
-        """Apply deadlines and find engines that are back. Call it a few times a second while groups run."""
+        """Apply deadlines, find engines that are back, and those that died without ending their streams, as a machine
+        does that loses its power. Call it a few times a second while groups run.
+        """
+        for name, engine in self._engines.items():
+            if not engine.is_alive and self._scheduler.num_running(name):
+                self._on_engine_lost(name)
         if any(work.request.deadline_s is not None for work in self._works.values()):
             self._end_all(self._scheduler.expire(self._clock()))
         self._resting.clear()
@@ -203,7 +208,7 @@ class Driver:
     # -- slots --------------------------------------------------------------------------------------------------------
 
     def _num_free(self, name: str) -> int:
-        return self._engines[name].num_slots - len(self._leases_on(name))
+        return self._engines[name].num_slots - self._scheduler.num_running(name)
 
     def _leases_on(self, name: str) -> list[Lease]:
         return [lease for lease, _ in self._live.values() if lease.engine == name]
@@ -222,8 +227,9 @@ class Driver:
 
     def _preempt_excess(self, name: str) -> None:
         """Preempt what is beyond the engine's slots, the newest first: they have the least to read again."""
-        num_over = -self._num_free(name)
-        for lease in sorted(self._leases_on(name), key=lambda lease: -lease.number)[: max(num_over, 0)]:
+        if (num_over := -self._num_free(name)) <= 0:
+            return
+        for lease in sorted(self._leases_on(name), key=lambda lease: -lease.number)[:num_over]:
             self._scheduler.preempted(lease)
             self._stop(lease.number)
 
@@ -327,15 +333,16 @@ class Driver:
 
     def _fail(self, lease: Lease, failure: Exception) -> None:
         if isinstance(failure, RequestError):
-            self._refuse(lease.sample_id.group_id, str(failure))
+            self._end_all(self._scheduler.refuse(lease.sample_id), detail=str(failure))
         elif isinstance(failure, EngineDeadError) or not self._engines[lease.engine].is_alive:
             self._on_engine_lost(lease.engine)
         elif not isinstance(failure, EngineBusyError) and self._has_failed_too_often(lease.sample_id):
             log.error("rollout_sample_failed", error=type_and_place(failure))
-            self._refuse(lease.sample_id.group_id, "the engine failed on it repeatedly")
+            refused = self._scheduler.refuse(lease.sample_id)
+            self._end_all(refused, detail="the engine failed on it repeatedly")
         else:
             self._resting.add(lease.engine)
-            self._scheduler.preempted(lease)
+            self._scheduler.preempted(lease, has_failed=not isinstance(failure, EngineBusyError))
             self._stop(lease.number)
 
     def _has_failed_too_often(self, sample_id: SampleId) -> bool:
@@ -343,10 +350,6 @@ class Driver:
         answer = self._answers[sample_id]
         answer.num_failures += 1
         return answer.num_failures >= MAX_FAILURES
-
-    def _refuse(self, group_id: str, why: str) -> None:
-        """Refuse the whole group: its samples have one prompt, so all would fail alike."""
-        self._end_all(self._scheduler.cancel(group_id, "refused"), detail=why)
 
     def _on_engine_lost(self, name: str) -> None:
         """Handle an engine that died: its samples go on elsewhere from the tokens that were reported."""

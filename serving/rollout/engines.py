@@ -9,9 +9,9 @@ stays where it is unless it makes room for one that is more urgent (`Order.displ
 clearly sooner, reading included (serving/rollout/speeds.py).
 
 Memory is reserved by the chunk, not by the limit: many samples can start, and none has to be evicted in the middle of a
-chunk. A sample whose next chunk does not fit waits, and is read again later. So that this is rare, a sample starts
-beside others only if all of them would fit with half of what each is expected to add. (They end at different times:
-half is what they have added on average.)
+chunk. A sample whose next chunk does not fit waits, and is read again later. One that fits into no engine's memory runs
+alone, up to where the engine ends it. So that waiting is rare, a sample starts beside others only if all of them would
+fit with half of what each is expected to add. (They end at different times: half is what they have added on average.)
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RolloutEngine(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Polled while the engine counts as lost: it may have come back."""
+        """Polled while samples run on it, and while it counts as lost: it may have come back."""
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """As `serving.engine.Engine.generate`."""
@@ -109,6 +109,8 @@ class EngineCapacity:
     free_slots: int = 0
     free_tokens: int = 0
     """Neither held nor reserved, as last reported and as changed since."""
+    booked: int = 0
+    """Memory of all its samples, each to the end of its chunk."""
     num_read: int = 0
     """Tokens that its samples have read, each counted when its next token came."""
 
@@ -134,30 +136,33 @@ class EngineCapacity:
 
     def could_hold(self, sample: Sample) -> bool:
         """Whether it would fit if nothing else ran."""
-        held = sum(self.reserved_tokens(running) for running in self.running.values())
-        return self._need(sample) <= self.free_tokens + held
+        return self._need(sample) <= self.free_tokens + self.booked
 
     def add(self, sample: Sample) -> None:
         self.free_slots -= 1
-        self.free_tokens -= self._need(sample)
+        self._book(self._need(sample))
         sample.chunk_end = self.end_of_chunk(sample)
         self.running[sample.sample_id] = sample
 
-    def extend(self, sample: Sample) -> bool:
+    def extend(self, sample: Sample, *, in_any_case: bool = False) -> bool:
         """Reserve for a running sample its next chunk, if there is room for it and for what it got beyond the last."""
         end = self.end_of_chunk(sample)
         more = end - sample.chunk_end
-        if more > self.free_tokens:
+        if more > self.free_tokens and not in_any_case:
             return False
         sample.chunk_end = end
-        self.free_tokens -= more
+        self._book(more)
         return True
 
     def remove(self, sample: Sample) -> None:
         del self.running[sample.sample_id]
         self.free_slots += 1
         beyond = max(len(sample.tokens) - sample.chunk_end, 0)
-        self.free_tokens += self.reserved_tokens(sample) - beyond
+        self._book(beyond - self.reserved_tokens(sample))
+
+    def _book(self, tokens: int) -> None:
+        self.free_tokens -= tokens
+        self.booked += tokens
 
     def _need(self, sample: Sample) -> int:
         """Memory to take a sample and run its next chunk."""

@@ -102,6 +102,8 @@ class Sample:
     """Where it runs; None elsewhere."""
     last_engine: str | None = None
     """The engine that read it last: if any, it still has its keys and values."""
+    failed_at: str | None = None
+    """The last engine that has failed on it since its newest tokens."""
     num_seen: int = 0
     """Tokens that it had when it left that engine; its environment may have added others."""
     unread: int | None = None

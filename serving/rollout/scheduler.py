@@ -65,7 +65,7 @@ class Scheduler:
     def submit(self, request: GroupRequest) -> None:
         """Queue the samples of a group. Raises RequestError for the id of a group that is still known.
 
-        The caller ensures that prompt and limit fit into an engine: what fits nowhere waits for ever.
+        The caller ensures that prompt and limit fit into the model's context.
         """
         if request.group_id in self._groups:
             raise RequestError(f"there is a group {request.group_id} already", param="group_id", code="duplicate")
@@ -81,9 +81,16 @@ class Scheduler:
         """A sample, to be read only."""
         return self._groups[sample_id.group_id].samples[sample_id.number]
 
-    def cancel(self, group_id: str, reason: EndReason = "cancelled") -> list[SampleEnd]:
+    def cancel(self, group_id: str) -> list[SampleEnd]:
         """End all of a group that has not ended."""
-        return [self._end(sample, SampleState.ABORTED, reason) for sample in self._under_way(self._groups[group_id])]
+        group = self._groups[group_id]
+        return [self._end(sample, SampleState.ABORTED, "cancelled") for sample in self._under_way(group)]
+
+    def refuse(self, sample_id: SampleId) -> list[SampleEnd]:
+        """End a sample that engines refuse. One without tokens takes its group along: all have the same prompt."""
+        sample = self.sample(sample_id)
+        refused = [sample] if sample.tokens else self._under_way(sample.group)
+        return [self._end(one, SampleState.ABORTED, "refused") for one in refused]
 
     def forget(self, group_id: str) -> None:
         """Drop a group that has ended."""
@@ -100,10 +107,12 @@ class Scheduler:
         capacity.free_slots, capacity.free_tokens = free_slots, free_tokens
         leases: list[Lease] = []
         cost = self._relative_cost(engine)
-        ends_sooner_elsewhere = functools.partial(self._ends_sooner_elsewhere, engine=engine)
-        while capacity.free_slots > 0 and (most is None or len(leases) < most):
+        is_left = functools.partial(self._is_left, engine=engine)
+        while self._queue and capacity.free_slots > 0 and (most is None or len(leases) < most):
             fits = functools.partial(capacity.fits, room=capacity.room())
-            sample = self._queue.take(fits, capacity.could_hold, ends_sooner_elsewhere, cost=cost)
+            sample = self._queue.take(fits, capacity.could_hold, is_left, cost=cost)
+            if sample is None and not capacity.running:
+                sample = self._queue.take(self._fits_nowhere, self._fits_nowhere, is_left)
             if sample is None:
                 break
             leases.append(self._start(sample, engine, capacity))
@@ -127,8 +136,10 @@ class Scheduler:
 
     def reserved_tokens(self, engine: str) -> int:
         """Tokens of memory that the running samples of an engine may fill before the scheduler is asked again."""
-        capacity = self._capacities.get(engine)
-        return sum(capacity.reserved_tokens(sample) for sample in capacity.running.values()) if capacity else 0
+        return self._capacities[engine].booked if engine in self._capacities else 0
+
+    def num_running(self, engine: str) -> int:
+        return len(self._capacities[engine].running) if engine in self._capacities else 0
 
     def free_tokens(self, engine: str) -> int:
         """An engine's KV-cache room in tokens that running samples neither hold nor have reserved, as reported."""
@@ -170,20 +181,15 @@ class Scheduler:
         if sample is None:
             return None
         self._append(sample, tokens)
-        if sample.group.request.turn_tokens is not None:
-            sample.turns.append((sample.turn_start, len(sample.tokens)))
         return self._end_finished(sample, reason)
 
     def turn_ended(self, lease: Lease, tokens: Sequence[int]) -> bool:
-        """End a turn with its last tokens, and await the environment.
+        """End a turn with its last tokens, and await the environment, which may reward a sample that has no room left.
 
-        Returns False, and does nothing, where no environment is to answer or where there is no room for an answer; call
-        `finished` then.
+        Returns False, and does nothing, where no environment is to answer; call `finished` then.
         """
         sample = self._leases.get(lease.number)
         if sample is None or sample.group.request.turn_tokens is None:
-            return False
-        if len(sample.tokens) + len(tokens) >= sample.group.request.max_tokens:
             return False
         self._append(sample, tokens)
         self._detach(sample)
@@ -211,7 +217,7 @@ class Scheduler:
         """End a sample that awaits its environment, because the environment says so."""
         sample = self.sample(sample_id)
         assert sample.state is SampleState.AWAITING, sample_id
-        return self._end_finished(sample, "done")
+        return self._end_finished(sample, "done" if len(sample.tokens) < sample.group.request.max_tokens else "length")
 
     def failed(self, sample_id: SampleId) -> SampleEnd:
         """Abort a sample that awaits its environment, because the environment has failed."""
@@ -227,11 +233,12 @@ class Scheduler:
             return []
         return [self._end(sample, SampleState.ABORTED, "redundant") for sample in self._under_way(group)]
 
-    def preempted(self, lease: Lease) -> None:
+    def preempted(self, lease: Lease, *, has_failed: bool = False) -> None:
         """Queue a sample again that its engine dropped, for want of memory or because it failed there."""
         sample = self._leases.get(lease.number)
         if sample is not None:
             self._pause(sample)
+            sample.failed_at = lease.engine if has_failed else sample.failed_at
 
     # -- versions and time --------------------------------------------------------------------------------------------
 
@@ -282,6 +289,8 @@ class Scheduler:
             "a sample runs twice"
         )
         assert len(running) == len(self._leases), "a lease has no running sample"
+        for capacity in self._capacities.values():
+            assert capacity.booked == sum(map(capacity.reserved_tokens, capacity.running.values())), "memory is lost"
         waiting = 0
         for group in self._groups.values():
             for sample in group.samples:
@@ -305,6 +314,7 @@ class Scheduler:
         request = sample.group.request
         self._shares.charge(request.job, len(tokens), request.weight)
         sample.tokens.extend(tokens)
+        sample.failed_at = None
         most = request.max_tokens
         assert len(sample.tokens) <= most, f"{sample.sample_id} got more than its {most} tokens"
 
@@ -337,11 +347,21 @@ class Scheduler:
 
     def _next_chunk(self, sample: Sample, engine: str) -> Verdict:
         capacity, waiting = self._capacities[engine], self._queue.first()
-        moves = self._displaces(waiting, sample, capacity) if waiting else self._ends_sooner_elsewhere(sample, engine)
-        if not moves and capacity.extend(sample):
+        if waiting and waiting.failed_at != engine:
+            moves = self._displaces(waiting, sample, capacity)
+        else:
+            moves = self._ends_sooner_elsewhere(sample, engine)
+        is_alone = len(capacity.running) == 1
+        if not moves and capacity.extend(sample, in_any_case=is_alone and self._fits_nowhere(sample)):
             return "go on"
         self._pause(sample)
         return "stop"
+
+    def _fits_nowhere(self, sample: Sample) -> bool:
+        """Whether no engine has the memory for a sample's next chunk. It would wait for ever, so it runs where nothing
+        else does; the engine ends or refuses it where its memory does.
+        """
+        return not any(each.could_hold(sample) for each in self._capacities.values())
 
     def _displaces(self, waiting: Sample, running: Sample, capacity: EngineCapacity) -> bool:
         """Whether a running sample gives its slot or memory to a waiting one; not where enough is free.
@@ -375,6 +395,13 @@ class Scheduler:
             return round(_STEPS * math.log2(this / other))
 
         return cost
+
+    def _is_left(self, sample: Sample, engine: str) -> bool:
+        """Whether a sample waits for another engine: this one has failed on it, or would end it clearly later."""
+        if sample.failed_at == engine:
+            others = [each for name, each in self._capacities.items() if name != engine]
+            return any((each.running or each.free_slots > 0) and each.could_hold(sample) for each in others)
+        return self._ends_sooner_elsewhere(sample, engine)
 
     def _ends_sooner_elsewhere(self, sample: Sample, engine: str) -> bool:
         """Whether an engine with a free slot would end a sample clearly sooner, all that it has to read included."""

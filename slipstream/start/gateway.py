@@ -294,7 +294,7 @@ def _tell_ended(ended: EndedGroups) -> Callable[[str, str], None]:
     While Redis is away it gives up for `_REDIS_PAUSE_S` at a time: the calls would take all threads of the loop, for
     seconds each, and keep rollouts from starting and the gateway from stopping.
     """
-    away_until_s = 0.0
+    away_until_s, newest = 0.0, ("", "")
 
     def tell(tenant: str, group_id: str) -> None:
         nonlocal away_until_s
@@ -308,6 +308,10 @@ def _tell_ended(ended: EndedGroups) -> Callable[[str, str], None]:
             log.info("cannot tell engines that a prompt group has ended", reason=str(error))
 
     def end_group(tenant: str, group_id: str) -> None:
+        nonlocal newest
+        if newest == (tenant, group_id):
+            return  # told on behalf of another server of the pool
+        newest = tenant, group_id
         asyncio.get_running_loop().run_in_executor(None, tell, tenant, group_id)
 
     return end_group

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx
 import pytest
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
@@ -128,6 +130,22 @@ def test_what_is_cancelled_comes_as_aborted(engine: DoubleEngine, url: str) -> N
             rollout.reward({("0", 0): 1.0})
 
 
+def test_what_the_server_has_deleted_needs_no_cancelling(engine: DoubleEngine) -> None:
+    """Whoever learns between two samples may cancel groups long after the last one has ended."""
+    settings = GatewaySettings(rollout_keep_s=0)
+    with (
+        running(create_app(engine, settings=settings, registry=CollectorRegistry())) as site,
+        Rollouts(site.url) as all_,
+    ):
+        rollout = all_.start(GROUPS)
+        list(rollout)
+        while all_.http.get(f"/v1/rollouts/{rollout.rollout_id}").status_code != 410:
+            time.sleep(0.01)
+        rollout.cancel(["sum"])
+        with pytest.raises(ConfigError, match="deleted"):
+            rollout.reward({("sum", 0): 1.0})
+
+
 @WAYS
 def test_a_server_that_is_not_there(way: Callable[[str], object]) -> None:
     with pytest.raises(ConfigError, match="nothing answers"):
@@ -157,6 +175,31 @@ def test_a_proxy_that_does_not_reach_the_server_is_asked_again(
         pytest.raises(EngineError, match="is gone after 0 samples: status 502"),
     ):
         list(rollouts.start(GROUPS))
+
+
+def test_a_full_server_is_asked_until_it_has_room(engine: DoubleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there, so `retry_s` does not count."""
+    monkeypatch.setattr("slipstream.client._PAUSE_S", 0.05)
+    with running(behind_a_proxy(engine, iter([0, *[429] * 8]))) as site, Rollouts(site.url, retry_s=0.1) as rollouts:
+        assert len(list(rollouts.start(GROUPS))) == 5
+
+
+def test_a_full_server_is_left_alone_for_as_long_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks again turns all prompts into tokens again."""
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    statuses = iter([429, 502])
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if (status := next(statuses, 400)) == 400:
+            return httpx.Response(400)
+        return httpx.Response(status, headers={"retry-after": "7"}, json={})
+
+    with Rollouts("http://full", model="m") as rollouts:
+        rollouts.http = httpx.Client(base_url="http://full", transport=httpx.MockTransport(answer))
+        with pytest.raises(ConfigError, match="status 400"):
+            list(rollouts.start(GROUPS))
+    assert pauses == [7, 0.5]
 
 
 def behind_a_proxy(engine: DoubleEngine, statuses: Iterator[int]) -> FastAPI:

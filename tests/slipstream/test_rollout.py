@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
@@ -158,9 +159,20 @@ async def _has_no_reward(key: SampleKey, turn: int) -> Step | None:
     return Step(done=True, reward=math.nan)
 
 
+def _observes(observation: Any) -> Callable[[SampleKey, int], Awaitable[Step | None]]:
+    async def step(key: SampleKey, turn: int) -> Step | None:
+        return Step(observation=observation)
+
+    return step
+
+
 @pytest.mark.parametrize(
     ("does", "why"),
     [
+        (_observes("half a character: \ud800"), "UnicodeEncodeError"),
+        (_observes([{"role": "user", "content": b"bytes"}]), "TypeError"),
+        (_observes([{"role": "assistant", "content": "mine"}]), "starts with the assistant"),
+        (_observes("x" * 5_000_000), "bytes"),
         (_raises, "OSError"),
         (_hangs, "too slow"),
         (_cancels_itself, "CancelledError"),
@@ -235,6 +247,16 @@ def test_what_has_no_room_ends_the_sample(url: str) -> None:
     (sample,) = samples.values()
     assert (sample.finish_reason, len(sample.tokens)) == ("length", 60)
     assert sample.turns == ((0, 6),)
+
+
+def test_an_answer_that_fills_the_sample_is_rewarded(url: str, rewarded: list[GroupRewards]) -> None:
+    async def judge(key: SampleKey, turn: int) -> Step | None:
+        return Step(reward=np.float32(0.5), done=True) if key.sample else Step(reward=0.25, observation="And?")
+
+    samples, played = play(url, [Group(id="g", prompt="Say.", n=2, max_tokens=20)], lambda _: Talker(judge))
+    assert {(sample.finish_reason, sample.turns) for sample in samples.values()} == {("length", ((0, 20),))}
+    assert played.rewards == {("g", 0): 0.25, ("g", 1): 0.5}
+    assert [group.rewards for group in rewarded] == [{0: 0.25, 1: 0.5}]
 
 
 def test_observations_that_cannot_be(url: str) -> None:

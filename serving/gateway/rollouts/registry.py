@@ -150,6 +150,9 @@ class RolloutRegistry:
         finally:
             rollout.num_readers -= 1
             rollout.seen_s = self.clock()
+            if rollout.ended_s is not None:
+                # A slow client's stream may be cut long after the end, and it comes for the rest.
+                rollout.ended_s = rollout.seen_s
 
     def counts_of(self, rollout: Rollout) -> Counter[SampleState]:
         counts = Counter(rollout.ends.values())
@@ -256,6 +259,7 @@ class Rollout:
     num_readers: int = 0
     is_cancelled: bool = False
     ended_s: float | None = None
+    """When its last sample ended or, later, its last reader left."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set, and replaced, at every change."""
 

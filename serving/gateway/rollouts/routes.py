@@ -85,7 +85,7 @@ def rollout_routes(
         # Before work is done for each sample.
         rollout_registry.check_size(sum(group.num_samples for group in body.groups))
         prompts = await asyncio.to_thread(_token_ids, tokenizer, body.groups)
-        exchange, key = exchange_of(request), uuid4().hex
+        exchange, key, now_s = exchange_of(request), uuid4().hex, rollout_registry.clock()
 
         def work(number: int, group: GroupBody, prompt: Sequence[int]) -> GroupWork:
             """Raises RequestError where the prompt is empty or does not fit."""
@@ -100,7 +100,7 @@ def rollout_routes(
                 priority=group.priority,
                 job=f"{exchange.tenant}/{body.job or ''}",
                 weight=body.weight,
-                deadline_s=None if group.deadline_s is None else rollout_registry.clock() + group.deadline_s,
+                deadline_s=None if group.deadline_s is None else now_s + group.deadline_s,
                 max_staleness=group.max_staleness,
                 when_stale=group.when_stale,
                 turn_tokens=None if group.environment is None else group.turn_tokens or INT32_MAX,
@@ -254,6 +254,10 @@ def streamed(
                     lines = rollout.lines[number : number + _BLOCK]
                     await emit(b"".join(framing.frame(msgspec.Raw(line)) for line in lines) or framing.silence)
                     number += len(lines)
+        if number < len(rollout.lines):
+            # `rollout.end` could say that all samples have ended, and a client that reads slowly would miss the rest.
+            message = f"The stream took longer than {limit_s:g} s: ask for the samples after those that you have."
+            raise ApiError(504, message, code="deadline_exceeded")
         return framing.frame({**described(rollout_registry, rollout), "object": "rollout.end", "next": number}) + (
             DONE if wants_events else b""
         )

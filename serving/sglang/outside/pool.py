@@ -7,6 +7,7 @@ with one request what a router must let through.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -42,18 +43,28 @@ def is_ready(http: httpx.Client, router: str) -> bool:
 class _Worker(msgspec.Struct):
     url: str
 
+    @property
+    def server(self) -> str:
+        """Its address, without the data-parallel rank that a router with `--dp-aware` adds: `http://host:port@rank`."""
+        return re.sub(r"@\d+$", "", self.url.rstrip("/"))
+
 
 class _Workers(msgspec.Struct):
     workers: list[_Worker] = []
 
 
 def list_servers(http: httpx.Client, routers: Sequence[str]) -> list[str] | None:
-    """The addresses of all servers, by the first router that answers; None where none does."""
+    """The addresses of all servers, by the first router that lists any: one that has just started does not yet. None
+    where no router answers.
+    """
+    servers: list[str] | None = None
     for router in routers:
         with suppress(httpx.HTTPError, msgspec.MsgspecError):
             answer = http.get(f"{router}{_WORKERS}").raise_for_status()
-            return [worker.url.rstrip("/") for worker in msgspec.json.decode(answer.content, type=_Workers).workers]
-    return None
+            found = msgspec.json.decode(answer.content, type=_Workers).workers
+            if servers := [*dict.fromkeys(worker.server for worker in found)]:
+                break
+    return servers
 
 
 class PoolClient(SglangClient):

@@ -161,14 +161,15 @@ class SglangRolloutEngine:
 
     @property
     def is_alive(self) -> bool:
-        return max(self._num_missed, self._num_behind) < _MISSED_POLLS
+        # What runs with older weights goes on.
+        return self._num_missed < _MISSED_POLLS and (self._num_behind < _MISSED_POLLS or self._num_open > 0)
 
     def drop(self, tenant: str, group_id: str) -> None:
         self._settings.end_group(tenant, group_id)
 
     def check_weights(self, newest: int) -> None:
         """Compare with the newest weights in the pool: a server with older ones takes nothing new, and finally counts
-        as dead.
+        as dead once nothing runs there.
         """
         self._num_behind = self._num_behind + 1 if self.target_label < newest else 0
 
@@ -183,13 +184,14 @@ class SglangRolloutEngine:
                 self._is_incremental = server.get("incremental_streaming_output", False)
             answer = (await self._http.get("/v1/loads", params={"include": "core"})).raise_for_status()
             loads = msgspec.json.decode(answer.content, type=_Loads).loads
+            # TypeError while no rank has said what it does, early in a server's life.
+            self._load = _Load(*(sum(column) for column in zip(*map(msgspec.structs.astuple, loads), strict=True)))
             info = (await self._http.get("/model_info")).raise_for_status()
             self.target_label = version_of_label(msgspec.json.decode(info.content, type=Weights).weight_version) or 0
         except (httpx.HTTPError, ValueError, LookupError, TypeError, msgspec.MsgspecError):
             self._num_missed += 1
             return
         self._num_missed = 0
-        self._load = _Load(*(sum(column) for column in zip(*map(msgspec.structs.astuple, loads), strict=True)))
         others = self._load.num_running_reqs + self._load.num_waiting_reqs - num_open
         self._others = self._others[1], max(others, 0)
 
@@ -338,8 +340,11 @@ class _Answer:
                 if version is None:
                     version = self.settings.target_version()
                     version = version if newest is None else min(version, newest - 1)
-                logprobs = [logprob for logprob, _, _ in meta.output_token_logprobs[self.num_tokens : end]]
-                chunk = self._part(said[self.num_tokens : end], logprobs, version, finish if is_last else None)
+                new, found = said[self.num_tokens : end], meta.output_token_logprobs[self.num_tokens : end]
+                if self.request.logprobs and [token for _, token, _ in found] != new:
+                    raise EngineError("SGLang's logprobs are not those of the tokens")
+                logprobs = [logprob for logprob, _, _ in found]
+                chunk = self._part(new, logprobs, version, finish if is_last else None)
                 yield chunk
                 if chunk.finish_reason is not None:
                     return

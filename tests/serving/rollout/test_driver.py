@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from serving.rollout.driver import MAX_FAILURES, Driver
+from serving.rollout.engines import EngineCapacity
 from serving.rollout.order import ContextAware, Fifo
 from serving.rollout.samples import SampleState, Turn
 from serving.rollout.scheduler import Policy
@@ -90,6 +91,25 @@ def test_an_engine_that_dies_with_twenty_samples_on_it() -> None:
     assert {result.engine for name, result in results.items() if name.startswith("b")} >= {"x"}, "it is used again"
 
 
+def test_a_machine_that_vanishes_holds_no_sample_for_ever() -> None:
+    """Its connections stay open, and nothing else waits for a slot there."""
+    gone = SeededEngine("x", num_slots=2, holds_after=1)
+
+    async def talk(driver: Driver, results: Results) -> None:
+        driver.submit([work("a", samples=2, max_tokens=LIMIT)])
+        await until(lambda: gone.num_chunks == 2)
+        driver.tick()
+        assert driver.counts[SampleState.RUNNING] == 2
+        gone.is_alive = False
+        driver.set_engines([gone, SeededEngine("y")])
+        driver.tick()
+        await results.wait_for(2)
+
+    for result in drive(talk, gone).by_sample.values():
+        check_whole(result, limit=LIMIT)
+        assert (result.engine, result.num_leases) == ("y", 2)
+
+
 def test_a_conversation_goes_on_behind_what_its_environment_says() -> None:
     """Tokens depend on seed and position: those of a turn are what a plain sample has there."""
     engine = SeededEngine("x", num_slots=1, is_answered=True)
@@ -160,6 +180,25 @@ def test_slots_that_others_need_are_given_up_at_once_and_taken_again() -> None:
         check_whole(result, limit=LIMIT)
 
 
+def test_while_nothing_waits_no_running_sample_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands may run, and each end of one dispatches: this is the event loop of all requests."""
+    engines = [SeededEngine(name, num_slots=4, holds_after=1) for name in "xy"]
+
+    async def talk(driver: Driver, results: Results) -> None:
+        driver.submit([work("a", samples=4, max_tokens=LIMIT)])
+        await until(lambda: sum(engine.num_chunks for engine in engines) == 4)
+        looked_at = list[object]()
+        monkeypatch.setattr(EngineCapacity, "reserved_tokens", lambda capacity, sample: looked_at.append(sample))
+        driver.tick()
+        monkeypatch.undo()
+        assert not looked_at
+        for engine in engines:
+            engine.release.set()
+        await results.wait_for(4)
+
+    drive(talk, *engines)
+
+
 def test_a_busy_engine_is_asked_again_at_the_next_tick() -> None:
     engine = SeededEngine("x", failures=[EngineBusyError("full")] * (MAX_FAILURES + 1))
 
@@ -212,6 +251,42 @@ def test_a_sample_on_which_an_engine_fails_again_and_again_is_given_up() -> None
 
     assert drive(talk, engine).by_sample["a0"].reason == "refused"
     assert len(engine.requests) == MAX_FAILURES
+
+
+def test_an_engine_that_fails_on_everything_takes_no_sample_with_it() -> None:
+    """It has free slots at once again, so that a sample could fail there three times in a row."""
+    broken = SeededEngine("x", failures=[EngineError("no")] * 1000)
+
+    async def talk(driver: Driver, results: Results) -> None:
+        driver.submit([work(name, samples=8, max_tokens=LIMIT) for name in "ab"])
+        while len(results.by_sample) < 16:
+            driver.tick()
+            await asyncio.sleep(0)
+
+    results = drive(talk, broken, SeededEngine("y", num_slots=2)).by_sample
+    assert broken.requests
+    for result in results.values():
+        check_whole(result, limit=LIMIT)
+
+
+def test_a_sample_that_fails_late_leaves_its_siblings_alone() -> None:
+    engine = SeededEngine("x", num_slots=2, holds_after=1)
+
+    async def talk(driver: Driver, results: Results) -> None:
+        driver.submit([work("a", samples=2, max_tokens=LIMIT)])
+        await until(lambda: engine.num_chunks == 2)
+        engine.failures = [RequestError("there is no room")]
+        engine.num_slots = 1
+        driver.dispatch()
+        engine.num_slots = 2
+        driver.dispatch()
+        await results.wait_for(1)
+        engine.release.set()
+        await results.wait_for(2)
+
+    results = drive(talk, engine).by_sample
+    assert (results["a1"].reason, len(results["a1"].tokens)) == ("refused", 3)
+    check_whole(results["a0"], limit=LIMIT)
 
 
 def test_a_new_target_ends_what_is_too_old_and_stops_the_engine_on_it() -> None:

@@ -251,8 +251,59 @@ def test_what_never_fits_here_stops_nothing_here() -> None:
     assert names(scheduler.next_for("y", 1, 600)) == ["b0"]
 
 
+def test_what_fits_nowhere_runs_alone() -> None:
+    """Where the engine's cache holds less than the model's context it would wait for ever."""
+    scheduler = divided()
+    scheduler.submit(request("a", samples=2, prompt_token_ids=(0,) * 90))
+    scheduler.submit(request("b", samples=1, max_tokens=20))
+    (short,) = scheduler.next_for("x", 4, 100)
+    assert names([short]) == ["b0"], "what fits goes first"
+    assert scheduler.next_for("x", 3, 70) == []
+    scheduler.finished(short, (0,), "stop")
+    (lease,) = scheduler.next_for("x", 4, 100)
+    assert names([lease]) == ["a0"]
+    for _ in range(3):
+        assert scheduler.next_for("x", 3, 100 - scheduler.reserved_tokens("x")) == []
+        assert scheduler.progressed(lease, (0,) * 20) == "go on"
+    scheduler.check()
+    scheduler.next_for("y", 0, ROOMY)
+    assert scheduler.progressed(lease, (0,) * 20) == "stop", "another engine has the room"
+    assert names(scheduler.next_for("y", 4, ROOMY)) == ["a0", "a1"]
+
+
+def test_a_sample_that_fails_on_an_engine_goes_on_at_another() -> None:
+    scheduler = divided()
+    scheduler.submit(request("a", samples=1))
+    (lease,) = scheduler.next_for("x", 1, ROOMY)
+    scheduler.preempted(lease, has_failed=True)
+    scheduler.next_for("y", 0, ROOMY)
+    (again,) = scheduler.next_for("x", 1, ROOMY)
+    scheduler.preempted(again, has_failed=True)  # the other takes nothing
+    scheduler.submit(request("b", samples=1, priority=1))
+    assert names(scheduler.next_for("y", 1, ROOMY)) == ["b0"]
+    assert scheduler.next_for("x", 1, ROOMY) == []
+    (elsewhere,) = scheduler.next_for("y", 1, ROOMY)
+    scheduler.preempted(elsewhere, has_failed=True)
+    assert scheduler.next_for("y", 1, ROOMY) == []
+    (third,) = scheduler.next_for("x", 1, ROOMY)
+    scheduler.progressed(third, (1,))
+    scheduler.preempted(third)
+    assert names(scheduler.next_for("x", 1, ROOMY)) == ["a0"]
+
+
+def test_a_refused_sample_takes_its_group_along_only_before_its_first_token() -> None:
+    scheduler = divided()
+    scheduler.submit(request("a", samples=3))
+    (first, *_) = scheduler.next_for("x", 3, ROOMY)
+    scheduler.progressed(first, (1,))
+    assert [end.sample_id.number for end in scheduler.refuse(first.sample_id)] == [0]
+    assert [end.sample_id.number for end in scheduler.refuse(sample(scheduler, "a1").sample_id)] == [1, 2]
+    scheduler.check()
+
+
 def test_tokens_beyond_the_end_of_a_chunk_are_booked() -> None:
     scheduler = divided(chunk_tokens=20)
+    scheduler.next_for("elsewhere", 0, ROOMY)
     scheduler.submit(request("a", samples=1, max_tokens=90))
     (lease,) = scheduler.next_for("x", 1, 90)
     # 10 of prompt and 20 of the chunk; the last round of it brings 8 more than that, and 20 follow.

@@ -53,14 +53,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         redundant=st.integers(0, 3),
         job=st.sampled_from(["", "a", "b"]),
         weight=st.sampled_from([0.5, 1.0, 4.0]),
+        prompt=st.sampled_from([PROMPT, PROMPT, MEMORY - 10, MEMORY + 1]),
     )
     def submit(  # type: ignore[no-untyped-def]
-        self, samples, max_tokens, priority, due_s, staleness, when_stale, turn, redundant, job, weight
+        self, samples, max_tokens, priority, due_s, staleness, when_stale, turn, redundant, job, weight, prompt
     ) -> None:
         name = next(name for name in NAMES if name not in self.requests)  # also of one that was forgotten
         request = GroupRequest(
             group_id=name,
-            prompt_token_ids=(0,) * PROMPT,
+            prompt_token_ids=(0,) * prompt,
             seeds=tuple(range(samples)),
             max_tokens=max_tokens,
             priority=priority,
@@ -110,12 +111,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert lease.sample_id not in self.running, "it runs already"
             assert lease.sample_id not in self.ended, "it has ended"
             known = self.reported[lease.sample_id]
-            assert lease.prompt_token_ids == (*(0,) * PROMPT, *known)
+            assert lease.prompt_token_ids == (*self.requests[lease.sample_id.group_id].prompt_token_ids, *known)
             assert lease.num_generated == len(known) - self.turn_starts.get(lease.sample_id, 0)
             self.running[lease.sample_id] = lease
             self.given.append(lease)
         if mine or leases:
-            assert self.scheduler.reserved_tokens(engine) <= MEMORY
+            assert self.scheduler.reserved_tokens(engine) <= MEMORY or len(mine) + len(leases) == 1
 
     def left(self, lease: Lease) -> int:
         """Tokens that this lease may have yet."""
@@ -156,7 +157,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             del self.running[lease.sample_id]
             self.awaiting.add(lease.sample_id)
             return
-        assert request.turn_tokens is None or len(self.reported[lease.sample_id]) == request.max_tokens
+        assert request.turn_tokens is None
         ended = self.scheduler.finished(lease, tokens, "length" if count == left else "stop")
         assert ended is not None
         self.over([ended])
@@ -185,11 +186,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.over(self.scheduler.redundant(sample_id.group_id))
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def preempt(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), has_failed=st.booleans())
+    def preempt(self, data: st.DataObject, has_failed: bool) -> None:
         lease = self.lease(data)
-        self.scheduler.preempted(lease)
+        self.scheduler.preempted(lease, has_failed=has_failed)
         del self.running[lease.sample_id]
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def refuse(self, data: st.DataObject) -> None:
+        lease = self.lease(data)
+        refused = self.scheduler.refuse(lease.sample_id)
+        assert lease.sample_id in [one.sample_id for one in refused]
+        assert not self.reported[lease.sample_id] or len(refused) == 1
+        self.over(refused)
 
     @rule(engine=st.sampled_from(ENGINES))
     def die(self, engine: str) -> None:

@@ -27,6 +27,28 @@ class _Away:
         raise StreamError("Redis does not answer")
 
 
+class _Present:
+    def __init__(self) -> None:
+        self.added: list[tuple[str, str]] = []
+
+    def add(self, tenant: str, group_id: str) -> None:
+        self.added.append((tenant, group_id))
+
+
+def test_a_groups_end_is_told_once_for_all_servers() -> None:
+    """Of so many entries the stream would keep none for long enough."""
+    present = _Present()
+
+    async def run() -> None:
+        tell = _tell_ended(cast(EndedGroups, present))
+        for number in range(32):
+            tell("default", f"group-{number // 16}")
+        await asyncio.get_running_loop().shutdown_default_executor()
+
+    asyncio.run(run())
+    assert sorted(present.added) == [("default", "group-0"), ("default", "group-1")]
+
+
 def test_a_redis_that_hangs_does_not_take_all_threads_of_the_event_loop() -> None:
     """They also turn prompts into tokens, and the end of the process waits for them."""
     away = _Away()

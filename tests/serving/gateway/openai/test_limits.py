@@ -448,17 +448,19 @@ def test_while_the_engine_is_full_no_body_is_read() -> None:
 
 
 def test_the_process_may_open_what_the_limits_let_in() -> None:
-    settings = GatewaySettings(max_in_flight=1000)
+    settings = GatewaySettings(max_in_flight=1000, rollout_max_samples=500)
     assert settings.max_connections == 1200
     before = _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if not 2300 < hard < 10**9:
+    if not 2800 < hard < 10**9:
         pytest.skip("needs a limit of files")
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+        raise_open_file_limit(settings, each=1)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1300, hard)
         raise_open_file_limit(settings, each=2)
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (2300, hard)
-        raise_open_file_limit(GatewaySettings(max_in_flight=100), each=2)
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (2300, hard), "what is enough stays"
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (2800, hard), "one more for each sample of a rollout"
+        raise_open_file_limit(settings, each=1)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (2800, hard), "what is enough stays"
         with pytest.raises(ConfigError, match=f"MAX_IN_FLIGHT={hard} takes {2 * hard + 100} file descriptors"):
             raise_open_file_limit(GatewaySettings(max_in_flight=hard), each=2)
     finally:

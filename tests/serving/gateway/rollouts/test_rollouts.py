@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from pydantic import SecretStr
 from serving.engine import TargetReport
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
+from serving.gateway.errors import ApiError
 from serving.gateway.rollouts.registry import RolloutRegistry
 from serving.gateway.rollouts.schema import MAX_GROUPS
 from serving.rollout.samples import MAX_SAMPLES
@@ -368,6 +369,30 @@ def test_a_finished_rollout_is_kept_for_a_while_and_then_gone() -> None:
     talk(app_of(DoubleEngine(), rollout_keep_s=0.2), with_client)
 
 
+def test_what_has_ended_is_kept_for_a_while_after_its_last_reader() -> None:
+    """One that learns between two samples comes for the rest when its stream was cut."""
+    now_s = 0.0
+
+    async def run() -> None:
+        nonlocal now_s
+        settings = GatewaySettings(rollout_keep_s=600)
+        registry = RolloutRegistry([SeededEngine("x", num_slots=0)], settings, clock=lambda: now_s)
+        rollout = registry.submit("t", "r", "key", {"a": work("key/a", samples=1)})
+        registry.cancel(rollout)
+        with registry.reading(rollout):
+            now_s = 1000.0
+            registry.tick()
+        now_s += 599
+        registry.tick()
+        assert registry.find("t", "r") is rollout
+        now_s += 2
+        registry.tick()
+        with pytest.raises(ApiError, match="deleted"):
+            registry.find("t", "r")
+
+    asyncio.run(run())
+
+
 def test_what_has_ended_makes_room_for_what_is_new_and_what_runs_does_not() -> None:
     engine = DoubleEngine(hold_at=1)
     document = body({"prompt": "a", "n": 2, "max_tokens": 9})
@@ -397,6 +422,40 @@ def test_a_stream_that_lasts_too_long_ends_with_where_to_go_on() -> None:
         assert len(samples(lines(await client.get(f"{ROLLOUTS}/r/samples?after=0")))) == 2
 
     talk(app_of(engine, max_request_s=0.3), with_client)
+
+
+def test_a_client_that_reads_slowly_is_not_told_that_it_has_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All samples have ended, but its time is up before it has read them."""
+    monkeypatch.setattr("serving.gateway.rollouts.routes._BLOCK", 1)
+    app, sent = app_of(DoubleEngine(), max_request_s=0.5), list[bytes]()
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message.get("body", b""))
+        await asyncio.sleep(0.1)
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(60)
+        return {"type": "http.disconnect"}
+
+    async def with_client(client: httpx.AsyncClient) -> None:
+        await client.post(ROLLOUTS, json=body({"prompt": "hello", "n": 20, "max_tokens": 9}, id="r"))
+        scope = {"type": "http", "method": "GET", "path": f"{ROLLOUTS}/r/samples", "query_string": b""}
+        await app({**scope, "headers": [(b"host", b"127.0.0.1")]}, receive, send)
+        (_, *first, last) = [json.loads(line) for line in b"".join(sent).splitlines() if line]
+        assert last["error"]["code"] == "deadline_exceeded"
+        assert 0 < len(first) < 20
+        rest = lines(await client.get(f"{ROLLOUTS}/r/samples?after={len(first)}"))
+        assert len(samples([*first, *rest])) == 20
+
+    talk(app, with_client)
+
+
+def test_groups_with_one_deadline_are_equally_urgent() -> None:
+    """Otherwise the first group ends before the next one's first sample has shown how long its others will be."""
+    engine = DoubleEngine(num_slots=1)
+    groups = [{"prompt": prompt, "n": 2, "max_tokens": 5, "deadline_s": 60} for prompt in ("a", "bb")]
+    assert len(samples(lines(post(engine, body(*groups))))) == 4
+    assert [len(request.prompt_token_ids) for request in engine.requests[:2]] == [1, 2]
 
 
 def test_a_server_that_stops_tells_the_stream_so() -> None:

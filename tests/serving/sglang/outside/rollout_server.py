@@ -29,6 +29,8 @@ class RolloutServer:
     end_after: int | None = None
     """Tokens behind the whole text's first 8 at which it ends by itself."""
     most: int = 8
+    num_ranks: int = 1
+    """That have reported their load."""
     others: int = 0
     """Requests that are none of ours."""
     max_tokens: int = 100_000
@@ -99,7 +101,7 @@ class RolloutServer:
             return Response(status_code=503)
         counts = {"num_running_reqs": self.others + len(self.running), "num_waiting_reqs": 0}
         rank = {**counts, "max_running_requests": self.most, "max_total_num_tokens": self.max_tokens}
-        return JSONResponse({"timestamp": "now", "loads": [rank]})
+        return JSONResponse({"timestamp": "now", "loads": [rank] * self.num_ranks})
 
     async def _abort(self, request: Request) -> Response:
         rid = (await request.json())["rid"]

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 import redis
 from prometheus_client import CollectorRegistry, generate_latest
@@ -15,7 +16,7 @@ from structlog.testing import capture_logs
 
 from serving.request_metadata import HEADER, OTHER_TARGET
 from serving.sglang.gateway_metrics import PoolCollector, SglangCollector
-from serving.sglang.outside.pool import PoolClient, check_routers
+from serving.sglang.outside.pool import PoolClient, check_routers, list_servers
 from serving.sglang.outside.weights import update_weights
 from serving.sglang.report import MOST_SILENT, EngineReport, Pool, most_common
 from speculator.errors import ConfigError, DraftError, EngineDeadError, EngineError, RequestError
@@ -275,6 +276,17 @@ def test_new_weights_go_to_every_server_that_a_router_lists(
     scene.fake.workers = []
     with pytest.raises(EngineError, match="no router"):
         scene.client.update_target(7, tmp_path)
+
+
+def test_a_router_that_has_just_started_hides_no_servers() -> None:
+    workers = {"new": [], "old": [{"url": "http://a:1/"}]}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json={"workers": workers[request.url.host]})
+
+    with httpx.Client(transport=httpx.MockTransport(answer)) as http:
+        assert list_servers(http, ["http://new", "http://old"]) == ["http://a:1"]
+        assert list_servers(http, ["http://new"]) == []
 
 
 def test_a_server_that_is_away_is_named(tmp_path: Path) -> None:

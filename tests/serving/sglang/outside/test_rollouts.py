@@ -254,6 +254,11 @@ def aborted(status: int, message: str) -> bytes:
     return b"data: " + json.dumps({"output_ids": [], "meta_info": {"finish_reason": finish}}).encode() + b"\n\n"
 
 
+def ended(tokens: list[int], *logprobs: list[float | int | None]) -> bytes:
+    meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": logprobs}
+    return b"data: " + json.dumps({"output_ids": tokens, "meta_info": meta}).encode() + b"\n\n"
+
+
 def test_a_sample_waits_for_a_server_whose_queue_is_full(tokenizer: LocalTokenizer, size: int) -> None:
     """SGLang says so in a stream's last event (sgl-project/sglang#19357)."""
     server = RolloutServer(size, num_full=9)
@@ -286,6 +291,51 @@ def test_servers_join_and_leave(tokenizer: LocalTokenizer, size: int) -> None:
     run(scene)
 
 
+def test_a_server_that_has_no_load_to_report_holds_up_no_other(tokenizer: LocalTokenizer, size: int) -> None:
+    starting = RolloutServer(size, num_ranks=0)
+
+    async def scene() -> None:
+        async with staged(wiring(tokenizer), starting, RolloutServer(size)) as stage:
+            assert stage.alive() == [False, True]
+            stage.driver.submit([group(n=2)])
+            await stage.until(lambda: len(stage.results.by_sample) == 2)
+            starting.num_ranks = 1
+            await stage.until(lambda: stage.alive() == [True, True])
+
+    run(scene)
+
+
+def test_ranks_that_a_router_lists_are_one_server(tokenizer: LocalTokenizer, size: int) -> None:
+    """With `--dp-aware` it lists `http://host:port@rank`, which is no address (sgl-project/sglang#26237)."""
+    server = RolloutServer(size)
+
+    async def scene() -> None:
+        async with staged(wiring(tokenizer), server) as stage:
+            (url,) = stage.workers
+            stage.workers[:] = [f"{url}@0", f"{url}@1"]
+            await stage.pool.poll(stage.driver.set_engines)
+            assert list(stage.pool._engines) == [url]
+            stage.driver.submit([group(n=2)])
+            await stage.until(lambda: len(stage.results.by_sample) == 2)
+
+    run(scene)
+
+
+def test_a_sample_longer_than_the_cache_of_every_server_is_answered(tokenizer: LocalTokenizer, size: int) -> None:
+    """A cache smaller than the context is no reason to wait for ever (vllm-project/vllm#52530)."""
+    server = RolloutServer(size, max_tokens=50)
+
+    async def scene() -> None:
+        async with staged(wiring(tokenizer), server) as stage:
+            stage.driver.submit([group(n=3, max_tokens=100)])
+            await stage.until(lambda: len(stage.results.by_sample) == 3)
+            expected = text_after(PROMPT, 100, size)
+            assert all(list(result.tokens) == expected for result in stage.results.by_sample.values())
+            stage.driver.check()
+
+    run(scene)
+
+
 @pytest.mark.parametrize(
     ("server", "fields", "why"),
     [
@@ -295,6 +345,8 @@ def test_servers_join_and_leave(tokenizer: LocalTokenizer, size: int) -> None:
         ({"events": [aborted(400, "too long")]}, {}, "too long"),
         ({"events": [aborted(500, "no memory")]}, {}, "repeatedly"),
         ({"events": [b"data: {]\n\n"]}, {}, "repeatedly"),
+        ({"events": [ended([5, 6], [-0.5, 5, None])]}, {}, "repeatedly"),
+        ({"events": [ended([5, 6], [-0.5, 6, None], [-0.5, 5, None])]}, {}, "repeatedly"),
         ({"events": []}, {}, "repeatedly"),
         ({}, {"sampling": SamplingParams(temperature=1.0, top_p=0.9)}, "top_p"),
     ],
