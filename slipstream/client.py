@@ -31,6 +31,8 @@ _PAUSE_S = 0.5
 _TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 """A running server sends something at least every ten seconds."""
 _SHORT_S = 10.0
+_MOST_OBSERVING = 64
+"""Observations under way at once: thousands of connections that begin together are more than a server accepts."""
 _LATER = frozenset((408, 429, *range(502, 600)))
 """Statuses after which the client retries: the server is busy, or a proxy in front of it does not reach it."""
 
@@ -188,7 +190,7 @@ class _Progress:
             self.on_later(response)
         elif response.status_code == 404 and not is_new and not self._num_heard:
             self._is_known = False  # the first request never reached the server
-        elif is_new and response.status_code != 409:  # 409: the rollout exists already
+        elif is_new and _code_of(response) != "rollout_exists":
             raise ConfigError(self._refusal(self.why))
         elif not is_new:
             raise EngineError(f"the server lost the rollout after {self._num_heard} samples: {self.why}")
@@ -236,6 +238,14 @@ def message_of(response: httpx.Response) -> str:
         return f"{error['message']} ({error['param'] or error['code']})"
     except (ValueError, KeyError, TypeError):
         return f"status {response.status_code}"
+
+
+def _code_of(response: httpx.Response) -> object:
+    """The code of the server's error; None where it has none."""
+    try:
+        return response.json()["error"]["code"]
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _body(groups: Sequence[Group | Mapping[str, Any]], rollout_id: str | None, *, logprobs: bool) -> dict[str, Any]:
@@ -435,6 +445,7 @@ class AsyncRollout:
 
     def __init__(self, client: AsyncRollouts, progress: _Progress) -> None:
         self._client, self._progress = client, progress
+        self._observing = asyncio.Semaphore(_MOST_OBSERVING)
         self.rollout_id = progress.rollout_id
 
     async def __aiter__(self) -> AsyncIterator[Sample]:
@@ -477,7 +488,8 @@ class AsyncRollout:
         url, progress = f"/v1/rollouts/{self.rollout_id}/observations", self._progress
         while True:
             try:
-                response = await self._client.http.post(url, json={"observations": [said]})
+                async with self._observing:
+                    response = await self._client.http.post(url, json={"observations": [said]})
             except httpx.TransportError as broken:
                 progress.on_disconnect(broken)
             else:

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
-from slipstream.client import AsyncRollouts, Group, Rollouts, Sample, SampleKey
+from slipstream.client import AsyncRollouts, Group, Rollouts, Sample, SampleKey, Turn
 from speculator.errors import ConfigError, EngineError
 from speculator.redis.trace_stream import GroupRewards
 from tests.fixtures.doubles import DoubleEngine
@@ -128,6 +128,40 @@ def test_what_is_cancelled_comes_as_aborted(engine: DoubleEngine, url: str) -> N
         thread.join()
         with pytest.raises(ConfigError, match="not finished"):
             rollout.reward({("0", 0): 1.0})
+
+
+def test_the_id_of_another_rollout_is_no_way_to_its_samples(url: str) -> None:
+    with Rollouts(url) as rollouts:
+        assert len(list(rollouts.start([Group(prompt="one", max_tokens=4)], rollout_id="step-1"))) == 1
+        again = rollouts.start([Group(prompt="one", max_tokens=4)], rollout_id="step-1")
+        assert len(list(again)) == 1, "a repeated request is answered with what there is"
+        with pytest.raises(ConfigError, match="choose another id"):
+            list(rollouts.start([Group(prompt="another", max_tokens=4)], rollout_id="step-1"))
+
+
+def test_observations_do_not_go_out_all_at_once(url: str) -> None:
+    at_once, most, answered = 0, 0, 0
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal at_once, most, answered
+        at_once, answered = at_once + 1, answered + 1
+        most = max(most, at_once)
+        await asyncio.sleep(0)
+        at_once -= 1
+        return httpx.Response(200, json={})
+
+    async def run() -> None:
+        async with AsyncRollouts(url) as rollouts:
+            rollouts.http = httpx.AsyncClient(base_url=url, transport=httpx.MockTransport(answer))
+            rollout = rollouts.start([Group(prompt="one")])
+            turns = [
+                Turn(number=n, group_id="0", sample=n, turn=0, finish_reason="stop", tokens=(), text="")
+                for n in range(500)
+            ]
+            await asyncio.gather(*(rollout.observe(turn, "go on") for turn in turns))
+
+    asyncio.run(run())
+    assert (answered, most) == (500, 64)
 
 
 def test_what_the_server_has_deleted_needs_no_cancelling(engine: DoubleEngine) -> None:

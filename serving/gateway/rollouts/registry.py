@@ -92,9 +92,15 @@ class RolloutRegistry:
             message = f"{counted}; at most {samples} and {tokens} tokens here: split the rollout."
             raise RequestError(message, param="groups", code="rollout_too_large")
 
-    def submit(self, tenant: str, rollout_id: str, key: str, groups: dict[str, GroupWork]) -> Rollout:
-        """Begin a rollout whose groups are called `key`/name. Raises ApiError (409, 429, 503) or RequestError."""
-        if (tenant, rollout_id) in self._rollouts:
+    def submit(self, tenant: str, rollout_id: str, key: str, groups: dict[str, GroupWork], asked: str) -> Rollout:
+        """Begin a rollout whose groups are called `key`/name; `asked` is a hash of the request. Raises ApiError (409,
+        429, 503) or RequestError.
+        """
+        if (known := self._rollouts.get((tenant, rollout_id))) is not None:
+            if known.asked != asked:
+                # A client that takes it for its own would get the samples of other prompts.
+                message = f"There is a rollout {rollout_id} with other groups or options: choose another id."
+                raise ApiError(409, message, code="rollout_differs", param="id")
             message = f"There is a rollout {rollout_id} already: ask for its samples, or choose another id."
             raise ApiError(409, message, code="rollout_exists", param="id")
         if not self.driver.has_engine:
@@ -104,6 +110,7 @@ class RolloutRegistry:
             rollout_id=rollout_id,
             key=key,
             groups=groups,
+            asked=asked,
             created_s=int(time.time()),
             seen_s=self.clock(),
         )
@@ -248,6 +255,8 @@ class Rollout:
     key: str
     """Unique prefix of its group and request ids; not chosen by a client."""
     groups: dict[str, GroupWork]
+    asked: str
+    """Hash of the request that began it."""
     created_s: int
     """Unix time."""
     seen_s: float

@@ -8,6 +8,7 @@ off; one that ends with an error can be continued later, for instance once an en
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -119,7 +120,8 @@ def rollout_routes(
             group.id or str(number): work(number, group, prompt)
             for number, (group, prompt) in enumerate(zip(body.groups, prompts, strict=True))
         }
-        return stream(request, rollout_registry.submit(exchange.tenant, body.id or key, key, groups), 0)
+        asked = hashlib.sha256(repr(body).encode(errors="surrogatepass")).hexdigest()
+        return stream(request, rollout_registry.submit(exchange.tenant, body.id or key, key, groups, asked), 0)
 
     @router.get("/{rollout_id}")
     async def show_rollout(request: Request, rollout_id: str) -> Response:

@@ -21,7 +21,7 @@ def test_a_stream_ends_with_its_client_also_while_a_sample_ends(ticks: int) -> N
 
     async def run() -> None:
         registry = RolloutRegistry([SeededEngine("one", holds_after=0)], GatewaySettings())
-        rollout = registry.submit("default", "r", "key", {name: work(f"key/{name}") for name in ("a", "b")})
+        rollout = registry.submit("default", "r", "key", {name: work(f"key/{name}") for name in ("a", "b")}, "")
         left = asyncio.Event()
 
         async def receive() -> dict[str, Any]:

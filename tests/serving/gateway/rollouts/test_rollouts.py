@@ -292,7 +292,7 @@ def test_a_client_that_reads_or_asks_is_there() -> None:
         nonlocal now_s
         settings = GatewaySettings(rollout_grace_s=60)
         rollout_registry = RolloutRegistry([SeededEngine("x", num_slots=0)], settings, clock=lambda: now_s)
-        rollout = rollout_registry.submit("t", "r", "key", {"a": work("key/a", samples=1)})
+        rollout = rollout_registry.submit("t", "r", "key", {"a": work("key/a", samples=1)}, "")
         with rollout_registry.reading(rollout):
             now_s = 1000.0
             rollout_registry.tick()
@@ -377,7 +377,7 @@ def test_what_has_ended_is_kept_for_a_while_after_its_last_reader() -> None:
         nonlocal now_s
         settings = GatewaySettings(rollout_keep_s=600)
         registry = RolloutRegistry([SeededEngine("x", num_slots=0)], settings, clock=lambda: now_s)
-        rollout = registry.submit("t", "r", "key", {"a": work("key/a", samples=1)})
+        rollout = registry.submit("t", "r", "key", {"a": work("key/a", samples=1)}, "")
         registry.cancel(rollout)
         with registry.reading(rollout):
             now_s = 1000.0
@@ -620,6 +620,21 @@ def test_a_rollout_that_is_known_is_not_run_again() -> None:
         lines(await client.post(ROLLOUTS, json=body(id="r")))
         again = await client.post(ROLLOUTS, json=body(id="r"))
         assert (again.status_code, error_of(again)["code"], error_of(again)["param"]) == (409, "rollout_exists", "id")
+
+    ask(app_of(engine), with_client)
+    assert len(engine.requests) == 2
+
+
+@pytest.mark.parametrize(
+    "other", [body({"prompt": "another", "n": 2, "max_tokens": 9}, id="r"), body(id="r", weight=2)]
+)
+def test_the_id_of_another_rollout_is_refused_as_such(other: dict[str, Any]) -> None:
+    engine = DoubleEngine()
+
+    async def with_client(client: httpx.AsyncClient) -> None:
+        lines(await client.post(ROLLOUTS, json=body(id="r")))
+        refused = await client.post(ROLLOUTS, json=other)
+        assert (refused.status_code, error_of(refused)["code"]) == (409, "rollout_differs")
 
     ask(app_of(engine), with_client)
     assert len(engine.requests) == 2
