@@ -63,7 +63,7 @@ from speculator.target_folder import EMBEDDING
 from trainer.config import TrainerConfig, load_config
 from trainer.learning.batch import Example, Window, pack
 from trainer.learning.optimizer_step import Learner
-from trainer.statistics import Acceptance
+from trainer.statistics import AcceptanceCounts
 
 DEPTH = 4
 
@@ -213,10 +213,10 @@ def read_task(path: Path, model_dir: Path, *, domain: str, seed: int, tokens: in
     )
 
 
-def scored(draft: Eagle3Draft, task: Task) -> Acceptance:
+def scored(draft: Eagle3Draft, task: Task) -> AcceptanceCounts:
     """Acceptance of a draft on the held-out traces."""
     rows = held_out_scores(draft, task.held_out, task.config, depths=[DEPTH])
-    return sum((row[DEPTH] for row in rows), Acceptance())
+    return sum((row[DEPTH] for row in rows), AcceptanceCounts())
 
 
 def train_ours(task: Task, model_dir: Path, most_s: float) -> dict[str, Any]:

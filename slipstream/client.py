@@ -449,10 +449,10 @@ class AsyncRollout:
         self.rollout_id = progress.rollout_id
 
     async def __aiter__(self) -> AsyncIterator[Sample]:
-        async for said in self.everything():
+        async for said in self.samples_and_turns():
             yield _answered(said)
 
-    async def everything(self) -> AsyncIterator[Sample | Turn]:
+    async def samples_and_turns(self) -> AsyncIterator[Sample | Turn]:
         """Iterate over samples that have ended, and turns that wait for `observe`."""
         progress, http = self._progress, self._client.http
         while not progress.has_ended:

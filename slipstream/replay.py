@@ -33,7 +33,7 @@ from trainer.learning.labels import draft_ids_by_target_id
 from trainer.learning.losses.mix import LossMix
 from trainer.learning.optimizer_step import Learner
 from trainer.release.gate import predict_acceptance, recorded_rounds
-from trainer.statistics import Acceptance
+from trainer.statistics import AcceptanceCounts
 
 HELD_OUT_SHARE = 0.2
 PASSES = 4
@@ -68,7 +68,7 @@ class Split:
 
     learnt: list[Example]
     held_out: list[Example]
-    recorded: Acceptance
+    recorded: AcceptanceCounts
     num_unusable: int
 
     @property
@@ -175,7 +175,7 @@ def read_split(
         window=draft.config.max_position_embeddings,
     )
     examples: list[Example] = []
-    recorded: list[Acceptance] = []
+    recorded: list[AcceptanceCounts] = []
     num_unusable = 0
     for path in recordings:
         with RecordingReader(path) as reader:
@@ -195,7 +195,7 @@ def read_split(
     return Split(
         learnt=[example for index, example in enumerate(examples) if learn and index not in held_out],
         held_out=[examples[index] for index in sorted(held_out)],
-        recorded=sum((recorded[index] for index in held_out), Acceptance()),
+        recorded=sum((recorded[index] for index in held_out), AcceptanceCounts()),
         num_unusable=num_unusable,
     )
 
@@ -254,13 +254,13 @@ def _gate_precision(draft: Eagle3Draft, config: TrainerConfig) -> Iterator[None]
 
 def held_out_scores(
     draft: Eagle3Draft, examples: Sequence[Example], config: TrainerConfig, *, depths: Sequence[int]
-) -> list[dict[int, Acceptance]]:
+) -> list[dict[int, AcceptanceCounts]]:
     """What the draft would commit on each of these traces, by depth, computed as the gate does."""
     with _gate_precision(draft, config):
         return [predict_acceptance(draft, [example], depths=depths) for example in examples]
 
 
-def _by_trace(examples: Sequence[Example], scores: Sequence[Acceptance]) -> dict[str, list[float]]:
+def _by_trace(examples: Sequence[Example], scores: Sequence[AcceptanceCounts]) -> dict[str, list[float]]:
     """By trace id [tokens that the draft would commit, number of verifications]."""
     return {
         example.trace_id: [round(own.num_committed, _DIGITS), round(own.num_rounds, _DIGITS)]
@@ -270,7 +270,7 @@ def _by_trace(examples: Sequence[Example], scores: Sequence[Acceptance]) -> dict
 
 def _point(
     split: Split,
-    scores: Sequence[dict[int, Acceptance]],
+    scores: Sequence[dict[int, AcceptanceCounts]],
     depths: Sequence[int],
     *,
     step: int,
@@ -278,14 +278,14 @@ def _point(
     losses: Sequence[float] = (),
 ) -> dict[str, Any]:
     """A point of the curve: acceptance on the held-out traces, and the mean loss since the point before."""
-    by_domain: dict[str, list[dict[int, Acceptance]]] = defaultdict(list)
+    by_domain: dict[str, list[dict[int, AcceptanceCounts]]] = defaultdict(list)
     for example, own in zip(split.held_out, scores, strict=True):
         by_domain[example.domain].append(own)
     found = {
-        domain: {depth: sum((own[depth] for own in rows), Acceptance()) for depth in depths}
+        domain: {depth: sum((own[depth] for own in rows), AcceptanceCounts()) for depth in depths}
         for domain, rows in by_domain.items()
     }
-    total = {depth: sum((row[depth] for row in found.values()), Acceptance()) for depth in depths}
+    total = {depth: sum((row[depth] for row in found.values()), AcceptanceCounts()) for depth in depths}
     deepest = max(depths)
     return {
         "step": step,

@@ -121,7 +121,7 @@ class Conversations:
         answers: dict[SampleKey, asyncio.Task[None]] = {}
         try:
             async with asyncio.TaskGroup() as answering:
-                async for said in self._rollout.everything():
+                async for said in self._rollout.samples_and_turns():
                     if isinstance(said, Turn):
                         answers[said.key] = answering.create_task(self._answer(said))
                     else:

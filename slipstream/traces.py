@@ -19,7 +19,7 @@ from speculator.redis.client import RedisKeys, redis_errors
 from speculator.redis.trace_deletion import remove_from_recording
 from speculator.trace import BranchRows, Trace, decode_trace
 from trainer.release.gate import recorded_rounds
-from trainer.statistics import Acceptance
+from trainer.statistics import AcceptanceCounts
 
 _POLL_MS = 500
 _CHUNK = 16
@@ -93,7 +93,7 @@ def prune(path: Path, hours: float) -> int:
 def summary(path: Path) -> dict[str, Any]:
     """Counts of a recording, in all and by domain. Raises ConfigError where the file is not a recording."""
     domains: dict[str, Counter[str]] = defaultdict(Counter)
-    rounds: dict[str, Acceptance] = defaultdict(Acceptance)
+    rounds: dict[str, AcceptanceCounts] = defaultdict(AcceptanceCounts)
     versions: Counter[int] = Counter()
     temperatures: Counter[float] = Counter()
     with RecordingReader(path) as reader:
@@ -118,14 +118,14 @@ def summary(path: Path) -> dict[str, Any]:
             "cut_off_bytes": reader.num_cut_bytes,
             "damaged_entries": reader.num_damaged,
             "bytes_per_token": round(reader.num_bytes / max(total["tokens"], 1), 1),
-            **_counts(total, sum(rounds.values(), Acceptance())),
+            **_counts(total, sum(rounds.values(), AcceptanceCounts())),
             "domains": {domain: _counts(domains[domain], rounds[domain]) for domain in domains},
             "temperatures": {f"{value:g}": count for value, count in sorted(temperatures.items())},
             "draft_versions": {str(version): count for version, count in sorted(versions.items())},
         }
 
 
-def _counts(counts: Counter[str], rounds: Acceptance) -> dict[str, Any]:
+def _counts(counts: Counter[str], rounds: AcceptanceCounts) -> dict[str, Any]:
     names = ("traces", "tokens", "completion_tokens", "proposals", "accepted", "branch_rows")
     return {
         **{name: counts[name] for name in names},

@@ -32,9 +32,9 @@ from trainer.learning.optimizer_step import Learner
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks
 from trainer.release.candidate import Candidates
-from trainer.release.gate import Decide, Gate, decide
+from trainer.release.gate import CandidateGate, Decide, decide
 from trainer.release.live_review import Review
-from trainer.replay.admission import Intake, RetentionPolicy
+from trainer.replay.admission import RetentionPolicy, TraceAdmission
 from trainer.replay.buffer import ReplayBuffer, RewardWeights
 from trainer.replay.eval_sets import HeldOut, golden_set
 from trainer.replay.trace_source import TraceFiles, TraceSource, consumer_name, trace_folder
@@ -126,7 +126,7 @@ class Trainer:
         )
         self._trace_files = TraceFiles(trace_folder(config.state_dir))
         self.source = self._open_source(progress)
-        self.intake = self._open_intake(progress)
+        self.admission = self._open_admission(progress)
         pointer = DraftPointer(self._redis, config.model_key)
         self.review = Review(
             store.lifecycle,
@@ -137,11 +137,11 @@ class Trainer:
             load_draft=self.training.load_draft,
             clock=clock,
         )
-        held_out, golden = self.intake.held_out, self.intake.golden
+        held_out, golden = self.admission.held_out, self.admission.golden
         self.candidates = Candidates(
             self.training,
-            self.intake,
-            Gate(held_out, golden, config, self.ranks, load_draft=self.training.load_draft, decide=decide),
+            self.admission,
+            CandidateGate(held_out, golden, config, self.ranks, load_draft=self.training.load_draft, decide=decide),
             store,
             pointer,
             config,
@@ -175,9 +175,9 @@ class Trainer:
         """Remove erased and expired traces, then take new ones into the replay, as many as it has room for."""
         self._forget()
         self._rewards.poll()
-        previous = self.intake.target_version
-        arrivals = self.intake.read(block_ms)
-        newest = self.intake.target_version
+        previous = self.admission.target_version
+        arrivals = self.admission.read(block_ms)
+        newest = self.admission.target_version
         if newest > previous:
             self.learner.after_target_update()
         self.review.arrived(one for one in arrivals.traces if one.provenance.target_version == newest)
@@ -222,7 +222,7 @@ class Trainer:
         self.source.mark_used(draw.batch + draw.passed_over)
         if report.applied:
             for stored, counts in zip(draw.batch[: draw.num_new], report.first_steps, strict=False):
-                self.intake.record_prediction(stored, *counts)
+                self.admission.record_prediction(stored, *counts)
         self._sum_replays()
         self.metrics.admissions.labels("passed_over").inc(len(draw.passed_over))
         self.metrics.proposal_weight.set(draw.proposal_weight)
@@ -323,7 +323,7 @@ class Trainer:
         self.ranks.run_on_leader(tidy)
         return source
 
-    def _open_intake(self, progress: Progress) -> Intake:
+    def _open_admission(self, progress: Progress) -> TraceAdmission:
         config = self.config
         held_out = HeldOut(
             share=config.holdout_share,
@@ -340,12 +340,12 @@ class Trainer:
             is_gone=self._forgetting.reason_in_recording,
         )
         share = share_of(progress, self.ranks.rank)
-        return Intake(self.source, self.replay, held_out, golden, config, self.metrics, share, self.ranks)
+        return TraceAdmission(self.source, self.replay, held_out, golden, config, self.metrics, share, self.ranks)
 
     def _progress(self) -> Progress:
         """This rank's part of the checkpoint."""
-        training, intake = self.training, self.intake
-        num_traces, new_tokens = intake.progress_counts
+        training, admission = self.training, self.admission
+        num_traces, new_tokens = admission.progress_counts
         return Progress(
             target_fingerprint=self._fingerprint,
             learnt_tokens=training.learnt_tokens,
@@ -353,17 +353,17 @@ class Trainer:
             num_traces=num_traces,
             used_trace_ids=self.source.used_trace_ids,
             replay=self.replay.members,
-            domains=intake.domains.known,
-            drift=intake.drift.series,
+            domains=admission.domains.known,
+            drift=admission.drift.series,
             curve=training.curve.points,
             tokens_since_news=training.tokens_since_news,
-            num_repeated=intake.num_repeated,
+            num_repeated=admission.num_repeated,
             version=training.version,
-            held_out=intake.held_out_trace_ids,
-            golden=intake.golden_trace_ids,
+            held_out=admission.held_out_trace_ids,
+            golden=admission.golden_trace_ids,
             tenants=training.tenants,
             vetoed_since_s=self.candidates.vetoed_since_s,
-            target_version=intake.target_version,
+            target_version=admission.target_version,
         )
 
     def _forget(self) -> None:
@@ -374,7 +374,7 @@ class Trainer:
         # An operator's recording does not expire: the operator chose its age.
         is_recording = self.config.golden is not None
         is_golden_gone = self._forgetting.reason_in_recording if is_recording else self._forgetting.reason
-        gone = self.intake.forget(self._forgetting.reason, is_golden_gone=is_golden_gone)
+        gone = self.admission.forget(self._forgetting.reason, is_golden_gone=is_golden_gone)
         self.review.forget(self._forgetting.reason)
         self._trace_files.remove(stored.trace_id for stored in gone)
         self._forgetting.removed(gone)
@@ -382,7 +382,7 @@ class Trainer:
 
     def _sum_replays(self) -> None:
         """Sum up the replays of all ranks: the sums decide whether all ranks take a step."""
-        counts = (self.replay.num_waiting, self.replay.num_tokens, self.intake.drift.alarm)
+        counts = (self.replay.num_waiting, self.replay.num_tokens, self.admission.drift.alarm)
         self._replay_totals = _ReplayTotals(*map(int, self.ranks.sum(counts)))
 
 

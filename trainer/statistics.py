@@ -21,7 +21,7 @@ CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
-class Acceptance:
+class AcceptanceCounts:
     """Counts of verifications and of the tokens that they committed, which can be added. Expected counts may be
     fractions. `num_reaching[k]` is the number of rounds that accepted more than k proposals.
     """
@@ -46,9 +46,9 @@ class Acceptance:
             after / reached if reached else 0.0 for reached, after in zip(before, self.num_reaching, strict=False)
         )
 
-    def __add__(self, other: Acceptance) -> Acceptance:
+    def __add__(self, other: AcceptanceCounts) -> AcceptanceCounts:
         reaching = zip_longest(self.num_reaching, other.num_reaching, fillvalue=0)
-        return Acceptance(
+        return AcceptanceCounts(
             num_committed=self.num_committed + other.num_committed,
             num_rounds=self.num_rounds + other.num_rounds,
             num_reaching=tuple(mine + theirs for mine, theirs in reaching),
@@ -58,8 +58,8 @@ class Acceptance:
 class PairedScores(NamedTuple):
     """What both drafts would commit on one trace, or on several."""
 
-    candidate: Acceptance
-    incumbent: Acceptance
+    candidate: AcceptanceCounts
+    incumbent: AcceptanceCounts
 
 
 PromptScores = tuple[bytes, PairedScores]
@@ -128,10 +128,10 @@ def compare(
 
 
 def _total(pairs: Sequence[PairedScores]) -> PairedScores:
-    return PairedScores(*(sum(column, Acceptance()) for column in zip(*pairs, strict=True)))
+    return PairedScores(*(sum(column, AcceptanceCounts()) for column in zip(*pairs, strict=True)))
 
 
-def _residual(one: Acceptance, total: Acceptance) -> float:
+def _residual(one: AcceptanceCounts, total: AcceptanceCounts) -> float:
     return one.num_committed / total.num_committed - one.num_rounds / total.num_rounds
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from speculator.host import read_json_lines
-from trainer.statistics import Acceptance, Comparison, PairedScores, by_prompt, compare
+from trainer.statistics import AcceptanceCounts, Comparison, PairedScores, by_prompt, compare
 
 _T90 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833}
 """Student's t, 95% one-sided, by degrees of freedom."""
@@ -82,9 +82,9 @@ def by_trace(arm: str, over: str, runs: Runs, seeds: Sequence[int]) -> Compariso
     return compare(by_prompt(pairs))
 
 
-def _acceptance(scores: Sequence[float]) -> Acceptance:
+def _acceptance(scores: Sequence[float]) -> AcceptanceCounts:
     num_committed, num_rounds = scores
-    return Acceptance(num_committed=num_committed, num_rounds=num_rounds)
+    return AcceptanceCounts(num_committed=num_committed, num_rounds=num_rounds)
 
 
 def lower_end(values: Sequence[float]) -> float:

@@ -40,7 +40,7 @@ from serving.local.target.layers import KVSlots, can_pack, linear, pack
 from speculator.draft.checkpoint import check_state, draft_state
 from speculator.draft.eagle3 import NUM_AUX_LAYERS, DraftConfig, Eagle3Draft
 from speculator.draft.verification import gumbel
-from speculator.proposals.planner import ChainRule, Step
+from speculator.proposals.planner import ChainRule, DraftStep
 
 _LAYER, _ATTENTION, _MLP = "midlayer", "midlayer.self_attn", "midlayer.mlp"
 
@@ -96,7 +96,7 @@ class ServingDraft:
 
     def propose(
         self, pairs: Pairs, reaches: Sequence[float], sources: Sequence[DraftSource], rule: ChainRule
-    ) -> list[Step]:
+    ) -> list[DraftStep]:
         """Read pairs, and propose a chain after each request's newest one: target ids and the draft's logprobs, under
         the request's own sampling. The rule decides the number of steps, at least one; `reaches` are its starting
         values by request (`ChainRule`).
@@ -105,7 +105,7 @@ class ServingDraft:
         step takes as long to draw as the step.
         """
         is_greedy = all(source.sampling.temperature == 0 for source in sources)
-        steps: list[Step] = []
+        steps: list[DraftStep] = []
         while True:
             noise = None if is_greedy else [self._noise(*row) for row in zip(sources, pairs.spans, strict=True)]
             found, output_Bd = self.network.propose(pairs, rule.after(len(steps)), reaches, noise)
@@ -153,7 +153,7 @@ class Pairs(NamedTuple):
     features: Tensor
     """The target's features [S, L, 3d] by slot and position, or the draft's own output [B, d]."""
 
-    def followed_by(self, steps: Sequence[Step], output_Bd: Tensor) -> Pairs:
+    def followed_by(self, steps: Sequence[DraftStep], output_Bd: Tensor) -> Pairs:
         """The next pair of each request, after the proposed `steps`."""
         spans = [PairSpan(one.slot, one.end + len(steps) - 1, 1) for one in self.spans]
         return Pairs(steps[-1].ids, spans, output_Bd)
@@ -207,7 +207,7 @@ class FusedDraft:
 
     def propose(
         self, pairs: Pairs, rule: ChainRule, reaches: Sequence[float], noise: Sequence[Noise] | None
-    ) -> tuple[list[Step], Tensor]:
+    ) -> tuple[list[DraftStep], Tensor]:
         """Read pairs and compute at least one of the rule's steps; returns them and the output [B, d] of the last.
         `noise` is that of the first step; None if all requests are greedy.
         """
@@ -222,7 +222,7 @@ class FusedDraft:
         read_Nw = read_features(aux_Nw, self._config, self.weights, self._floors)
         return linear(read_Nw, self.weights["fc"])
 
-    def _draw(self, logits_BD: Tensor, noise: Sequence[Noise] | None) -> Step:
+    def _draw(self, logits_BD: Tensor, noise: Sequence[Noise] | None) -> DraftStep:
         sums_BD = logits_BD = logits_BD.to(self._wide)
         if noise is not None:
             logits_BD = logits_BD / logits_BD.new_tensor([one.temperature for one in noise])[:, None]
@@ -235,7 +235,7 @@ class FusedDraft:
         # Not argmax: on CPU it is slower.
         chosen_B1 = sums_BD.max(-1, keepdim=True).indices
         logprobs_B = logits_BD.log_softmax(-1).gather(-1, chosen_B1)[:, 0]
-        return Step(self._target_ids[chosen_B1[:, 0]].tolist(), logprobs_B.tolist())
+        return DraftStep(self._target_ids[chosen_B1[:, 0]].tolist(), logprobs_B.tolist())
 
     def _keep(self, pairs: Pairs, feature_Nd: Tensor) -> Tensor:
         """Store keys and values of pairs; queries, keys and values [N, H + 2G, h]."""
@@ -435,7 +435,7 @@ class KernelDraft:
 
     def propose(
         self, pairs: Pairs, rule: ChainRule, reaches: Sequence[float], noise: Sequence[Noise] | None
-    ) -> tuple[list[Step], Tensor]:
+    ) -> tuple[list[DraftStep], Tensor]:
         """As `FusedDraft.propose`; computes all steps if every request is greedy. The returned output is a buffer that
         the next call overwrites.
         """

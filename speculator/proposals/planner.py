@@ -207,7 +207,7 @@ class Plan:
         return self.value / self.expected_s if self.expected_s else 0.0
 
 
-class Step(NamedTuple):
+class DraftStep(NamedTuple):
     """One draft step: a proposal for each request, and the head's log-probability of it."""
 
     ids: Sequence[int]

@@ -25,7 +25,7 @@ from tests.trainer.answers import answer_traces
 from tests.trainer.learning.test_batch import with_trees
 from trainer.learning.losses.mix import DEFAULT_LOSS, LossMix
 from trainer.release.gate import recorded_rounds
-from trainer.statistics import Acceptance
+from trainer.statistics import AcceptanceCounts
 
 RECORDING = Path(__file__).parent.parent / "data" / "smollm2.rec"
 SMALL_VOCAB = 2048
@@ -179,7 +179,7 @@ def test_a_stored_draft_is_evaluated_as_it_is_on_all_traces(
     same = run(toy_recording, toy_model, seed=5, num_steps=0)
     assert same["accept_length"] == pytest.approx(stored["accept_length"], abs=0.05), "bfloat16 in the store"
     with RecordingReader(toy_recording) as reader:
-        live = sum(map(recorded_rounds, reader.traces()), Acceptance())
+        live = sum(map(recorded_rounds, reader.traces()), AcceptanceCounts())
     assert stored["recorded_accept_length"] == pytest.approx(live.length, abs=1e-4)
 
 

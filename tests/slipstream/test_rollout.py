@@ -284,7 +284,7 @@ def test_an_observation_counts_once(engine: DoubleEngine, url: str) -> None:
         async with AsyncRollouts(url) as rollouts:
             rollout = rollouts.start([Group(prompt="a", max_tokens=30, turn_tokens=4, environment="e")])
             turns = 0
-            async for said in rollout.everything():
+            async for said in rollout.samples_and_turns():
                 if isinstance(said, Sample):
                     assert said.turns == ((0, 4), (5, 9))
                     continue

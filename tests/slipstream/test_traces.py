@@ -19,7 +19,7 @@ from speculator.redis.trace_stream import TraceStream
 from speculator.trace import Trace, encode_trace
 from tests.fixtures.traces import make_trace, with_branches
 from trainer.release.gate import recorded_rounds
-from trainer.statistics import Acceptance
+from trainer.statistics import AcceptanceCounts
 
 Refused = Callable[..., str]
 
@@ -112,7 +112,7 @@ def test_info_counts_what_is_there(
     assert document["bytes"] == out.stat().st_size
     assert (document["cut_off_bytes"], document["damaged_entries"]) == (0, 0)
     assert {name: counts["traces"] for name, counts in document["domains"].items()} == {"a": 3, "b": 3}
-    live = sum((recorded_rounds(trace) for trace in filled), Acceptance())
+    live = sum((recorded_rounds(trace) for trace in filled), AcceptanceCounts())
     assert document["accept_length"] == pytest.approx(live.length, abs=1e-4)
     assert sum(document["draft_versions"].values()) == sum(len(trace.rounds.position) for trace in filled)
     out.write_bytes(out.read_bytes()[:-100])

@@ -15,7 +15,7 @@ from trainer.learning.batch import Batch, Example, cut, make_example, pack
 from trainer.learning.labels import draft_ids_by_target_id
 from trainer.loop import Trainer
 from trainer.release.gate import GateDecision, GateOutcome, accept_probabilities, expected_rounds
-from trainer.statistics import Acceptance, Comparison
+from trainer.statistics import AcceptanceCounts, Comparison
 
 
 def example_of(trace: Trace, draft: Eagle3Draft) -> Example:
@@ -28,9 +28,9 @@ def batch_of(traces: Sequence[Trace], draft: Eagle3Draft) -> Batch:
     return pack(windows, max_context=512)
 
 
-def acceptance(draft: Eagle3Draft, traces: Sequence[Trace], *, depth: int) -> Acceptance:
+def acceptance(draft: Eagle3Draft, traces: Sequence[Trace], *, depth: int) -> AcceptanceCounts:
     """Of greedy chains from every base on, those in the prompt included."""
-    total = Acceptance()
+    total = AcceptanceCounts()
     for trace in traces:
         accept_NK, labelled_N = accept_probabilities(
             draft, batch_of([trace], draft), depth=depth, verification="target_only"

@@ -42,7 +42,7 @@ from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks, join_ranks
 from trainer.release.live_review import Review
 from trainer.replay.reservoirs import Stored
-from trainer.statistics import Acceptance
+from trainer.statistics import AcceptanceCounts
 from trainer.throttle import Throttle
 
 SHARES = (slice(0, 1), slice(1, 4))
@@ -203,7 +203,7 @@ def reviewed(folder: Path, ranks: Ranks) -> dict[str, Any]:
         ranks.run_on_leader(partial(states.move, version, state, actor="engine:0"))
     turns, decoded, versions = itertools.count(), [], []
 
-    def score(version: int, stored: Stored, _: TrainerConfig) -> Acceptance:
+    def score(version: int, stored: Stored, _: TrainerConfig) -> AcceptanceCounts:
         decoded.append(stored.trace_id)
         return accepted(version, stored.trace_id, changes[version])
 

@@ -5,25 +5,25 @@ from __future__ import annotations
 import random
 
 from speculator.errors import StreamError
-from trainer.statistics import Acceptance, PairedScores
+from trainer.statistics import AcceptanceCounts, PairedScores
 
 LENGTH = 2.0
 NOISE = 0.02
 """What one trace says more or less of a draft than others do, relative; requests differ by far more."""
 
 
-def accepted(version: int, trace_id: str, change: float) -> Acceptance:
+def accepted(version: int, trace_id: str, change: float) -> AcceptanceCounts:
     """What a version that differs from others by `change` would commit on a trace."""
     hardness = random.Random(trace_id).uniform(0.5, 1.5)
     luck = 1 + random.Random(f"{version} {trace_id}").gauss(0, NOISE)
-    return Acceptance(num_committed=100, num_rounds=100 / (LENGTH * (1 + change)) * hardness * luck)
+    return AcceptanceCounts(num_committed=100, num_rounds=100 / (LENGTH * (1 + change)) * hardness * luck)
 
 
 def partly_worse(rng: random.Random, *, share: float, loss: float) -> PairedScores:
     """A trace that both drafts decode alike, but for a `share` of the traces."""
     tokens, length = rng.randint(40, 120), rng.uniform(1.2, 2.2)
     factor = 1 - loss if rng.random() < share else 1.0
-    both = [Acceptance(num_committed=tokens, num_rounds=tokens / (length * each)) for each in (factor, 1.0)]
+    both = [AcceptanceCounts(num_committed=tokens, num_rounds=tokens / (length * each)) for each in (factor, 1.0)]
     return PairedScores(*both)
 
 

@@ -118,7 +118,7 @@ def test_an_incumbent_that_cannot_be_loaded_is_a_failure_and_no_promotion(
 
 
 def kept(trainer: Trainer) -> tuple[list[str], list[str]]:
-    return trainer.intake.held_out.trace_ids, trainer.intake.golden.trace_ids
+    return trainer.admission.held_out.trace_ids, trainer.admission.golden.trace_ids
 
 
 def test_held_out_and_golden_traces_are_settled_and_survive_a_restart(
@@ -136,7 +136,7 @@ def test_held_out_and_golden_traces_are_settled_and_survive_a_restart(
     assert golden == ["fresh-0", "fresh-1"], "the first ones, and room for another domain"
     assert len(held_out) == 4
     assert members(first) == {trace.header.trace_id for trace in sent} - {*held_out, *golden}
-    assert first.intake.num_traces == 24
+    assert first.admission.num_traces == 24
     assert [metric(first, "held_out_traces", set=name) for name in ("held_out", "golden")] == [4, 2]
     send(stream, [renamed(sent[0], "golden-again"), renamed(fresh[int(held_out[0][6:])], "held-out-again")])
     first.read(block_ms=0)

@@ -90,16 +90,16 @@ def test_what_was_in_hand_when_it_was_killed_is_counted_once(
     first = start()
     first.read(block_ms=0)
     first.step()
-    assert (first.intake.num_traces, waiting(first)) == (5, 4)
+    assert (first.admission.num_traces, waiting(first)) == (5, 4)
     first.checkpoint()
     first.ack()
     first.close()
 
     resumed = start()
-    assert resumed.intake.num_traces == 1
+    assert resumed.admission.num_traces == 1
     learn(resumed, 4)
-    assert resumed.intake.num_traces == 5
-    assert resumed.intake.new_tokens == first.intake.new_tokens
+    assert resumed.admission.num_traces == 5
+    assert resumed.admission.new_tokens == first.admission.new_tokens
     resumed.close()
 
 
@@ -176,7 +176,7 @@ def test_the_memory_and_what_is_known_of_it_survive_a_restart(
     while first.has_work:
         first.step()
     for number in range(300):
-        first.intake.observe_acceptance("a", 20 + number % 5, 60)
+        first.admission.observe_acceptance("a", 20 + number % 5, 60)
     first.checkpoint()
     first.ack()
     first.close()
@@ -186,11 +186,11 @@ def test_the_memory_and_what_is_known_of_it_survive_a_restart(
     assert resumed.replay.members == first.replay.members
     assert resumed.replay.num_bytes_by_domain() == first.replay.num_bytes_by_domain()
     assert set(resumed.replay.num_bytes_by_domain()) == {"a", "b"}
-    assert resumed.intake.num_repeated == first.intake.num_repeated == 3
-    assert resumed.intake.drift.series == first.intake.drift.series
+    assert resumed.admission.num_repeated == first.admission.num_repeated == 3
+    assert resumed.admission.drift.series == first.admission.drift.series
     assert not resumed.has_work, "it has learnt from them often enough"
     resumed.read(block_ms=0)
-    assert resumed.intake.num_repeated == 4
+    assert resumed.admission.num_repeated == 4
     assert resumed.has_work, "and a little more for the text that came again"
     resumed.step()
     assert not resumed.has_work
@@ -252,7 +252,7 @@ def test_flat_learning_ends_the_passes_and_an_alarm_brings_them_back(
     assert waiting(trainer) == 0
     assert not trainer.has_work
     for accepted in [30] * 400 + [15] * 128:
-        trainer.intake.observe_acceptance("math", accepted, 60)
+        trainer.admission.observe_acceptance("math", accepted, 60)
     trainer.read(block_ms=0)
     assert trainer.has_work
     assert metric(trainer, "pressure_ratio") == 1.0
@@ -271,7 +271,7 @@ def test_the_alarm_hears_of_the_draft_in_training_and_not_of_what_was_proposed_i
     send(stream, [by_text(traces[0]), *traces[1:4]])
     learn(trainer, 4)
     for name in ("default", "all"):
-        recent = trainer.intake.drift.series[name].recent
+        recent = trainer.admission.drift.series[name].recent
         assert len(recent) == 4
         assert max(recent) < 0.5
     trainer.close()

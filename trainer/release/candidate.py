@@ -27,9 +27,9 @@ from speculator.versions.store import DraftStore
 from trainer.config import TrainerConfig
 from trainer.metrics import TrainerMetrics
 from trainer.ranks import Ranks
-from trainer.release.gate import Gate, GateDecision, GateOutcome
+from trainer.release.gate import CandidateGate, GateDecision, GateOutcome
 from trainer.release.live_review import RollbackWatch
-from trainer.replay.admission import Intake
+from trainer.replay.admission import TraceAdmission
 from trainer.session import Training
 
 log = structlog.get_logger()
@@ -45,8 +45,8 @@ class Candidates:
     def __init__(
         self,
         training: Training,
-        intake: Intake,
-        gate: Gate,
+        admission: TraceAdmission,
+        gate: CandidateGate,
         store: DraftStore,
         pointer: DraftPointer,
         config: TrainerConfig,
@@ -58,7 +58,7 @@ class Candidates:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`vetoed_since_s`: when the golden set first vetoed since the last version, in seconds since the epoch."""
-        self._training, self._intake, self._gate = training, intake, gate
+        self._training, self._admission, self._gate = training, admission, gate
         self._store, self._pointer, self._config = store, pointer, config
         self._metrics, self._ranks, self._clock = metrics, ranks, clock
         self._fingerprint = target_fingerprint
@@ -116,7 +116,7 @@ class Candidates:
         averaged = training.learner.averaged
         try:
             incumbent = self._ranks.run_on_leader(self._incumbent)
-            newest = self._intake.target_version
+            newest = self._admission.target_version
             has_moved = bool(self._ranks.run_on_leader(lambda: self._store.manifest(incumbent).target_version < newest))
             with span("gate", incumbent=incumbent) as judging:
                 decision = self._gate.judge(averaged, incumbent=incumbent, has_moved=has_moved)
@@ -189,7 +189,7 @@ class Candidates:
             draft_config_json(draft.config),
             parent=self._training.version,
             target_fingerprint=self._fingerprint,
-            target_version=self._intake.target_version,
+            target_version=self._admission.target_version,
             info=info,
         )
         admit(
@@ -242,7 +242,7 @@ class Candidates:
 
     def _renew_golden(self) -> None:
         since_s, self.vetoed_since_s = self.vetoed_since_s, None
-        num_traces = int(self._ranks.sum([self._intake.renew_golden()])[0])
+        num_traces = int(self._ranks.sum([self._admission.renew_golden()])[0])
         if since_s is None or not self._ranks.is_leader:
             return
         numbers = {"num_traces": num_traces, "vetoed_s": round(self._clock() - since_s)}
@@ -254,10 +254,10 @@ class Candidates:
 
     def _info(self) -> dict[str, Any]:
         """What the manifest says about the training; complete on rank 0 alone."""
-        intake = self._intake
+        admission = self._admission
         parts = self._ranks.gather(msgspec.json.encode(self._training.tenants))
         tenants = joined_counts(msgspec.json.decode(part, type=TenantCounts) for part in parts)
-        seen = map(int, self._ranks.sum([intake.num_traces, intake.num_repeated, intake.new_tokens]))
+        seen = map(int, self._ranks.sum([admission.num_traces, admission.num_repeated, admission.new_tokens]))
         return {
             "num_steps": self._training.learner.num_steps,
             **dict(zip(("num_traces", "num_repeated", "new_tokens"), seen, strict=True)),

@@ -67,14 +67,14 @@ from trainer.learning.ttt import unroll
 from trainer.ranks import Ranks
 from trainer.replay.eval_sets import GoldenSet, HeldOut
 from trainer.replay.reservoirs import Stored
-from trainer.statistics import MIN_TRACES, Acceptance, Comparison, PairedScores, PromptScores, by_prompt, compare
+from trainer.statistics import MIN_TRACES, AcceptanceCounts, Comparison, PairedScores, PromptScores, by_prompt, compare
 
 _MAX_RATIO = 1e30
 
 
 def expected_rounds(
     accept_NK: Tensor, labelled_N: Tensor, depth: int, *, text_ahead_N: Tensor | None = None
-) -> Acceptance:
+) -> AcceptanceCounts:
     """What the verifications of one span would commit, in expectation, with chains of `depth` proposals.
 
     `accept_NK` [N, K ≥ depth] is the probability that proposal k of the chain from base n is accepted once those before
@@ -116,10 +116,10 @@ def expected_rounds(
                 reaching[step] += share
             if not share:
                 break
-    return Acceptance(num_committed=committed, num_rounds=rounds, num_reaching=tuple(reaching))
+    return AcceptanceCounts(num_committed=committed, num_rounds=rounds, num_reaching=tuple(reaching))
 
 
-def recorded_rounds(trace: Trace) -> Acceptance:
+def recorded_rounds(trace: Trace) -> AcceptanceCounts:
     """Tokens that a trace's own rounds committed in service, of the answer's tokens inside the span.
 
     A round that proposed nothing, control rounds included, leaves no record. A position that no recorded round covers
@@ -139,7 +139,7 @@ def recorded_rounds(trace: Trace) -> Acceptance:
         for step in range(min(accepted, last - at)):
             reaching[step] += 1
         committed, num_rounds, at = committed + stop - at, num_rounds + 1, stop
-    return Acceptance(num_committed=committed, num_rounds=num_rounds, num_reaching=tuple(reaching))
+    return AcceptanceCounts(num_committed=committed, num_rounds=num_rounds, num_reaching=tuple(reaching))
 
 
 def coupled_acceptance(logits_SD: Tensor, labels: Labels, tokens_S: Tensor) -> Tensor:
@@ -211,14 +211,14 @@ def predict_acceptance(
     depths: Sequence[int],
     beside_text: bool = False,
     max_bases: int = _MAX_BASES,
-) -> dict[int, Acceptance]:
+) -> dict[int, AcceptanceCounts]:
     """Expected acceptance of a draft over the answers of `examples`, for chains of each of the `depths`.
 
     With `beside_text` a round in which earlier text was right in service commits that text's proposals. The draft reads
     the whole kept prompt as context, as in service. A long answer is computed in windows of `max_bases` positions,
     since attention and its mask grow with the square of a batch.
     """
-    totals = {depth: Acceptance() for depth in depths}
+    totals = {depth: AcceptanceCounts() for depth in depths}
     for example in examples:
         verification: Verification = "target_only" if example.sampling.temperature == 0 else example.verification
         most = max(depths)
@@ -259,10 +259,10 @@ def accept_probabilities(
     return accept_NK.cpu(), labelled_N.cpu()
 
 
-Score = Callable[[Eagle3Draft, Stored, TrainerConfig], Acceptance]
+Score = Callable[[Eagle3Draft, Stored, TrainerConfig], AcceptanceCounts]
 
 
-def score(draft: Eagle3Draft, stored: Stored, config: TrainerConfig) -> Acceptance:
+def score(draft: Eagle3Draft, stored: Stored, config: TrainerConfig) -> AcceptanceCounts:
     """What the draft would commit on one trace beside earlier text, with chains of `gate_depth`.
 
     An engine chooses the depth of each round by measured costs (speculator/proposals/planner.py), which a trace does
@@ -336,7 +336,7 @@ def _is_worse(found: Comparison, epsilon: float) -> bool:
     return found.num_traces >= MIN_TRACES and found.upper is not None and found.upper < -epsilon
 
 
-class Gate:
+class CandidateGate:
     """Judges candidates; all ranks call it in the same order."""
 
     def __init__(
@@ -354,8 +354,8 @@ class Gate:
         self._load_draft, self._score, self._decide = load_draft, score, decide
         self._incumbent = 0
         # By trace id.
-        self._scores: dict[str, Acceptance] = {}
-        self._candidate_scores: dict[str, Acceptance] = {}
+        self._scores: dict[str, AcceptanceCounts] = {}
+        self._candidate_scores: dict[str, AcceptanceCounts] = {}
 
     def judge(self, candidate: Eagle3Draft, *, incumbent: int, has_moved: bool = False) -> GateDecision | None:
         """The decision about a candidate, on rank 0; None elsewhere. `has_moved`: the target has moved since the
@@ -408,7 +408,7 @@ class Gate:
         return compare(by_prompt(every)) if self._ranks.is_leader else None
 
     def _add_scores(
-        self, get_draft: Callable[[], Eagle3Draft], traces: Sequence[Stored], known: dict[str, Acceptance]
+        self, get_draft: Callable[[], Eagle3Draft], traces: Sequence[Stored], known: dict[str, AcceptanceCounts]
     ) -> None:
         unknown = [stored for stored in traces if stored.trace_id not in known]
         if not unknown:

@@ -51,7 +51,7 @@ class Arrivals:
     """All traces that were read, admitted or not."""
 
 
-class Intake:
+class TraceAdmission:
     """Fills replay, held-out pool and golden set; at the start with this rank's share of the last checkpoint."""
 
     def __init__(

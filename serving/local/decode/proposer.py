@@ -25,7 +25,7 @@ from serving.local.request import ActiveRequest
 from serving.local.target.model import Target
 from serving.metrics import EngineMetrics
 from speculator.proposals.draft_tree import NO_PROPOSALS, DraftTree
-from speculator.proposals.planner import ONE_STEP, HeadVerdict, Plan, RoundPlanner, Step
+from speculator.proposals.planner import ONE_STEP, DraftStep, HeadVerdict, Plan, RoundPlanner
 from speculator.proposals.suffix_drafter import SuffixDrafter, SuffixProposal, SuffixRequest, TextSource
 
 SuffixCacheTask = Callable[[SuffixDrafter], None]
@@ -253,7 +253,7 @@ class Proposer:
 
     def _head_steps(
         self, plan: Plan, generations: Sequence[ActiveRequest], reaches: Sequence[Sequence[float]], head_depth: int
-    ) -> tuple[list[Step], int, int]:
+    ) -> tuple[list[DraftStep], int, int]:
         """(steps that are worth verifying, steps computed, pairs read)."""
         pairs, num_pairs = self._reader.unread(generations)
         reach_B = [0.0 if is_suffix else 1.0 for is_suffix in plan.from_suffix]
@@ -261,7 +261,7 @@ class Proposer:
         rule = self._planner.chain_rule(plan, of_suffixes)
         sources = [generation.source for generation in generations]
         steps = self._draft.propose(pairs, reach_B, sources, rule)
-        kept: list[Step] = []
+        kept: list[DraftStep] = []
         for step in steps:
             reach_B = rule.reached(len(kept), reach_B, step.logprobs)
             if not self._planner.is_worth_verifying(plan, len(kept), sum(reach_B), of_suffixes[len(kept)]):

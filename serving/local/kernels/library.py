@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from speculator.proposals.estimates import MOST_CERTAIN
-from speculator.proposals.planner import ChainRule, Step
+from speculator.proposals.planner import ChainRule, DraftStep
 
 PANEL = 64
 """Width of a panel: outputs of a weight, positions of keys, or numbers of values that are stored together."""
@@ -149,10 +149,10 @@ class Chain(ctypes.Structure):
         self.temperatures = (_float * len(noise))(*temperatures)
         self.noise = (_pointer * len(noise))(*map(pointer, noise))
 
-    def steps(self, batch: int) -> list[Step]:
+    def steps(self, batch: int) -> list[DraftStep]:
         """The computed steps."""
         ends = range(batch, (self.num_done + 1) * batch, batch)
-        return [Step(self.ids[end - batch : end], self.logprobs[end - batch : end]) for end in ends]
+        return [DraftStep(self.ids[end - batch : end], self.logprobs[end - batch : end]) for end in ends]
 
 
 class KernelWindow(ctypes.Structure):

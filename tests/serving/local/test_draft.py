@@ -18,7 +18,7 @@ from speculator.draft.checkpoint import SWITCHES, apply_state, draft_state
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.sampling_params import SamplingParams
 from speculator.draft.verification import draws, gumbel
-from speculator.proposals.planner import ChainRule, Step
+from speculator.proposals.planner import ChainRule, DraftStep
 from tests.fixtures.decoding import emitted
 from tests.fixtures.toy import make_toy_model, random_draft
 
@@ -124,15 +124,15 @@ def _pairs(
     return Pairs([int(token) for token in tokens], spans, features)
 
 
-def _propose(serving: ServingDraft, pairs: Pairs, sources: Sequence[DraftSource], num_steps: int) -> list[Step]:
+def _propose(serving: ServingDraft, pairs: Pairs, sources: Sequence[DraftSource], num_steps: int) -> list[DraftStep]:
     """So many steps, whatever their probability."""
     return serving.propose(pairs, [1.0] * len(sources), sources, ChainRule([1.0] * num_steps, [-1.0] * num_steps))
 
 
-def _output(serving: ServingDraft, pairs: Pairs, num_steps: int = 1) -> tuple[list[Step], Tensor]:
+def _output(serving: ServingDraft, pairs: Pairs, num_steps: int = 1) -> tuple[list[DraftStep], Tensor]:
     """Of a greedy chain, and the layer's output [B, d] for its last step."""
     batch = len(pairs.spans)
-    steps: list[Step] = []
+    steps: list[DraftStep] = []
     rule = ChainRule([1.0] * num_steps, [-1.0] * num_steps)
     while len(steps) < num_steps:
         found, output = serving.network.propose(pairs, rule.after(len(steps)), [1.0] * batch, None)
@@ -277,7 +277,7 @@ def test_with_kernels_a_request_gets_the_same_bits_whatever_is_beside_it(draft: 
         for row, counts in enumerate(([30], [3, 27], [1, 28, 1])):
             alone, output = _output(serving, _read(serving, [references[row]], 4, [counts]), num_steps)
             assert torch.equal(output[0], outputs[row])
-            assert alone == [Step([ids[row]], [scores[row]]) for ids, scores in together]
+            assert alone == [DraftStep([ids[row]], [scores[row]]) for ids, scores in together]
 
 
 def test_noise_is_drawn_once_for_draft_and_verification_and_is_the_positions_own() -> None:

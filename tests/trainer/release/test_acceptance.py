@@ -35,7 +35,7 @@ from trainer.release.gate import (
     recorded_rounds,
     rejection_acceptance,
 )
-from trainer.statistics import Acceptance
+from trainer.statistics import AcceptanceCounts
 
 
 def certain(accepted: list[int], depth: int) -> torch.Tensor:
@@ -78,7 +78,7 @@ def test_where_text_was_right_a_round_commits_what_it_proposed_whatever_the_draf
 
 def test_the_documented_example_of_rounds() -> None:
     result = expected_rounds(certain([1, 0, 2, 1, 0], 3), torch.ones(5, dtype=torch.bool), 3)
-    assert result == Acceptance(num_committed=5, num_rounds=2, num_reaching=(2, 1, 0))
+    assert result == AcceptanceCounts(num_committed=5, num_rounds=2, num_reaching=(2, 1, 0))
     assert result.length == 2.5
     assert result.rates == (1.0, 0.5, 0.0)
 
@@ -94,7 +94,7 @@ def test_expectations_are_the_mean_of_rounds_that_are_played(seed: int, depth: i
     exact = expected_rounds(accept_NK, labelled_N, depth)
     num_plays = 3000
     coins = torch.rand(num_plays, 5, depth, generator=generator, dtype=torch.float64) < accept_NK
-    played = Acceptance()
+    played = AcceptanceCounts()
     for coin_NK in coins:
         accepted_N = coin_NK.long().cumprod(1).sum(1)
         played += expected_rounds(certain(accepted_N.tolist(), depth), labelled_N, depth)
@@ -105,12 +105,12 @@ def test_expectations_are_the_mean_of_rounds_that_are_played(seed: int, depth: i
 
 
 def test_acceptance_adds_up_and_is_one_without_rounds() -> None:
-    total = Acceptance(num_committed=3, num_rounds=2, num_reaching=(1,)) + Acceptance(
+    total = AcceptanceCounts(num_committed=3, num_rounds=2, num_reaching=(1,)) + AcceptanceCounts(
         num_committed=6, num_rounds=1, num_reaching=(1, 1, 1)
     )
     assert total.length == 3.0
     assert total.num_reaching == (2, 1, 1)
-    assert Acceptance().length == 1.0
+    assert AcceptanceCounts().length == 1.0
 
 
 def test_recorded_rounds_count_silent_ones_and_end_with_the_span() -> None:
@@ -247,7 +247,9 @@ def served(model_dir: Path, draft: Eagle3Draft, sampling: SamplingParams, *, num
         return harness.traces
 
 
-def predicted(draft: Eagle3Draft, traces: list[Trace], depths: list[int], **changes: int) -> dict[int, Acceptance]:
+def predicted(
+    draft: Eagle3Draft, traces: list[Trace], depths: list[int], **changes: int
+) -> dict[int, AcceptanceCounts]:
     draft_ids_V = draft_ids_by_target_id(draft.d2t, draft.config.vocab_size)
     examples = [make_example(trace, draft_ids_V, feature_width=draft.fc.in_features) for trace in traces]
     return predict_acceptance(draft, examples, depths=depths, **changes)
@@ -262,7 +264,7 @@ def float32_copy(draft: Eagle3Draft, model_dir: Path) -> Eagle3Draft:
 
 def test_greedy_rounds_are_predicted_one_by_one(model_dir: Path, draft: Eagle3Draft) -> None:
     traces = served(model_dir, float32_copy(draft, model_dir), SamplingParams(temperature=0), num_requests=8)
-    live = sum((recorded_rounds(trace) for trace in traces), Acceptance())
+    live = sum((recorded_rounds(trace) for trace in traces), AcceptanceCounts())
     found = predicted(draft, traces, [DEPTH])[DEPTH]
     assert live.length > 1.1, "the case must have accepted proposals"
     # Features travel as bfloat16, so a proposal near a tie may differ.
@@ -276,7 +278,7 @@ def test_sampled_rounds_are_predicted_in_expectation(
     model_dir: Path, draft: Eagle3Draft, sampling: SamplingParams
 ) -> None:
     traces = served(model_dir, float32_copy(draft, model_dir), sampling, num_requests=30)
-    live = sum((recorded_rounds(trace) for trace in traces), Acceptance())
+    live = sum((recorded_rounds(trace) for trace in traces), AcceptanceCounts())
     found = predicted(draft, traces, [DEPTH])[DEPTH]
     assert live.length > 1.1, "the case must have accepted proposals"
     assert found.length == pytest.approx(live.length, rel=0.05)
@@ -329,4 +331,4 @@ def test_what_overflows_accepts_nothing(
     found = predicted(draft, [trace], [DEPTH])[DEPTH]
     assert (found.length, set(found.rates)) == (1.0, {0.0})
     assert found.num_rounds > 0
-    assert msgspec.json.decode(msgspec.json.encode(found), type=Acceptance) == found
+    assert msgspec.json.decode(msgspec.json.encode(found), type=AcceptanceCounts) == found

@@ -16,10 +16,18 @@ from tests.trainer.reviewing import accepted
 from tests.trainer.stored import stored_of
 from trainer.config import TrainerConfig
 from trainer.ranks import Ranks
-from trainer.release.gate import Gate, GateDecision, GateOutcome, decide
+from trainer.release.gate import CandidateGate, GateDecision, GateOutcome, decide
 from trainer.replay.eval_sets import GoldenSet, HeldOut
 from trainer.replay.reservoirs import Stored
-from trainer.statistics import MIN_TRACES, Acceptance, Comparison, PairedScores, by_prompt, compare, student_t_quantile
+from trainer.statistics import (
+    MIN_TRACES,
+    AcceptanceCounts,
+    Comparison,
+    PairedScores,
+    by_prompt,
+    compare,
+    student_t_quantile,
+)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +51,7 @@ def test_quantiles_are_those_of_the_tables(degrees: int, at_95: float, at_975: f
 def pair(candidate: tuple[float, float], incumbent: tuple[float, float]) -> PairedScores:
     """(committed tokens, verifications) of each."""
     return PairedScores(
-        *(Acceptance(num_committed=tokens, num_rounds=rounds) for tokens, rounds in (candidate, incumbent))
+        *(AcceptanceCounts(num_committed=tokens, num_rounds=rounds) for tokens, rounds in (candidate, incumbent))
     )
 
 
@@ -101,11 +109,11 @@ def test_the_gate_counts_prompts(tmp_path: Path) -> None:
     incumbent, candidate = make_draft(1), make_draft(2)
     change = {id(incumbent): 0.0, id(candidate): 0.1}
 
-    def score(draft: Eagle3Draft, one: Stored, _: TrainerConfig) -> Acceptance:
+    def score(draft: Eagle3Draft, one: Stored, _: TrainerConfig) -> AcceptanceCounts:
         return accepted(1, one.trace_id, change[id(draft)])
 
     config = config_for(tmp_path, tmp_path)
-    gate = Gate(held_out, golden, config, Ranks(), load_draft=lambda _: incumbent, score=score)
+    gate = CandidateGate(held_out, golden, config, Ranks(), load_draft=lambda _: incumbent, score=score)
     found = []
     for prompt in range(MIN_TRACES):
         for index in range(8):

@@ -41,7 +41,7 @@ def traffic(model_dir: Path) -> list[Trace]:
 
 
 def golden(trainer: Trainer) -> list[str]:
-    return trainer.intake.golden.trace_ids
+    return trainer.admission.golden.trace_ids
 
 
 def read(trainer: Trainer, stream: TraceStream, traces: list[Trace]) -> None:

@@ -42,7 +42,7 @@ from trainer.release.live_review import (
     review_outcome,
 )
 from trainer.replay.reservoirs import Stored
-from trainer.statistics import Acceptance, PairedScores, anytime_quantile, compare
+from trainer.statistics import AcceptanceCounts, PairedScores, anytime_quantile, compare
 
 WAY = (VersionState.WRITTEN, VersionState.VALIDATED, VersionState.SCORED)
 NUM_TRACES = 100
@@ -82,7 +82,7 @@ class Scene:
             raise self.failure
         return version
 
-    def score(self, version: int, stored: Stored, _: TrainerConfig) -> Acceptance:
+    def score(self, version: int, stored: Stored, _: TrainerConfig) -> AcceptanceCounts:
         self.decoded.append((version, stored.trace_id))
         on_prompt = self.on_prompt.get(stored.provenance.prompt_hash, 0.0) if version != 1 else 0.0
         return accepted(version, stored.trace_id, self.change[version] + on_prompt)

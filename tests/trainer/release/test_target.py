@@ -108,13 +108,13 @@ def test_drafts_are_judged_by_the_newest_target_alone(
     trainer = start()
     send(stream, of_version(traces, 0))
     trainer.read(block_ms=0)
-    assert versions_of(trainer.intake.held_out) == versions_of(trainer.intake.golden) == {0}
-    num_old = len(trainer.intake.held_out) + len(trainer.intake.golden)
+    assert versions_of(trainer.admission.held_out) == versions_of(trainer.admission.golden) == {0}
+    num_old = len(trainer.admission.held_out) + len(trainer.admission.golden)
     trainer.learner.history = 5000
     send(stream, of_version(traces[:4], 1))
     trainer.read(block_ms=0)
     assert trainer.learner.history < 100, "what is published forgets the target of before sooner"
-    judges = [*trainer.intake.held_out, *trainer.intake.golden]
+    judges = [*trainer.admission.held_out, *trainer.admission.golden]
     assert versions_of(judges) == {1}
     assert num_old > 0
     learnt_from = {stored.trace_id for stored in trainer.replay.waiting}
@@ -122,7 +122,7 @@ def test_drafts_are_judged_by_the_newest_target_alone(
     # One that comes late is no judge any more.
     send(stream, of_version(traces, 0)[:1])
     trainer.read(block_ms=0)
-    assert versions_of([*trainer.intake.held_out, *trainer.intake.golden]) == {1}
+    assert versions_of([*trainer.admission.held_out, *trainer.admission.golden]) == {1}
     send(stream, of_version(traces, 5))
     trainer.read(block_ms=0)
     assert versions_of(trainer.replay.waiting) <= {5}
@@ -142,7 +142,7 @@ def test_what_waits_to_be_learnt_from_does_not_judge_again_after_a_restart(
     trainer.checkpoint()
     trainer.close()
     again = start()
-    assert versions_of([*again.intake.held_out, *again.intake.golden]) == {1}
+    assert versions_of([*again.admission.held_out, *again.admission.golden]) == {1}
     assert versions_of(again.replay.waiting) == {0}
     again.close()
 
@@ -164,11 +164,11 @@ def test_the_version_is_in_the_manifest_and_survives_a_restart(
     assert saved is not None
     assert saved[1].target_version == 3
     again = start()
-    assert again.intake.target_version == 3
+    assert again.admission.target_version == 3
     send(stream, of_version(traces, 1))
     again.read(block_ms=0)
     assert versions_of(again.replay.waiting) <= {3}
-    assert versions_of([*again.intake.held_out, *again.intake.golden]) == {3}
+    assert versions_of([*again.admission.held_out, *again.admission.golden]) == {3}
     again.close()
 
 
@@ -196,18 +196,18 @@ def test_an_operators_recording_of_another_version_goes_on_judging_and_is_not_le
 ) -> None:
     settings = {"golden": record(tmp_path / "golden.rec", traces[:2])}
     trainer = start(**settings)
-    recorded = trainer.intake.golden.trace_ids
+    recorded = trainer.admission.golden.trace_ids
     assert len(recorded) == 2
     send(stream, of_version(traces[2:], 1))
     trainer.read(block_ms=0)
-    assert trainer.intake.golden.trace_ids == recorded
-    assert not trainer.intake.held_out.is_young, "it does not pass for fresh traffic of this target"
-    assert versions_of([*trainer.replay.waiting, *trainer.intake.held_out]) == {1}
+    assert trainer.admission.golden.trace_ids == recorded
+    assert not trainer.admission.held_out.is_young, "it does not pass for fresh traffic of this target"
+    assert versions_of([*trainer.replay.waiting, *trainer.admission.held_out]) == {1}
     trainer.step()
     trainer.checkpoint()
     trainer.close()
     again = start(**settings)
-    assert (again.intake.target_version, again.intake.golden.trace_ids) == (1, recorded)
+    assert (again.admission.target_version, again.admission.golden.trace_ids) == (1, recorded)
     again.close()
 
 

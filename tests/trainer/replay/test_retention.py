@@ -45,8 +45,8 @@ def mixed(traces: list[Trace], created_s: float | None = None) -> list[Trace]:
 
 
 def kept(trainer: Trainer) -> set[str]:
-    replay, intake = trainer.replay, trainer.intake
-    return {*replay.members, *replay.waiting_trace_ids, *intake.held_out.trace_ids, *intake.golden.trace_ids}
+    replay, admission = trainer.replay, trainer.admission
+    return {*replay.members, *replay.waiting_trace_ids, *admission.held_out.trace_ids, *admission.golden.trace_ids}
 
 
 def ids(traces: list[Trace], tenant: str) -> set[str]:
@@ -201,10 +201,10 @@ def test_an_operators_golden_recording_is_no_exception(
     path = record(tmp_path / "golden.rec", mixed(traces[:4]))
     ErasureOrders(redis_client, "toy").order("anna")
     trainer = start(golden=path, golden_traces=4)
-    assert set(trainer.intake.golden.trace_ids) == ids(mixed(traces[:4]), "bo")
+    assert set(trainer.admission.golden.trace_ids) == ids(mixed(traces[:4]), "bo")
     ErasureOrders(redis_client, "toy").order("bo")
     trainer.read(block_ms=0)
-    assert trainer.intake.golden.trace_ids == []
+    assert trainer.admission.golden.trace_ids == []
     trainer.close()
     start(golden=path, golden_traces=4).close()
 
@@ -217,7 +217,7 @@ def test_an_operators_golden_recording_may_be_as_old_as_the_operator_likes(
     path = record(tmp_path / "golden.rec", old)
     trainer = start(clock=lambda: now_s[0], golden=path, golden_traces=4, trace_ttl_hours=1.0)
     for _ in range(2):
-        assert set(trainer.intake.golden.trace_ids) == {trace.header.trace_id for trace in old}
+        assert set(trainer.admission.golden.trace_ids) == {trace.header.trace_id for trace in old}
         now_s[0] += HOUR_S
         trainer.read(block_ms=0)
     trainer.close()
