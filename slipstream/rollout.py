@@ -54,7 +54,7 @@ class Step:
 
 
 class Environment(Protocol):
-    """Answers the turns of one sample."""
+    """Answers the turns of one sample. If it has `async def close(self)`, that is called once its sample has ended."""
 
     async def reset(self, sample: SampleKey) -> None:
         """Called before the first turn."""
@@ -84,7 +84,7 @@ class Conversations:
     rewards: dict[SampleKey, float] = field(default_factory=dict)
     """Sum of each sample's rewards so far."""
     failures: dict[SampleKey, str] = field(default_factory=dict)
-    """Why a sample's environment failed for good."""
+    """Why a sample's environment failed for good, or was not closed."""
     _environments: dict[SampleKey, Environment] = field(default_factory=dict)
     _finished: set[SampleKey] = field(default_factory=set)
 
@@ -95,7 +95,6 @@ class Conversations:
         reading = asyncio.create_task(self._read(samples))
         try:
             while (sample := await samples.get()) is not None:
-                self._environments.pop(sample.key, None)
                 if sample.state == "finished":
                     self._finished.add(sample.key)
                 yield sample
@@ -128,11 +127,26 @@ class Conversations:
                         if (answer := answers.pop(said.key, None)) is not None:
                             # The sample ended without this answer: it is redundant, stale, or past its deadline.
                             answer.cancel()
+                        answering.create_task(self._close(said.key, answer))
                         samples.put_nowait(said)
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         finally:
             samples.put_nowait(None)
+            await asyncio.gather(*(self._close(key) for key in [*self._environments]))
+
+    async def _close(self, key: SampleKey, answer: asyncio.Task[None] | None = None) -> None:
+        """Close a sample's environment, if it can be closed, once `answer` no longer uses it."""
+        if answer is not None:
+            await asyncio.wait([answer])
+        close = getattr(self._environments.pop(key, None), "close", None)
+        try:
+            async with asyncio.timeout(self.step_timeout_s):
+                await close() if close is not None else None
+        except (Exception, asyncio.CancelledError) as error:
+            if _is_given_up(error):
+                raise
+            self.failures.setdefault(key, f"it was not closed: {type_and_place(error)}")
 
     async def _answer(self, turn: Turn) -> None:
         try:
@@ -157,17 +171,20 @@ class Conversations:
 
     async def _step(self, turn: Turn) -> Step:
         for attempt in range(self.retries + 1):
+            is_ready = turn.key in self._environments
             try:
                 async with asyncio.timeout(self.step_timeout_s):
-                    if turn.key not in self._environments:
-                        environment = self.make(turn.key)
-                        await environment.reset(turn.key)
-                        self._environments[turn.key] = environment
+                    if not is_ready:
+                        self._environments[turn.key] = self.make(turn.key)
+                        await self._environments[turn.key].reset(turn.key)
+                        is_ready = True
                     step = await self._environments[turn.key].step(turn.text)
                 if not isinstance(step, Step):
                     raise TypeError(f"the environment's step returned {type(step).__name__}, not a Step")
                 return step
             except (Exception, asyncio.CancelledError) as error:
+                if not is_ready and not _is_given_up(error):
+                    await self._close(turn.key)
                 if attempt == self.retries or _is_given_up(error):
                     raise
         raise AssertionError("one attempt at least")

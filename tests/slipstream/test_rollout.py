@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -294,3 +295,62 @@ def test_an_observation_counts_once(engine: DoubleEngine, url: str) -> None:
             assert turns == 2
 
     asyncio.run(asyncio.wait_for(run(), 20))
+
+
+class Closable(Talker):
+    """Talks, fails to start or hangs, and counts what is open."""
+
+    def __init__(self, kind: str, open_now: Counter[str]) -> None:
+        super().__init__(_hangs if kind == "hangs" else None)
+        self._kind, self._open = kind, open_now
+        open_now["now"] += 1
+
+    async def reset(self, sample: SampleKey) -> None:
+        if self._kind == "fails to start":
+            raise OSError("no container")
+        await super().reset(sample)
+
+    async def close(self) -> None:
+        self._open["now"] -= 1
+        self._open["closed"] += 1
+        if self._kind == "fails to close":
+            raise OSError("it hangs on")
+
+
+async def _hangs(key: SampleKey, turn: int) -> Step | None:
+    await asyncio.sleep(60)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_opened"), [("talks", 3), ("fails to start", 6), ("fails to close", 3), ("hangs", 3)]
+)
+def test_an_environment_is_closed_once_its_sample_has_ended(
+    engine: DoubleEngine, url: str, kind: str, num_opened: int
+) -> None:
+    open_now = Counter[str]()
+    group = Group(prompt="Say.", n=3, max_tokens=60, turn_tokens=6)
+    samples, played = play(url, [group], lambda _: Closable(kind, open_now), retries=1, step_timeout_s=0.3)
+    assert len(samples) == 3
+    assert open_now == {"now": 0, "closed": num_opened}
+    why = {"talks": "", "fails to start": "OSError", "fails to close": "not closed: OSError", "hangs": "too slow"}[kind]
+    assert all(why in reason for reason in played.failures.values())
+    assert len(played.failures) == (0 if kind == "talks" else 3)
+
+
+def test_environments_are_closed_where_the_client_leaves(engine: DoubleEngine, url: str) -> None:
+    open_now = Counter[str]()
+
+    async def run() -> None:
+        async with AsyncRollouts(url) as rollouts:
+            group = Group(prompt="Say.", n=4, max_tokens=60, turn_tokens=6)
+
+            def make(key: SampleKey) -> Closable:
+                return Closable("talks" if key.sample == 0 else "hangs", open_now)
+
+            async with aclosing(cast(AsyncGenerator[Sample], aiter(Conversations(rollouts, [group], make)))) as played:
+                await anext(played)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert open_now["now"] == 0
+    assert open_now["closed"] > 0
