@@ -93,12 +93,11 @@ def draft_state(model: Eagle3Draft) -> dict[str, Tensor]:
 
 
 def check_fits(draft: DraftConfig, model_dir: Path) -> None:
-    """Raise DraftMismatchError for a draft whose sizes, rotary base or window do not fit the target."""
+    """Raise DraftMismatchError for a draft whose sizes or window do not fit the target. Its rotary base is its own."""
     target = DraftConfig.for_target(read_config(model_dir), draft_vocab_size=draft.draft_vocab_size)
-    for name in ("hidden_size", "vocab_size", "rope_theta", "max_position_embeddings"):
+    for name in ("hidden_size", "vocab_size", "max_position_embeddings"):
         ours, theirs = getattr(draft, name), getattr(target, name)
         if ours < theirs or (ours != theirs and name != "max_position_embeddings"):
-            # No weights depend on the window alone: a head that is read with another rotary base accepts less.
             fix = "set them alike" if name == "max_position_embeddings" else "take another draft"
             raise DraftMismatchError(
                 f"the draft's {name} is {ours}, the target's {theirs}, by config.json in {model_dir}: {fix}, or start "

@@ -71,7 +71,7 @@ def read_public_head(folder: Path, model_dir: Path) -> PublicHead:
     try:
         _check_config(folder, said, layout, target)
         config = _config(folder, said, found, target)
-        notes += _windows(said, config)
+        notes += _differences(said, config, target)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # Any key of config.json may have a value of any type.
         raise DraftFileError(f"{folder}: config.json does not fit a draft head ({error!r})") from error
@@ -126,8 +126,11 @@ def _check_config(folder: Path, said: Mapping[str, Any], layout: str, target: Ma
             raise DraftMismatchError(f"{folder} reads the inputs of layers {read}: only those of {ours} are supported")
 
 
-def _windows(said: Mapping[str, Any], config: DraftConfig) -> Iterator[str]:
-    """Notes on the head's window and sliding window, which are not kept."""
+def _differences(said: Mapping[str, Any], config: DraftConfig, target: dict[str, Any]) -> Iterator[str]:
+    """Notes on the head's window and sliding window, which are not kept, and on its rotary base, which is."""
+    base = DraftConfig.for_target(target, draft_vocab_size=config.draft_vocab_size).rope_theta
+    if config.rope_theta != base:
+        yield f"it keeps its own rotary base of {config.rope_theta:g}; the target's is {base:g}"
     window, target_window = said.get("max_position_embeddings"), config.max_position_embeddings
     if window != target_window:
         yield f"its window of {window} tokens becomes the target's of {target_window}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,16 @@ def test_both_layouts_give_the_draft_that_was_trained(
         assert any("window" in note for note in head.notes)
 
 
+def test_a_head_keeps_the_rotary_base_that_it_was_trained_with(
+    model_dir: Path, draft: Eagle3Draft, tmp_path: Path
+) -> None:
+    head = read_public_head(specforge(tmp_path / "head", draft, rope_theta=77.0), model_dir)
+    assert head.config == replace(draft.config, rope_theta=77.0)
+    assert [note for note in head.notes if "rotary" in note] == [
+        f"it keeps its own rotary base of 77; the target's is {draft.config.rope_theta:g}"
+    ]
+
+
 def test_an_imported_head_is_served_trained_on_and_written_back_bit_by_bit(
     model_dir: Path, draft: Eagle3Draft, tmp_path: Path
 ) -> None:
@@ -214,7 +225,6 @@ def test_numbers_that_bfloat16_cannot_hold_are_rounded_and_said(
         ({"num_hidden_layers": 2}, "2 layers"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rotary embedding of type llama3"),
-        ({"rope_theta": 77.0}, "rope_theta is 77.0"),
         ({"partial_rotary_factor": 0.5}, "rotates 0.5 of each attention head"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}, "rotates 0.25 of each"),
         ({"vocab_size": 9}, "another tokenizer"),
