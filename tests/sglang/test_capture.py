@@ -210,6 +210,12 @@ def check_against_hugging_face(model_dir: Path, answers: dict[str, dict[str, Any
         assert error.max() < 3 * allowed.max()
 
 
+def nothing_computed(report: dict[str, str]) -> int:
+    """How many answers had nothing to learn from."""
+    counts = dict(one.split("=") for one in report["dropped_by_reason"].split(",") if one)
+    return int(counts.get("nothing_computed", 0))
+
+
 def test_the_label_after_a_prompt_is_the_targets_own_however_its_first_token_is_chosen(
     plugged: Plugged, model_dir: Path, traces: dict[str, Trace]
 ) -> None:
@@ -221,11 +227,14 @@ def test_the_label_after_a_prompt_is_the_targets_own_however_its_first_token_is_
         "input_ids": prompts,
         "sampling_params": [{"max_new_tokens": 4, "ignore_eos": True} | one for one in sampling],
     }
+    before = nothing_computed(plugged.report())
     answered = httpx.post(f"{plugged.server.url}/generate", json=body, timeout=60, trust_env=False).raise_for_status()
-    found = plugged.traces(len(prompts))
+    # Of the biased and the penalised one nothing can be learned, so they leave no trace; they are in the batch, though.
+    found = plugged.traces(3)
+    plugged.wait_for(lambda report: nothing_computed(report) == before + 2)
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    for prompt, answer in zip(prompts, answered.json(), strict=True):
+    for prompt, answer in zip(prompts[:3], answered.json()[:3], strict=True):
         trace = found[answer["meta_info"]["id"]]
         last = len(prompt) - 1 - trace.header.first_position
         _, logprobs = _forward(model, torch.tensor([prompt]), len(prompt) - 1)
@@ -313,8 +322,9 @@ def test_who_opts_out_leaves_no_trace(plugged: Plugged, traces: dict[str, Trace]
 
 
 def test_a_one_token_answer_teaches_nothing(plugged: Plugged, traces: dict[str, Trace]) -> None:
+    before = nothing_computed(plugged.report())
     plugged.server.generate(plugged.ids("Say yes."), max_new_tokens=1)
-    plugged.wait_for(lambda report: "nothing_computed=1" in report["dropped_by_reason"])
+    plugged.wait_for(lambda report: nothing_computed(report) == before + 1)
 
 
 def test_a_prompt_longer_than_the_window_is_cut_and_others_go_on(plugged: Plugged, traces: dict[str, Trace]) -> None:
@@ -346,10 +356,10 @@ def test_sampling_and_constraints_are_recorded(plugged: Plugged, traces: dict[st
     (free,) = plugged.traces(1).values()
     assert (free.header.sampling.temperature, free.header.sampling.top_p, free.header.sampling.top_k) == (0.7, 0.9, 40)
     assert not free.constrained.any()
-    dropped = int(plugged.report()["dropped"])
+    before = nothing_computed(plugged.report())
     plugged.server.generate(ids, max_new_tokens=6, frequency_penalty=0.5)
-    report = plugged.wait_for(lambda report: int(report["dropped"]) == dropped + 1)
-    assert "nothing_computed=" in report["dropped_by_reason"], "the penalty changed every distribution"
+    # The penalty has changed every distribution.
+    plugged.wait_for(lambda report: nothing_computed(report) == before + 1)
     assert plugged.stream.read(1, 200) == []
 
 
@@ -359,5 +369,7 @@ def test_the_number_of_requests_that_somebody_gave_is_kept(plugged: Plugged) -> 
 
 def test_the_accounts_add_up(plugged: Plugged, traces: dict[str, Trace]) -> None:
     report = plugged.wait_for(lambda report: report["pending"] == "0")
-    assert int(report["captured"]) == int(report["appended"])
+    # Of those without a token to learn from some are only found to be so once they are captured.
+    num_appended = int(report["appended"])
+    assert num_appended <= int(report["captured"]) <= num_appended + nothing_computed(report)
     assert report["failures"] == ""
