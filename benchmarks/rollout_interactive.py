@@ -120,7 +120,6 @@ async def _roll(url: str, prompts: Iterator[str], options: argparse.Namespace) -
 def main() -> None:
     options = _options()
     prompts = iter(_distinct(options))
-    alone: dict[str, list[float]] = defaultdict(list)
     turns: dict[str, list[Latencies]] = defaultdict(list)
     with ExitStack() as running:
         urls = {_FREE: running.enter_context(serving(options))}
@@ -142,12 +141,11 @@ def main() -> None:
                     f"{way}: p99 {ttft_ms:.0f} and {itl_ms:.0f} ms, {turn.rollout_rate:.1f} rollout tokens/s",
                     flush=True,
                 )
-    for kind in KINDS:
-        alone[kind] = [turn.p99(kind, options.settle) for turn in turns[_ALONE]]
-    _report(turns, alone, options)
+    _report(turns, options)
 
 
-def _report(turns: dict[str, list[Latencies]], alone: dict[str, list[float]], options: argparse.Namespace) -> None:
+def _report(turns: dict[str, list[Latencies]], options: argparse.Namespace) -> None:
+    alone = {kind: [turn.p99(kind, options.settle) for turn in turns[_ALONE]] for kind in KINDS}
     rows: list[tuple[str, object]] = []
     over: dict[str, dict[str, Spread]] = defaultdict(dict)
     for way, of_way in turns.items():

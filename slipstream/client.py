@@ -190,7 +190,7 @@ class _Progress:
             self.on_later(response)
         elif response.status_code == 404 and not is_new and not self._num_heard:
             self._is_known = False  # the first request never reached the server
-        elif is_new and _code_of(response) != "rollout_exists":
+        elif is_new and (_error_of(response) or {}).get("code") != "rollout_exists":
             raise ConfigError(self._refusal(self.why))
         elif not is_new:
             raise EngineError(f"the server lost the rollout after {self._num_heard} samples: {self.why}")
@@ -233,17 +233,16 @@ def decoded(raw: bytes, kind: type[T], url: str) -> T:
 
 def message_of(response: httpx.Response) -> str:
     """The server's error message, with the field at fault."""
+    if (error := _error_of(response)) is None:
+        return f"status {response.status_code}"
+    return f"{error['message']} ({error['param'] or error['code']})"
+
+
+def _error_of(response: httpx.Response) -> dict[str, Any] | None:
+    """The server's error; None where the response has none of ours, such as a proxy's."""
     try:
         error = response.json()["error"]
-        return f"{error['message']} ({error['param'] or error['code']})"
-    except (ValueError, KeyError, TypeError):
-        return f"status {response.status_code}"
-
-
-def _code_of(response: httpx.Response) -> object:
-    """The code of the server's error; None where it has none."""
-    try:
-        return response.json()["error"]["code"]
+        return {name: error[name] for name in ("message", "param", "code")}
     except (ValueError, KeyError, TypeError):
         return None
 

@@ -76,7 +76,9 @@ def configure_logs() -> None:
     # Transformers reads this at import. It would log advice on loading quantised weights, which we convert instead.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if as_json:
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        # tqdm reads its variable at import, too; the hub's bars have one of their own.
+        for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, "1")
 
 
 class _StandardError:

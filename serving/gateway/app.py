@@ -61,7 +61,7 @@ def create_app(
     Its collectors are added to `registry`, and `/metrics` shows all of that registry; raises ValueError where the
     registry already serves a gateway, ConfigError where the file with the API keys is not usable.
     """
-    share = settings.slots_share()
+    share = settings.make_slots_share()
     gateway = Gateway(engine=engine, settings=settings, metrics=GatewayMetrics(registry, engine.info.model, share))
     # Rollouts share this engine with all other requests.
     rollout_engine = InProcessEngine("local", engine, share, num_interactive=lambda: gateway.num_samples)

@@ -102,8 +102,8 @@ class GatewaySettings(BaseSettings):
         """Most connections: running requests, plus pages, probes, idle clients, and requests to be refused."""
         return self.max_in_flight + _SPARE_CONNECTIONS
 
-    def slots_share(self) -> SlotsShare:
-        """What rollouts may hold."""
+    def make_slots_share(self) -> SlotsShare:
+        """A new controller of what rollouts may hold."""
         return SlotsShare(
             self.rollout_slots_share, ttft_p99_s=self.interactive_ttft_p99_s, itl_p99_s=self.interactive_itl_p99_s
         )

@@ -109,7 +109,7 @@ class EngineCapacity:
     free_slots: int = 0
     free_tokens: int = 0
     """Neither held nor reserved, as last reported and as changed since."""
-    booked: int = 0
+    reserved_now: int = 0
     """Memory of all its samples, each to the end of its chunk."""
     num_read: int = 0
     """Tokens that its samples have read, each counted when its next token came."""
@@ -136,11 +136,11 @@ class EngineCapacity:
 
     def could_hold(self, sample: Sample) -> bool:
         """Whether it would fit if nothing else ran."""
-        return self._need(sample) <= self.free_tokens + self.booked
+        return self._need(sample) <= self.free_tokens + self.reserved_now
 
     def add(self, sample: Sample) -> None:
         self.free_slots -= 1
-        self._book(self._need(sample))
+        self._reserve(self._need(sample))
         sample.chunk_end = self.end_of_chunk(sample)
         self.running[sample.sample_id] = sample
 
@@ -151,18 +151,18 @@ class EngineCapacity:
         if more > self.free_tokens and not in_any_case:
             return False
         sample.chunk_end = end
-        self._book(more)
+        self._reserve(more)
         return True
 
     def remove(self, sample: Sample) -> None:
         del self.running[sample.sample_id]
         self.free_slots += 1
         beyond = max(len(sample.tokens) - sample.chunk_end, 0)
-        self._book(beyond - self.reserved_tokens(sample))
+        self._reserve(beyond - self.reserved_tokens(sample))
 
-    def _book(self, tokens: int) -> None:
+    def _reserve(self, tokens: int) -> None:
         self.free_tokens -= tokens
-        self.booked += tokens
+        self.reserved_now += tokens
 
     def _need(self, sample: Sample) -> int:
         """Memory to take a sample and run its next chunk."""

@@ -136,7 +136,7 @@ class Scheduler:
 
     def reserved_tokens(self, engine: str) -> int:
         """Tokens of memory that the running samples of an engine may fill before the scheduler is asked again."""
-        return self._capacities[engine].booked if engine in self._capacities else 0
+        return self._capacities[engine].reserved_now if engine in self._capacities else 0
 
     def num_running(self, engine: str) -> int:
         return len(self._capacities[engine].running) if engine in self._capacities else 0
@@ -290,7 +290,9 @@ class Scheduler:
         )
         assert len(running) == len(self._leases), "a lease has no running sample"
         for capacity in self._capacities.values():
-            assert capacity.booked == sum(map(capacity.reserved_tokens, capacity.running.values())), "memory is lost"
+            assert capacity.reserved_now == sum(map(capacity.reserved_tokens, capacity.running.values())), (
+                "memory is lost"
+            )
         waiting = 0
         for group in self._groups.values():
             for sample in group.samples:

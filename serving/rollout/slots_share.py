@@ -64,7 +64,7 @@ class SlotsShare:
         """Note the time between two chunks of an interactive request's answer."""
         self._observe(self._between_chunks, seconds)
 
-    def now(self) -> float:
+    def update(self) -> float:
         """Decide anew; returns the share, from 0 to `most`."""
         if self._first_token.is_missed or self._between_chunks.is_missed:
             halved = self.share / 2
@@ -79,7 +79,7 @@ class SlotsShare:
 
     def slots(self, num_slots: int) -> int:
         """Of so many slots those that rollouts may hold now: at least one, unless the share is 0."""
-        share = self.now()
+        share = self.update()
         return max(1, int(share * num_slots)) if share else 0
 
     def _observe(self, objective: _Objective, seconds: float) -> None:

@@ -274,7 +274,7 @@ def _rollouts(
     pool_settings = PoolSettings(
         tokenizer=tokenizer,
         target=fingerprint,
-        share=settings.slots_share(),
+        share=settings.make_slots_share(),
         target_version=lambda: client.target_version,
         heeds_seed=lambda: client.info.heeds_seed,
         end_group=_tell_ended(EndedGroups(redis_client, key)),

@@ -184,3 +184,10 @@ print("served")
         )
     os.close(writing)
     assert done.stdout == "served\n"
+
+
+def test_no_library_draws_progress_where_there_is_no_terminal() -> None:
+    code = "from slipstream.logs import configure_logs; configure_logs(); from tqdm.auto import tqdm; [*tqdm(range(3))]"
+    environment = {name: value for name, value in os.environ.items() if name != "TQDM_DISABLE"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stderr == ""

@@ -301,7 +301,7 @@ def test_a_refused_sample_takes_its_group_along_only_before_its_first_token() ->
     scheduler.check()
 
 
-def test_tokens_beyond_the_end_of_a_chunk_are_booked() -> None:
+def test_tokens_beyond_the_end_of_a_chunk_are_reserved() -> None:
     scheduler = divided(chunk_tokens=20)
     scheduler.next_for("elsewhere", 0, ROOMY)
     scheduler.submit(request("a", samples=1, max_tokens=90))

@@ -15,7 +15,7 @@ from tests.serving.rollout.test_driver import Clock
 SLOTS = 64
 
 
-def hours(share: SlotsShare, clock: Clock, latency: Callable[[int], float], seconds: float) -> tuple[float, float]:
+def observe(share: SlotsShare, clock: Clock, latency: Callable[[int], float], seconds: float) -> tuple[float, float]:
     """Observe 50 latencies a second, as the slots in use make them; returns the part over 30 ms and the mean slots."""
     over, slots, num = 0, 0, int(50 * seconds)
     for _ in range(num):
@@ -34,7 +34,7 @@ def test_without_an_objective_nothing_changes() -> None:
         clock.now_s += 1.0
         share.observe_first_token(1000.0)
         share.observe_between_chunks(1000.0)
-    assert share.now() == 0.75
+    assert share.update() == 0.75
     assert [share.slots(num) for num in (1, 2, 8)] == [1, 1, 6]
 
 
@@ -46,8 +46,8 @@ def test_it_finds_the_slots_that_keep_the_objective(room: int) -> None:
     def latency(held: int) -> float:
         return 0.02 * noise.uniform(0.9, 1.1) + (0.02 if held > room else 0.0)
 
-    hours(share, clock, latency, 60.0)
-    over, slots = hours(share, clock, latency, 3600.0)
+    observe(share, clock, latency, 60.0)
+    over, slots = observe(share, clock, latency, 3600.0)
     assert over < 0.01
     assert slots > 0.4 * room
 
@@ -55,8 +55,8 @@ def test_it_finds_the_slots_that_keep_the_objective(room: int) -> None:
 def test_where_any_slot_misses_it_nearly_all_the_time_is_without() -> None:
     clock = Clock()
     share = SlotsShare(0.75, itl_p99_s=0.03, clock=clock)
-    hours(share, clock, lambda held: 0.05 if held else 0.02, 600.0)
-    over, _ = hours(share, clock, lambda held: 0.05 if held else 0.02, 3600.0)
+    observe(share, clock, lambda held: 0.05 if held else 0.02, 600.0)
+    over, _ = observe(share, clock, lambda held: 0.05 if held else 0.02, 3600.0)
     assert over < 0.01
 
 
@@ -66,12 +66,12 @@ def test_all_slots_come_back_once_requests_are_gone() -> None:
     for _ in range(100):
         clock.now_s += 1.0
         share.observe_first_token(0.2)
-        share.now()
+        share.update()
     assert share.slots(SLOTS) <= SLOTS // 8
     for _ in range(600):
         clock.now_s += 1.0
-        share.now()
-    assert share.now() == 0.75
+        share.update()
+    assert share.update() == 0.75
 
 
 def test_one_slow_request_of_few_says_nothing_of_a_percentile() -> None:
@@ -79,9 +79,9 @@ def test_one_slow_request_of_few_says_nothing_of_a_percentile() -> None:
     share = SlotsShare(0.75, ttft_p99_s=0.1, clock=clock)
     for seconds in (0.05, 5.0, 0.05):
         share.observe_first_token(seconds)
-    assert share.now() == 0.75
+    assert share.update() == 0.75
     share.observe_first_token(5.0)
-    assert share.now() == 0.375
+    assert share.update() == 0.375
 
 
 def test_latencies_of_the_share_before_do_not_count_again() -> None:
@@ -89,8 +89,8 @@ def test_latencies_of_the_share_before_do_not_count_again() -> None:
     share = SlotsShare(0.8, itl_p99_s=0.1, clock=clock)
     for _ in range(20):
         share.observe_between_chunks(1.0)
-        assert share.now() in {0.8, 0.4}
+        assert share.update() in {0.8, 0.4}
     clock.now_s += 1.0
     for _ in range(20):
         share.observe_between_chunks(0.05)
-    assert share.now() == 0.4
+    assert share.update() == 0.4
