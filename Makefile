@@ -7,9 +7,9 @@ SHELL := /bin/bash
 PYTHON := .venv/bin/python
 UV := $(shell command -v uv 2>/dev/null || echo .tools/bin/uv)
 ARGS ?=
-# One process a core. Each runs whole files, so that servers shared within a file start once; ARGS="-n 0" for one
-# process.
-IN_PARALLEL := -n logical --maxprocesses 4 --dist loadfile
+# One process a core. Each runs whole files, so that servers shared within a file start once, in the order of
+# tests/conftest.py; ARGS="-n 0" for one process.
+IN_PARALLEL := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 MINUTES ?= 10
 # Debian packages; tests that need one are skipped where it is missing.
 SYSTEM_PACKAGES := chromium g++ prometheus redis-tools

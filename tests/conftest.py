@@ -14,6 +14,28 @@ from slipstream.logs import HANDLER
 from speculator.redis.client import connect
 from speculator.redis.embedded import EmbeddedRedis
 
+_FIRST = (
+    "tests/slipstream/test_loop.py",
+    "tests/slipstream/",
+    "tests/examples/",
+    "tests/trainer/",
+    "tests/deploy/",
+    "tests/sglang/test_capture.py",
+    "tests/sglang/test_remembered_text.py",
+    "tests/sglang/test_gpu_command.py",
+    "tests/sglang/test_server.py",
+)
+"""Where tests take minutes. Files are run whole: one of these last would leave all processes but one without work."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first; the order within a file stays."""
+
+    def rank(item: pytest.Item) -> int:
+        return next((rank for rank, start in enumerate(_FIRST) if item.nodeid.startswith(start)), len(_FIRST))
+
+    items.sort(key=rank)
+
 
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:

@@ -165,13 +165,13 @@ def check(deployment: Deployment, say: Callable[[str], None]) -> None:
 
     _learns(deployment, say)
     captured = deployment.gateway().total("slipstream_traces_captured_total")
-    wait_until(lambda: deployment.trainer().total("slipstream_trainer_known_traces") >= captured, timeout_s=60)
+    wait_until(lambda: deployment.trainer().total("slipstream_trainer_known_traces") >= captured)
     known, in_redis = deployment.trainer().total("slipstream_trainer_known_traces"), deployment.num_traces()
     deployment.compose("down")
     deployment.call("make", "up")
     assert deployment.num_traces() >= in_redis > 0, f"{deployment.num_traces()} of {in_redis} traces are left in Redis"
     deployment.ask("and again?", key=key).raise_for_status()
-    wait_until(lambda: deployment.trainer().total("slipstream_trainer_known_traces") > known, timeout_s=60)
+    wait_until(lambda: deployment.trainer().total("slipstream_trainer_known_traces") > known)
     say(f"down and up: {in_redis} traces in Redis as before, and the trainer knows its {known:.0f} and the next one")
 
 

@@ -28,6 +28,7 @@ from typing import Any
 
 from speculator.host import free_port
 from tests.deploy.compose import ROOT, argv, entrypoint, load
+from tests.fixtures.waiting import PATIENCE_S
 
 _OF_IMAGES = {"prom/prometheus": ["prometheus"]}
 """What images that are not ours start where the file names no entrypoint."""
@@ -77,9 +78,9 @@ class Machine:
             if "healthcheck" in self.services[name]:
                 self.wait_until_healthy(name)
             else:
-                assert self._processes[name].wait(90) == 0, self.log(name).read_text()
+                assert self._processes[name].wait(PATIENCE_S) == 0, self.log(name).read_text()
 
-    def wait_until_healthy(self, name: str, timeout_s: float = 90) -> None:
+    def wait_until_healthy(self, name: str, timeout_s: float = PATIENCE_S) -> None:
         """By its own health check."""
         deadline = time.monotonic() + timeout_s
         while not self._is_healthy(name):

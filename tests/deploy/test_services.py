@@ -55,7 +55,7 @@ def test_a_request_is_answered_and_learnt_from(machine: Machine) -> None:
         metrics = httpx.get(f"{machine.url(9101)}/metrics").text
         return Scrape.parse(0, metrics).total("slipstream_trainer_traces_total", outcome="admitted")
 
-    wait_until(lambda: admitted() >= 1, timeout_s=60)
+    wait_until(lambda: admitted() >= 1)
 
 
 def test_secrets_come_from_files(machine: Machine) -> None:
@@ -78,7 +78,7 @@ def test_prometheus_scrapes_them(machine: Machine) -> None:
         answer = httpx.get(f"{machine.url(9090)}/api/v1/targets", params={"state": "active"}).json()
         return {target["labels"]["job"]: target["health"] for target in answer["data"]["activeTargets"]}
 
-    wait_until(lambda: health() == {"gateway": "up", "trainer": "up", "prometheus": "up"}, timeout_s=60)
+    wait_until(lambda: health() == {"gateway": "up", "trainer": "up", "prometheus": "up"})
     assert machine.stop("prometheus") == 0
 
 

@@ -98,10 +98,7 @@ def test_the_gateway_passes_answers_through(machine: _WithStandIn, pointer: Draf
     assert httpx.post(url, json=BODY, headers=key).content == WHOLE
     assert httpx.post(url, json={**BODY, "stream": True}, headers=key).content == b"".join(EVENTS)
     metrics, reader = f"{machine.url(8000)}/metrics", keyed(machine, "gateway_metrics")
-    wait_until(
-        lambda: 'slipstream_swaps_total{outcome="installed"} 4.0' in httpx.get(metrics, headers=reader).text,
-        timeout_s=60,
-    )
+    wait_until(lambda: 'slipstream_swaps_total{outcome="installed"} 4.0' in httpx.get(metrics, headers=reader).text)
 
 
 def test_it_outlives_sglang(machine: _WithStandIn, pointer: DraftPointer) -> None:

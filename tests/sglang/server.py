@@ -109,7 +109,7 @@ class SglangServer:
         flags: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         num_threads: int = 1,
-        ready_timeout_s: float = 240.0,
+        ready_timeout_s: float = 480.0,
         port: int | None = None,
     ) -> None:
         self.port = port or free_port()

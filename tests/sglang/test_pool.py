@@ -76,7 +76,7 @@ def read(stream: TraceStream, count: int) -> list[TraceHeader]:
         stream.ack([entry.id for entry in entries])
         return len(found) >= count
 
-    wait_until(enough, timeout_s=30)
+    wait_until(enough)
     return found
 
 
@@ -130,7 +130,7 @@ def test_rollouts_run_on_both_engines_and_say_what_plain_requests_do(pool: Poole
         assert answers[-1].status_code in (200, 503), answers[-1].text
         return answers[-1].status_code == 200
 
-    wait_until(taken, timeout_s=30)
+    wait_until(taken)
     said = [json.loads(line) for line in answers[-1].text.splitlines() if line]
     samples = {(one["group_id"], one["sample"]): one for one in said if one["object"] == "rollout.sample"}
     assert said[-1]["state"] == "ended"

@@ -20,6 +20,7 @@ from slipstream.cli.main import main
 from speculator.host import free_port
 from tests.fixtures.telemetry import prometheus
 from tests.fixtures.toy import make_toy_model
+from tests.fixtures.waiting import PATIENCE_S
 
 TRAINER_ENV = {
     "SLIPSTREAM_TRAINER_PUBLISH_MIN_TOKENS": "50",
@@ -69,7 +70,10 @@ def service(
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0, log.read_text()[-4000:]
+            try:
+                assert process.wait(PATIENCE_S) == 0, log.read_text()[-4000:]
+            finally:
+                process.kill()
 
 
 @dataclass(frozen=True, kw_only=True)

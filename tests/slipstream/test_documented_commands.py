@@ -29,7 +29,7 @@ from speculator.versions.lineage import admit
 from speculator.versions.store import DraftStore
 from tests.docs.commands import Command, fenced, only_parses
 from tests.fixtures.toy import make_toy_model
-from tests.fixtures.waiting import url_in, wait_until
+from tests.fixtures.waiting import PATIENCE_S, url_in, wait_until
 from tests.serving.gateway.keyfile import KeyFile
 
 ADMIN_KEY = "a-key-of-the-workshop"
@@ -204,7 +204,7 @@ def _run_service(words: list[str], folder: Path, environment: dict[str, str]) ->
         # Where `serve --learn` keeps what it learns.
         environment = {**os.environ, "XDG_DATA_HOME": str(folder / "data"), **environment}
         process = start(folder, log, words, environment, running)
-        wait_until(lambda: sign in log.read_text() or process.poll() is not None, timeout_s=90)
+        wait_until(lambda: sign in log.read_text() or process.poll() is not None)
         assert process.poll() is None, log.read_text()
 
 
@@ -221,7 +221,7 @@ def start(
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
         try:
-            assert process.wait(60) == 0, log.read_text()
+            assert process.wait(PATIENCE_S) == 0, log.read_text()
         finally:
             process.kill()
 

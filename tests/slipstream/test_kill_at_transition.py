@@ -48,8 +48,6 @@ from tests.slipstream.mortal import KEY, Order
 from tests.trainer.answers import answer_traces
 from trainer.checkpoint import load_checkpoint
 
-pytestmark = pytest.mark.timeout(60)
-
 PROMPTS = ["a", "7", "6"]
 FAVOURITE = 29
 """The token that their answers consist of."""

@@ -66,14 +66,14 @@ def test_the_loop_reaches_a_swap_and_goes_on_after_the_trainer_is_killed(
                 return _metrics(url).total("slipstream_draft_version") >= version
 
             with service(train_log, *train) as trainer:
-                wait_until(lambda: version_at_least(2), timeout_s=90)
+                wait_until(lambda: version_at_least(2))
                 trainer.kill()
                 trainer.wait()
             killed_at = _metrics(url).total("slipstream_draft_version")
             with service(train_log, *train):
-                wait_until(lambda: version_at_least(int(killed_at) + 1), timeout_s=90)
+                wait_until(lambda: version_at_least(int(killed_at) + 1))
                 captured = _metrics(url).total("slipstream_traces_captured_total")
-                wait_until(lambda: _accounted(redis.url, tmp_path / "drafts", toy_model) >= captured, timeout_s=90)
+                wait_until(lambda: _accounted(redis.url, tmp_path / "drafts", toy_model) >= captured)
                 # Later the stream fills up, since nobody learns from it.
                 assert _metrics(url).total("slipstream_traces_dropped_total") == 0
             assert "trainer resumed" in train_log.read_text()

@@ -153,7 +153,7 @@ def test_nothing_is_left_of_an_erased_tenant(
     record(recording, traces)
     running(deployment.trainer(golden_traces=2, holdout_share=0.3, holdout_traces=24))
     store = DraftStore(deployment.folder / "store")
-    wait_until(lambda: ANNA in counts_of(store.manifest(store.latest() or 1).info).tokens, timeout_s=60)
+    wait_until(lambda: ANNA in counts_of(store.manifest(store.latest() or 1).info).tokens)
     wait_until(lambda: deployment.stream.lag().dead_lettered == 1)
     rewards = RewardStream(deployment.client, deployment.key)
     rewards.append([GroupRewards(tenant=tenant, group_id="g", rewards={0: 1.0}) for tenant in (ANNA, BO)])

@@ -31,7 +31,7 @@ def test_a_trace_enters_few_files(toy_model: Path, tmp_path: Path, capsys: pytes
         with service(serve_log, engine, *serve, module=TRACED) as server:
             url = url_in(serve_log)
             with service(train_log, trainer, *train, module=TRACED) as learner:
-                wait_until(lambda: '"training"' in train_log.read_text(), timeout_s=90)
+                wait_until(lambda: '"training"' in train_log.read_text())
                 for process in (server, learner):
                     process.send_signal(signal.SIGUSR1)
 
@@ -41,7 +41,7 @@ def test_a_trace_enters_few_files(toy_model: Path, tmp_path: Path, capsys: pytes
                         httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
                     return Scrape.parse(0, httpx.get(f"{url}/metrics").text).total("slipstream_draft_version") >= 2
 
-                wait_until(swapped, timeout_s=120)
+                wait_until(swapped)
     entered = {*engine.read_text().splitlines(), *trainer.read_text().splitlines()}
     way = sorted(name for name in entered if not name.startswith(OF_REQUESTS))
     with capsys.disabled():

@@ -27,7 +27,7 @@ from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_stream import TraceStream
 from speculator.trace import Trace, encode_trace
 from speculator.versions.store import DraftStore
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.waiting import PATIENCE_S, wait_until
 from tests.trainer.answers import answer_traces
 from tests.trainer.examples import batch_of, config_for, record
 from tests.trainer.learning.test_batch import with_trees
@@ -74,7 +74,7 @@ def run(model_dir: Path, traces: list[Trace], redis_url: str, tmp_path_factory: 
             for rank in range(2)
         ]
         try:
-            assert [process.wait(60) for process in processes] == [0, -signal.SIGKILL]
+            assert [process.wait(PATIENCE_S) for process in processes] == [0, -signal.SIGKILL]
         finally:
             for process in processes:
                 process.kill()
@@ -300,14 +300,14 @@ def test_torchrun_learns_survives_a_killed_rank_ends_cleanly_and_one_process_goe
         )
     try:
         append(traces[:4])
-        wait_until(lambda: stream.lag().acked == 4, timeout_s=60)
+        wait_until(lambda: stream.lag().acked == 4)
         append(traces[4:])
         killed, _ = psutil.Process(process.pid).children()
         killed.kill()
-        wait_until(lambda: stream.lag().acked == len(traces), timeout_s=60)
-        wait_until(lambda: (store.latest() or 0) >= 2, timeout_s=60)
+        wait_until(lambda: stream.lag().acked == len(traces))
+        wait_until(lambda: (store.latest() or 0) >= 2)
         process.send_signal(signal.SIGTERM)
-        process.wait(40)
+        process.wait(PATIENCE_S)
     finally:
         process.kill()
         process.wait()

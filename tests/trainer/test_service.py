@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from speculator.redis.trace_stream import TraceStream
 from speculator.trace import NO_DRAFT, Trace, VerifyRounds
 from speculator.versions.store import DraftStore
 from tests.fixtures.traces import send
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.waiting import PATIENCE_S, wait_until
 from tests.trainer.answers import PROMPT_TOKENS, different, renamed
 from tests.trainer.examples import metric, promote
 from tests.trainer.trainers import MakeTrainer, learn, members, same_weights, waiting
@@ -339,12 +340,18 @@ def test_a_wrong_setting_names_its_variable(monkeypatch: pytest.MonkeyPatch, tmp
         load_config(model_dir=tmp_path, redis_url="x", store_dir=tmp_path, state_dir=tmp_path)
 
 
-def spawn(config: TrainerConfig) -> subprocess.Popen[bytes]:
+@contextlib.contextmanager
+def spawn(config: TrainerConfig) -> Iterator[subprocess.Popen[bytes]]:
+    """A trainer as a process; killed where the test leaves it running, or it would take other tests' traces."""
     values: dict[str, Any] = config.model_dump(mode="json", exclude_none=True)
     environment = {f"SLIPSTREAM_TRAINER_{name.upper()}": str(value) for name, value in values.items()}
     environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     code = "from trainer.config import load_config; from trainer.process import run_trainer; run_trainer(load_config())"
-    return subprocess.Popen([sys.executable, "-W", "error", "-c", code], env=os.environ | environment)
+    with subprocess.Popen([sys.executable, "-W", "error", "-c", code], env=os.environ | environment) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_a_state_belongs_to_one_trainer(tmp_path: Path) -> None:
@@ -365,17 +372,17 @@ def test_a_process_survives_sigkill_and_obeys_sigterm(
     config = settings(checkpoint_interval_s=0.2, max_passes=1000.0)
     send(stream, traces[:4])
     with spawn(config) as process:
-        wait_until(lambda: stream.lag().acked >= 1, timeout_s=60)
+        wait_until(lambda: stream.lag().acked >= 1)
         send(stream, traces[4:6])
         process.kill()
     acked = stream.lag().acked
     with spawn(config) as process:
-        wait_until(lambda: stream.lag().acked == 6, timeout_s=60)
+        wait_until(lambda: stream.lag().acked == 6)
         with spawn(config) as second:
-            assert second.wait(60) != 0, "the first has the state"
+            assert second.wait(PATIENCE_S) != 0, "the first has the state"
         send(stream, traces[6:])
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE_S) == 0
     assert acked <= 6
     assert stream.lag().dead_lettered == 0
     resumed = start()

@@ -59,7 +59,6 @@ def children(pid: int, word: str) -> list[psutil.Process]:
     return [child for child in psutil.Process(pid).children() if any(word in part for part in child.cmdline())]
 
 
-@pytest.mark.timeout(600)
 def test_it_learns_survives_its_trainer_and_goes_on_where_it_was(toy_model: Path, tmp_path: Path, data: Path) -> None:
     words = ("serve", "--model", toy_model, "--learn", "--data-dir", data, "--port", 0, "--draft-vocab-size", 24)
     words = (*words, "--dtype", "float32", "--control-share", 0.2)
@@ -74,7 +73,7 @@ def test_it_learns_survives_its_trainer_and_goes_on_where_it_was(toy_model: Path
             ask(url, next(asked))
             return version(url) >= least
 
-        wait_until(lambda: reaches(2), timeout_s=120)
+        wait_until(lambda: reaches(2))
         [trainer] = children(serve.pid, "train")
         trainer.kill()
         wait_until(lambda: events(first, "trainer ended"))
@@ -83,10 +82,10 @@ def test_it_learns_survives_its_trainer_and_goes_on_where_it_was(toy_model: Path
         assert (shown["num_ended"], shown["exit_code"]) == (1, -signal.SIGKILL)
         # It goes on where it was.
         killed_at = version(url)
-        wait_until(lambda: reaches(killed_at + 1), timeout_s=120)
+        wait_until(lambda: reaches(killed_at + 1))
         assert httpx.get(f"{url}/slipstream/live").json()["trainer"] == {**shown, "running": True}
         # That version may be of before the kill, and a trainer that still starts has nothing to end in order.
-        wait_until(lambda: len(events(data / "train.log", "training")) == 2, timeout_s=120)
+        wait_until(lambda: len(events(data / "train.log", "training")) == 2)
         beside = psutil.Process(serve.pid).children(recursive=True)
         assert {"redis-server", "python"} <= {re.sub(r"[\d.]+$", "", child.name()) for child in beside}
     assert serve.returncode == 0
@@ -97,7 +96,7 @@ def test_it_learns_survives_its_trainer_and_goes_on_where_it_was(toy_model: Path
     second = tmp_path / "second.log"
     with service(second, *words):
         url_in(second)
-        wait_until(lambda: len(events(data / "train.log", "trainer resumed")) > num_resumed, timeout_s=120)
+        wait_until(lambda: len(events(data / "train.log", "trainer resumed")) > num_resumed)
         assert len(DraftStore(data / "drafts").versions()) > 1
 
 
@@ -110,7 +109,7 @@ def test_what_was_started_beside_ends_with_a_server_that_is_killed(toy_model: Pa
         assert len(beside) == 2
         serve.kill()
         serve.wait()
-        wait_until(lambda: not any(child.is_running() for child in beside), timeout_s=60)
+        wait_until(lambda: not any(child.is_running() for child in beside))
 
 
 def test_a_redis_and_a_store_that_are_named_are_taken(redis_url: str, tmp_path: Path, data: Path) -> None:

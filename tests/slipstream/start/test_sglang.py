@@ -26,7 +26,7 @@ from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.redis.control_plane import DraftPointer
 from speculator.versions.lineage import admit, ensure_lineage
 from speculator.versions.store import DraftStore
-from tests.fixtures.waiting import url_in, wait_until
+from tests.fixtures.waiting import PATIENCE_S, url_in, wait_until
 from tests.serving.sglang.outside.conftest import MakeOptions, fake_install, make_options, started
 from tests.serving.sglang.outside.fake_sglang import EVENTS, WHOLE
 from tests.serving.sglang.outside.test_launcher import is_running
@@ -58,7 +58,7 @@ def serve(
             finally:
                 if process.poll() is None:
                     process.kill()
-                process.wait(30)
+                process.wait(PATIENCE_S)
 
     return run
 
@@ -71,7 +71,7 @@ def test_a_target_that_lacks_a_tensor_gets_no_first_draft(
     del weights["model.layers.3.mlp.up_proj.weight"]
     save_file(weights, target / "model.safetensors")
     with serve("--model", target) as process:
-        assert process.wait(60) == 2
+        assert process.wait(PATIENCE_S) == 2
     assert "up_proj.weight is missing" in log.read_text().splitlines()[-1]
     assert DraftStore(tmp_path / "drafts").latest() is None
 
@@ -109,7 +109,7 @@ def test_from_an_empty_store_to_answers_and_back(
         assert store.lifecycle.last_good() == 1, "what becomes of a version is for the plugin to say"
 
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE_S) == 0
     assert not is_running(found["pid"])
     wait_until(lambda: not is_running(found["worker"]))
 
@@ -117,7 +117,7 @@ def test_from_an_empty_store_to_answers_and_back(
 def test_the_plugins_refusal_is_the_error(serve: Serve, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_SGLANG", "refuse")
     with serve() as process:
-        assert process.wait(60) == 2
+        assert process.wait(PATIENCE_S) == 2
     assert log.read_text().splitlines()[-1] == "error: slipstream: the draft was made for another target"
 
 
@@ -157,7 +157,7 @@ def test_the_end_of_sglang_is_ours(serve: Serve, log: Path) -> None:
     with serve() as process:
         url_in(log)
         os.kill(started()["pid"], signal.SIGKILL)
-        assert process.wait(30) == 1
+        assert process.wait(PATIENCE_S) == 1
     assert "error: SGLang ended with code 9" in log.read_text()
     assert "Traceback" not in log.read_text()
     wait_until(lambda: not is_running(started()["worker"]))
@@ -166,9 +166,9 @@ def test_the_end_of_sglang_is_ours(serve: Serve, log: Path) -> None:
 def test_sigterm_while_sglang_loads(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_SGLANG", "hang")
     with serve() as process:
-        wait_until(lambda: Path(os.environ["FAKE_SGLANG_RECORD"]).exists(), timeout_s=60)
+        wait_until(lambda: Path(os.environ["FAKE_SGLANG_RECORD"]).exists())
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 143
+        assert process.wait(PATIENCE_S) == 143
     wait_until(lambda: not is_running(started()["worker"]))
 
 
@@ -180,7 +180,7 @@ def test_a_draft_for_another_target_is_refused_before_sglang_starts(
     other = make_toy_model(tmp_path / "other", seed=1)
     ensure_lineage(DraftStore(tmp_path / "drafts"), other, target_fingerprint(other), draft_vocab_size=16)
     with serve() as process:
-        assert process.wait(60) == 2
+        assert process.wait(PATIENCE_S) == 2
     assert "was trained for target" in log.read_text()
     assert not Path(os.environ["FAKE_SGLANG_RECORD"]).exists()
 

@@ -234,7 +234,6 @@ class OperatedMachine(StreamMachine):
         assert lag.skipped + lag.lost == len(self.sizes) - lag.acked - lag.erased
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("kind", "num_histories"), [(StreamMachine, 60), (OperatedMachine, 30)])
 def test_the_books_agree_with_the_server(
     redis_client: redis.Redis, kind: type[StreamMachine], num_histories: int

@@ -122,14 +122,12 @@ def test_no_byte_of_it_is_left_on_redis_disk(tmp_path: Path) -> None:
         assert [trace.token_ids.tobytes() in dumped for trace in traces] == [False, True, False]  # type: ignore[operator]
 
 
-@pytest.mark.timeout(60)
 def test_a_user_who_may_not_ask_for_it_is_told_so_at_once(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path) as server, connect(server.url) as client:
         client.execute_command("ACL", "SETUSER", "default", "-bgrewriteaof")
         assert not TraceRemover(client, "toy").compact()
 
 
-@pytest.mark.timeout(60)
 def test_commands_that_a_provider_leaves_out_are_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Managed servers have no BGREWRITEAOF, hardened ones no INFO."""
     monkeypatch.setattr("speculator.redis.embedded._SCRIPTING", ("BGREWRITEAOF",))

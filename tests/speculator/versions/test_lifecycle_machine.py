@@ -181,7 +181,6 @@ class LifecycleMachine(RuleBasedStateMachine):
         self.scratch.cleanup()
 
 
-@pytest.mark.timeout(120)
 def test_what_is_served_is_good_wherever_somebody_dies() -> None:
     class Machine(LifecycleMachine):
         died: ClassVar[set[str]] = set()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-import pytest
 import redis
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -75,7 +74,6 @@ class SourceMachine(RuleBasedStateMachine):
         assert self.desk.lag().lost == 0
 
 
-@pytest.mark.timeout(120)
 def test_a_trace_is_used_once_however_often_it_is_sent_and_wherever_the_trainer_dies(
     redis_client: redis.Redis, model_dir: Path, traces: list[Trace], tmp_path: Path
 ) -> None:
