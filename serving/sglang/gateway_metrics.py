@@ -36,10 +36,18 @@ from serving.speedup import NOTHING_MEASURED
 
 
 class SglangCollector(Collector):
-    def __init__(self, report: Callable[[], EngineReport | None], draft_version: Callable[[], int]) -> None:
-        self._report, self._draft_version = report, draft_version
+    def __init__(
+        self,
+        report: Callable[[], EngineReport | None],
+        draft_version: Callable[[], int],
+        exports: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Nothing is collected unless `exports`."""
+        self._report, self._draft_version, self._exports = report, draft_version, exports
 
     def collect(self) -> Iterator[Metric]:
+        if not self._exports():
+            return
         report = self._report()
         yield GaugeMetricFamily(*DRAFT_VERSION, self._draft_version())
         yield _gauge(

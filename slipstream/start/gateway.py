@@ -215,8 +215,12 @@ async def _serve(
     """
     raise_open_file_limit(settings, each=2)
     registry = process_registry()
-    registry.register(SglangCollector(lambda: client.report, lambda: client.draft_version))
-    if isinstance(client, PoolClient):
+    if not isinstance(client, PoolClient):
+        registry.register(SglangCollector(lambda: client.report, lambda: client.draft_version))
+    else:
+        registry.register(
+            SglangCollector(lambda: client.exported, lambda: client.draft_version, lambda: client.exports)
+        )
         registry.register(PoolCollector(lambda: client.num_engines, lambda: client.num_on_version))
     upstream = Upstream(*urls, max_connections=settings.max_in_flight)
     targets = TargetUpdater(client, TargetMetrics(registry), folder=settings.targets_dir)

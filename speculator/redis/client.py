@@ -187,6 +187,8 @@ class RedisKeys:
         """String: the engine that holds the canary slot; expires unless renewed."""
         self.canary_awaited = self._key("canary_awaited")
         """String: the id of an engine that failed to get the canary slot lately; expires soon."""
+        self.pool_metrics = self._key("pool_metrics")
+        """String: the gateway that exports the figures of a pool of engines; expires unless renewed."""
         self.group_texts = self._key("group_texts")
         """Sorted set of prompt groups with text, by the time of the last addition, in milliseconds."""
         self.ended_groups = self._key("ended_groups")

@@ -19,6 +19,7 @@ from speculator.redis.client import RedisKeys, redis_errors
 
 ENGINE_TTL_S = 30
 RESTING_TTL_S = 60
+POOL_METRICS_TTL_S = 10
 AWAITED_S = 10.0
 """An engine that failed to get the canary slot counts as waiting for so long; it asks every few seconds."""
 CRASHES_KEPT_S = 24 * 3600
@@ -120,6 +121,19 @@ class DraftPointer:
             for engine_id, report in reports.items()
             if report
         }
+
+    @redis_errors
+    def hold_pool_metrics(self, gateway: str) -> bool:
+        """Whether this gateway exports the pool's metrics: the first that asks, until it has not asked for
+        POOL_METRICS_TTL_S. Otherwise a sum over several gateways would count each engine several times.
+        """
+        key = self._keys.pool_metrics
+        if self._redis.set(key, gateway, nx=True, ex=POOL_METRICS_TTL_S):
+            return True
+        if self._redis.get(key) != gateway.encode():
+            return False
+        self._redis.set(key, gateway, ex=POOL_METRICS_TTL_S)
+        return True
 
     @redis_errors
     def set_trainer_resting(self, is_resting: bool) -> None:

@@ -174,6 +174,7 @@ def test_the_engine_reports_and_hears_what_the_gateway_says(login: As) -> None:
     for user in USERS:
         assert DraftPointer(login(user), MODEL).engines() == {"sglang": {"version": "4"}}
     gateway.set_depth("sglang", 2)
+    assert [gateway.hold_pool_metrics(name) for name in "aba"] == [True, False, True]
     assert engine.depth_limit("sglang") == 2
 
 

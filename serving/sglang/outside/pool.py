@@ -22,7 +22,8 @@ from serving.engine import EngineInfo
 from serving.request_metadata import OTHER_TARGET, POLICY_KEY, TARGET_KEY, RequestMetadata
 from serving.sglang.outside.client import SglangClient
 from serving.sglang.report import EngineReport, Pool
-from speculator.errors import ConfigError, EngineDeadError, EngineError
+from speculator.errors import ConfigError, EngineDeadError, EngineError, StreamError
+from speculator.redis.client import is_denied
 from speculator.redis.control_plane import DraftPointer
 
 log = structlog.get_logger(__name__)
@@ -85,6 +86,9 @@ class PoolClient(SglangClient):
         """
         self._routers, self._away = routers, set[str]()
         self._pool, self._reading = Pool(), threading.Lock()
+        self._gateway = uuid4().hex
+        self._exported_pool: Pool | None = None
+        self._exported: EngineReport | None = None
         self._reports: Mapping[str, EngineReport] = {}
         super().__init__(
             routers[0],
@@ -106,6 +110,16 @@ class PoolClient(SglangClient):
     def num_on_version(self) -> int:
         """How many of them run the version that most of them run."""
         return sum(report.version == self._draft_version for report in self._reports.values())
+
+    @property
+    def exports(self) -> bool:
+        """Whether the pool's metrics are this gateway's to export: one of all gateways before the pool does."""
+        return self._exported_pool is not None
+
+    @property
+    def exported(self) -> EngineReport | None:
+        """The report with counts from zero at the time at which this gateway began to export them."""
+        return self._exported if self._report is not None else None
 
     def set_depth(self, depth: int) -> None:
         """Set the depth of all engines that report now."""
@@ -156,7 +170,19 @@ class PoolClient(SglangClient):
             self._reports = self._parsed()
             self._note_report(self._pool.merge(self._reports))
             self._num_running = (self._report.running if self._report is not None else None) or 0
+            if not self._may_export():
+                self._exported_pool = self._exported = None
+            else:
+                self._exported_pool = self._exported_pool or Pool()
+                self._exported = self._exported_pool.merge(self._reports)
         return self._report
+
+    def _may_export(self) -> bool:
+        try:
+            return self._pointer.hold_pool_metrics(self._gateway)
+        except StreamError as error:
+            # The rules of an older Redis configuration deny the key.
+            return self.exports or is_denied(error)
 
 
 _TIMEOUT = httpx.Timeout(60.0, connect=5.0)

@@ -12,6 +12,7 @@ import httpx
 import pytest
 import redis
 from prometheus_client import CollectorRegistry, generate_latest
+from redis.exceptions import NoPermissionError
 from structlog.testing import capture_logs
 
 from serving.request_metadata import HEADER, OTHER_TARGET
@@ -19,8 +20,9 @@ from serving.sglang.gateway_metrics import PoolCollector, SglangCollector
 from serving.sglang.outside.pool import PoolClient, check_routers, list_servers
 from serving.sglang.outside.weights import update_weights
 from serving.sglang.report import MOST_SILENT, EngineReport, Pool, most_common
-from speculator.errors import ConfigError, DraftError, EngineDeadError, EngineError, RequestError
-from speculator.redis.control_plane import DraftPointer
+from speculator.errors import ConfigError, DraftError, EngineDeadError, EngineError, RequestError, StreamError
+from speculator.redis.client import RedisKeys
+from speculator.redis.control_plane import POOL_METRICS_TTL_S, DraftPointer
 from tests.fixtures.waiting import wait_until
 from tests.serving.sglang.outside.fake_sglang import MODEL, FakeSglang, flat_error, in_background
 from tests.serving.sglang.outside.rollout_server import RolloutServer
@@ -63,7 +65,7 @@ def scene(redis_client: redis.Redis) -> Iterator[Scene]:
 
 def metrics_of(client: PoolClient) -> list[str]:
     registry = CollectorRegistry()
-    registry.register(SglangCollector(lambda: client.report, lambda: client.draft_version))
+    registry.register(SglangCollector(lambda: client.exported, lambda: client.draft_version, lambda: client.exports))
     registry.register(PoolCollector(lambda: client.num_engines, lambda: client.num_on_version))
     return generate_latest(registry).decode().splitlines()
 
@@ -116,6 +118,56 @@ def test_counts_are_summed_and_the_commonest_version_is_the_pools(scene: Scene) 
         'slipstream_speedup_measured_ratio{baseline="depth0_same_batch"} 1.3',
     ):
         assert line in lines, line
+
+
+CAPTURED = "slipstream_traces_captured_total"
+
+
+def captured(*gateways: PoolClient) -> list[str]:
+    """What each exports of the pool's count."""
+    for gateway in gateways:
+        gateway.poll()
+    return [line for gateway in gateways for line in metrics_of(gateway) if line.startswith(f"{CAPTURED} ")]
+
+
+def test_one_of_two_gateways_exports_the_pool(scene: Scene, redis_client: redis.Redis) -> None:
+    """The boards sum over gateways. The other goes on from zero: Prometheus takes that for a counter's new start."""
+    router = scene.client._routers[1]
+    other = PoolClient((router,), scene.pointer, draft_version=1)
+    assert captured(scene.client, other) == [f"{CAPTURED} 0.0"]
+    scene.engine("a", captured=30)
+    assert captured(other, scene.client) == [f"{CAPTURED} 20.0"]
+    assert "slipstream_pool_engines 3.0" in metrics_of(other)
+    lease = RedisKeys(model_key="target-abc").pool_metrics
+    assert 0 < redis_client.ttl(lease) <= POOL_METRICS_TTL_S
+    redis_client.delete(lease)  # as once the first has ended
+    assert captured(other, scene.client) == [f"{CAPTURED} 0.0"]
+    scene.engine("b", captured=12)
+    assert captured(scene.client, other) == [f"{CAPTURED} 2.0"]
+    assert other.report is not None
+    assert other.report.captured == 22, "the page goes on from its own start"
+    other.stop()
+
+
+def test_a_gateway_exports_the_pool_where_redis_denies_the_key_or_is_away(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rules may be of an older release; and that no engine reports must be seen."""
+
+    def denied(_: str) -> bool:
+        raise StreamError("denied") from NoPermissionError()
+
+    monkeypatch.setattr(scene.pointer, "hold_pool_metrics", denied)
+    assert captured(scene.client) == [f"{CAPTURED} 0.0"]
+
+    def away(*_: object) -> bool:
+        raise StreamError("away") from ConnectionError()
+
+    monkeypatch.setattr(scene.pointer, "hold_pool_metrics", away)
+    monkeypatch.setattr(scene.pointer, "engines", away)
+    scene.client._reported_s = float("-inf")
+    assert captured(scene.client) == []
+    assert "slipstream_engine_report_fresh 0.0" in metrics_of(scene.client)
 
 
 def test_sums_do_not_fall_when_an_engine_ends_or_starts_again() -> None:
