@@ -119,7 +119,7 @@ class SuffixProposal:
     tree: DraftTree = NO_PROPOSALS
     chosen: Sequence[Guess] = ()
     """The guesses that became nodes."""
-    judged: Mapping[int, Sequence[ScoredGuess]] = field(default_factory=dict)
+    scored: Mapping[int, Sequence[ScoredGuess]] = field(default_factory=dict)
     """All guesses after each node, chosen or not."""
 
     @property
@@ -174,10 +174,10 @@ class TreeGrower:
         guesses, support = self._first_guesses(context)
         guess_behind(ROOT, 1, 1.0, context[-1] if context else 0, guesses, support)
         while waiting and len(chosen) < max_nodes:
-            minus_reach, _, parent, depth, judged = heappop(waiting)
-            node, guess = len(chosen), judged.guess
+            minus_reach, _, parent, depth, scored = heappop(waiting)
+            node, guess = len(chosen), scored.guess
             parents.append(parent)
-            chosen.append(judged)
+            chosen.append(scored)
             if depth < guess.deepest and len(chosen) < max_nodes:
                 source, length = guess.kind.source, guess.length
                 votes = self._indexes[source].votes(guess.places)
@@ -191,7 +191,7 @@ class TreeGrower:
         """Learn from the committed continuation: judge the guesses after each node on its path."""
         node, tree = ROOT, proposal.tree
         for token in committed:
-            for guess, _, learned, features in proposal.judged.get(node, ()):
+            for guess, _, learned, features in proposal.scored.get(node, ()):
                 accepted = guess.token == token
                 if self._gate is not None and features:
                     self._gate.add(guess.probability, learned, features, accepted=accepted)
@@ -205,11 +205,11 @@ class TreeGrower:
         """Apply the gate to guesses after the token `before`, whose reach is `reach`; `support` is known if all texts
         were searched. Guesses whose calibrated reach is far too small skip the gate.
         """
-        judged, gate = list[ScoredGuess](), self._gate
+        scored, gate = list[ScoredGuess](), self._gate
         is_used = gate is not None and gate.is_used
         for guess in guesses:
             if gate is None or reach * guess.probability < _HOPELESS * self._min_reach:
-                judged.append(ScoredGuess(guess, guess.probability, guess.probability, ()))
+                scored.append(ScoredGuess(guess, guess.probability, guess.probability, ()))
                 continue
             source, longest = guess.kind.source, NOBODY_ASKED
             if support is not None:
@@ -224,8 +224,8 @@ class TreeGrower:
                 source=source,
                 support=longest,
             )
-            judged.append(ScoredGuess(guess, learned if is_used else guess.probability, learned, features))
-        return judged
+            scored.append(ScoredGuess(guess, learned if is_used else guess.probability, learned, features))
+        return scored
 
     def _first_guesses(self, context: Sequence[int]) -> tuple[list[Guess], Support]:
         """Guesses after `context`: of the match whose first token is most likely accepted, and of other matches."""
@@ -424,7 +424,7 @@ class SuffixRequest:
     def commit(self, tokens: Sequence[int]) -> None:
         """Append committed tokens, proposed or not, and learn from them how good the newest tree was.
 
-        So an unused source is also judged, and used again when it has become better.
+        So an unused source is also scored, and used again when it has become better.
         """
         self._grower.learn(self._newest, tokens)
         self._newest = SuffixProposal()

@@ -109,7 +109,7 @@ def _size_and_index(member: bytes, key: str) -> tuple[int, int]:
     return _number(size, key), _number(index, key)
 
 
-class Ledger:
+class StreamAccounts:
     """Accounts of one stream with one consumer group. Raises redis-py's errors; StreamError after too many races."""
 
     def __init__(self, client: redis.Redis, keys: RedisKeys, group: str, max_bytes: int) -> None:

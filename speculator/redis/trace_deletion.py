@@ -25,7 +25,7 @@ from speculator.errors import ConfigError, StreamError, TraceError
 from speculator.host import now_ms, sync
 from speculator.recording import RecordingReader, RecordingWriter
 from speculator.redis.client import RedisKeys, redis_errors
-from speculator.redis.stream_accounting import LAST_ID, Ledger, index_of, member_of, size_member
+from speculator.redis.stream_accounting import LAST_ID, StreamAccounts, index_of, member_of, size_member
 from speculator.trace import TraceHeader, read_header
 
 TRAINER_TTL_S = 120.0
@@ -122,7 +122,7 @@ class TraceRemover:
         self._redis: Any = client
         self._keys = RedisKeys(model_key=model_key)
         self._group = group
-        self._ledger = Ledger(client, self._keys, group, max_bytes=0)
+        self._accounts = StreamAccounts(client, self._keys, group, max_bytes=0)
 
     @redis_errors
     def remove(self, chosen: Chosen, *, unreadable: bool = True, dry_run: bool = False) -> Removed:
@@ -202,7 +202,7 @@ class TraceRemover:
         keys = self._keys
         members = [member_of(fields) or b"" for _, fields in rows]
         sizes = [len(fields.get(b"payload", b"")) for _, fields in rows]
-        expected = sum(map(self._ledger.is_open, members))
+        expected = sum(map(self._accounts.is_open, members))
         with self._redis.pipeline(transaction=True) as transaction:
             for (entry_id, fields), member, size in zip(rows, members, sizes, strict=True):
                 index = index_of(fields)

@@ -21,7 +21,7 @@ from msgspec import Meta
 from speculator.errors import StreamError
 from speculator.host import now_ms
 from speculator.redis.client import RedisKeys, redis_errors
-from speculator.redis.stream_accounting import Ledger, StreamLag, member_of
+from speculator.redis.stream_accounting import StreamAccounts, StreamLag, member_of
 from speculator.target_folder import read_config
 
 # A blocking read must end well before the socket's timeout.
@@ -77,7 +77,7 @@ class TraceStream:
         self._redis: Any = client
         self._keys = RedisKeys(model_key=model_key)
         self._traces = self._keys.traces
-        self._ledger = Ledger(client, self._keys, group, max_bytes)
+        self._accounts = StreamAccounts(client, self._keys, group, max_bytes)
         self._group = group
         self._consumer = consumer
         self._may_ask = True
@@ -95,13 +95,13 @@ class TraceStream:
             raise StreamError(f"a trace of {len(payload)} bytes is above the stream's cap of {self.max_bytes} bytes")
         self._expire_when_due()
         fields: dict[str, bytes | str | int] = {"payload": payload, "trace_id": trace_id, "created_ms": now_ms()}
-        return self._ledger.append(fields, len(payload))
+        return self._accounts.append(fields, len(payload))
 
     @redis_errors
     def expire(self, ttl_s: float) -> None:
         """Remove and count entries and dead letters older than `ttl_s`."""
         before_ms = now_ms() - int(1000 * ttl_s)
-        self._ledger.expire(before_ms)
+        self._accounts.expire(before_ms)
         self._redis.xtrim(self._keys.dead_letters, minid=f"{before_ms}-0", approximate=False)
 
     @redis_errors
@@ -118,7 +118,7 @@ class TraceStream:
                 if entries := self._read_own_pending(self._resume_after, count):
                     return entries
             rows = self._read_group(">", count, min(block_ms, MAX_BLOCK_MS) or None)
-            self._ledger.moved(rows, count)
+            self._accounts.moved(rows, count)
             return self._take(rows)
         except (redis.RedisError, OSError):
             self._resume_after = "0"
@@ -130,7 +130,7 @@ class TraceStream:
 
         Also finds own entries in hand for that long.
         """
-        self._ledger.settle()
+        self._accounts.settle()
         entries: list[StreamEntry] = []
         cursor = "0-0"
         while len(entries) < count:
@@ -146,7 +146,7 @@ class TraceStream:
     def ack(self, ids: Sequence[str]) -> None:
         """Mark entries as used by the trainer for good; ids that are not pending are ignored."""
         if ids:
-            self._ledger.settle_acked(ids)
+            self._accounts.settle_acked(ids)
 
     @redis_errors
     def dead_letter(self, entry: StreamEntry, reason: str) -> None:
@@ -157,7 +157,7 @@ class TraceStream:
             "entry_id": entry.id,
             "reason": reason,
         }
-        self._ledger.settle_dead(entry.id, self._keys.dead_letters, fields)
+        self._accounts.settle_dead(entry.id, self._keys.dead_letters, fields)
 
     @redis_errors
     def recent(self, max_bytes: int) -> list[StreamEntry]:
@@ -165,12 +165,12 @@ class TraceStream:
 
         Includes dead-lettered entries that are still in the stream; they fail to decode again.
         """
-        _, last_delivered = self._ledger.group_state()
+        _, last_delivered = self._accounts.group_state()
         entries: list[StreamEntry] = []
         end = last_delivered
         while chunk := self._redis.xrevrange(self._traces, max=end, count=8):
             for entry_id, fields in chunk:
-                if self._ledger.is_open(member_of(fields)):
+                if self._accounts.is_open(member_of(fields)):
                     continue
                 entry = _entry(entry_id, fields)
                 max_bytes -= len(entry.payload)
@@ -183,7 +183,7 @@ class TraceStream:
     @redis_errors
     def lag(self) -> StreamLag:
         """State of the stream, after counting entries that were removed from it."""
-        return self._ledger.lag()
+        return self._accounts.lag()
 
     @redis_errors
     def memory_share(self) -> float | None:
@@ -206,7 +206,7 @@ class TraceStream:
 
     def _read_group(self, after: str, count: int, block_ms: int | None) -> list[Any]:
         streams = {self._traces: after}
-        reply = self._ledger.with_group(
+        reply = self._accounts.with_group(
             lambda: self._redis.xreadgroup(self._group, self._consumer, streams, count=count, block=block_ms)
         )
         return list(reply[0][1]) if reply else []
@@ -219,13 +219,13 @@ class TraceStream:
     def _take(self, rows: list[Any]) -> list[StreamEntry]:
         """Entries of rows; drops pending ones without fields, which were removed from the stream."""
         if missing := [entry_id.decode() for entry_id, fields in rows if not fields]:
-            self._ledger.drop_pending(missing)
+            self._accounts.drop_pending(missing)
         present = [row for row in rows if row[1]]
-        self._ledger.delivered(present)
+        self._accounts.delivered(present)
         return [_entry(*row) for row in present]
 
     def _autoclaim(self, start: str, min_idle_ms: int, count: int) -> list[Any]:
-        reply: list[Any] = self._ledger.with_group(
+        reply: list[Any] = self._accounts.with_group(
             lambda: self._redis.xautoclaim(self._traces, self._group, self._consumer, min_idle_ms, start, count=count)
         )
         return reply
