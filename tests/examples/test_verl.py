@@ -148,8 +148,11 @@ def fill(folder: WeightFolder, model: Path) -> None:
 def test_failures_say_why(server: Server) -> None:
     long = ask(server.settings(), {"good": [7, 8], "long": [7] * 600}, n=2)
     assert all(isinstance(answer, ConfigError) and "prompt long: " in str(answer) for answer in long)
-    late = ask(server.settings(deadline_s=0.001), {"late": [7, 8]}, max_tokens=400)
-    assert all(isinstance(answer, EngineError) and "deadline" in str(answer) for answer in late)
+    # More than the server has slots: an answer may end before its deadline is looked at.
+    late = ask(server.settings(deadline_s=0.001), {"late": [7, 8]}, n=100, max_tokens=400)
+    failed = [str(answer) for answer in late if isinstance(answer, EngineError)]
+    assert failed
+    assert all("was aborted (deadline" in reason for reason in failed)
     wrong = ask(server.settings(job="no name!"), {"a": [7]}, n=2)
     assert all(isinstance(answer, ConfigError) and "job" in str(answer) for answer in wrong)
 
