@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -12,13 +13,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import httpx
 import torch
 
 from speculator.draft.eagle3 import is_fast
 from speculator.host import free_port, split_lines
+from tests.sglang.preloaded import ForkedServer, Preloaded, can_have
 
 OPS_DIR = Path(__file__).parent / "ops"
 IS_ON_GPU = torch.cuda.is_available()
@@ -91,6 +93,11 @@ def dtype_flags() -> list[str]:
     return [] if IS_ON_GPU or is_fast(torch.device("cpu")) else ["--dtype", "float32"]
 
 
+@functools.cache
+def _preloaded() -> Preloaded:
+    return Preloaded({**os.environ, **environment()})
+
+
 class ServerEndedError(RuntimeError):
     """SGLang ended or was not ready in time; carries the end of its log."""
 
@@ -115,8 +122,7 @@ class SglangServer:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log_path = log_path
-        self._command = [
-            *(sys.executable, "-m", "sglang.launch_server"),
+        self._words = [
             *("--model-path", str(model_dir), "--host", "127.0.0.1", "--port", str(self.port)),
             # Its own choice is free when it looks and bound a second later: two that start together may take the same.
             *("--nccl-port", str(free_port())),
@@ -124,26 +130,30 @@ class SglangServer:
             *flags,
         ]
         self._env = {**os.environ, **environment(num_threads), **(env or {})}
+        self._is_preloaded = not IS_ON_GPU and num_threads == 1 and can_have(env or ())
         self._ready_timeout_s = ready_timeout_s
         # SGLang may close an idle connection just as a request goes out on it.
         limits = httpx.Limits(max_keepalive_connections=0)
         self._client = httpx.Client(base_url=self.url, timeout=120, limits=limits, trust_env=False)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._log: IO[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | ForkedServer | None = None
         self._sockets: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> Self:
-        self._log = self.log_path.open("ab")
         # SGLang leaves the sockets between its processes behind.
         self._sockets = tempfile.TemporaryDirectory(prefix="sglang-")
-        self._process = subprocess.Popen(
-            self._command,
-            env={**self._env, "TMPDIR": self._sockets.name},
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        env = {**self._env, "TMPDIR": self._sockets.name}
+        if self._is_preloaded:
+            self._process = _preloaded().start(self._words, env, self.log_path)
+        else:
+            with self.log_path.open("ab") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "sglang.launch_server", *self._words],
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
         try:
             self._wait_until_ready()
         except BaseException:
@@ -224,8 +234,6 @@ class SglangServer:
             self._process.wait()
         if self._sockets is not None:
             self._sockets.cleanup()
-        if self._log is not None:
-            self._log.close()
 
 
 def _body(prompt: str | Sequence[int], sampling: Mapping[str, Any]) -> dict[str, Any]:

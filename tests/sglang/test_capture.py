@@ -44,6 +44,8 @@ QUESTIONS = (
     "Describe a sunset in the mountains to someone who has never seen one, in as much detail as you can give.",
     "What are the primary colours?",
 )
+_NUM_YARDSTICKS = 10
+"""Traces whose rounding is measured."""
 
 
 @pytest.fixture(scope="module")
@@ -191,19 +193,21 @@ def check_against_hugging_face(model_dir: Path, answers: dict[str, dict[str, Any
     rounded = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
     ours, yardstick = [], []
     our_logprobs, yardstick_logprobs = [], []
-    for request_id, trace in traces.items():
+    for number, (request_id, trace) in enumerate(traces.items()):
         answer, start = answers[request_id], trace.header.first_position
         tokens = torch.tensor([answer["prompt_ids"] + answer["output_ids"][:-1]])
         features, logprobs = _forward(exact, tokens, start)
-        features_bf16, logprobs_bf16 = _forward(rounded, tokens, start)
         size = features.norm(dim=-1)
         ours.append((trace.aux_hidden.float() - features).norm(dim=-1) / size)
-        yardstick.append((features_bf16 - features).norm(dim=-1) / size)
         labelled = torch.from_numpy(trace.target_topk_ids[:, 0] >= 0)
         top = torch.from_numpy(trace.target_topk_ids[:, :4]).long()[labelled]
         captured = torch.from_numpy(trace.target_topk_logprobs[:, :4].astype(np.float32))[labelled]
         our_logprobs.append((captured - logprobs[labelled].gather(1, top)).abs().flatten())
-        yardstick_logprobs.append((logprobs_bf16 - logprobs)[labelled].gather(1, top).abs().flatten())
+        # Without bfloat16 in hardware these passes take three times as long as those in float32.
+        if number < _NUM_YARDSTICKS:
+            features_bf16, logprobs_bf16 = _forward(rounded, tokens, start)
+            yardstick.append((features_bf16 - features).norm(dim=-1) / size)
+            yardstick_logprobs.append((logprobs_bf16 - logprobs)[labelled].gather(1, top).abs().flatten())
     for captured_error, rounding_error in ((ours, yardstick), (our_logprobs, yardstick_logprobs)):
         error, allowed = torch.cat(captured_error), torch.cat(rounding_error)
         assert error.median() < 1.5 * allowed.median()
