@@ -35,6 +35,7 @@ _PER_SAMPLE = 200
 """Tokens of a rollout's sample."""
 _ALONE = "users alone"
 _FREE = "rollouts beside them"
+_WARM_UP_S = 10.0
 _MANY = 4000
 """Prompts to choose from."""
 
@@ -131,6 +132,9 @@ def main() -> None:
                 for kind in KINDS
             }
             urls[f"… objective {factor:g} ×"] = running.enter_context(serving(options, **objectives))
+        for url in urls.values():
+            # What an engine does for the first time takes seconds.
+            asyncio.run(use(url, prompts, argparse.Namespace(**{**vars(options), "seconds": _WARM_UP_S}), beside=True))
         for repeat in range(options.repeats):
             for way in random.Random(repeat).sample([_ALONE, *urls], len(urls) + 1):
                 is_alone = way == _ALONE
