@@ -105,6 +105,9 @@ class ServerEndedError(RuntimeError):
 class SglangServer:
     """One SGLang server on a free loopback port; `with` starts it, waits until it serves, and ends all its processes.
 
+    On a CPU, with one thread a process, it is forked from a process that has SGLang imported (`preloaded.py`), unless
+    it has variables of its own that SGLang reads on import.
+
     Raises ServerEndedError when it ends by itself or is not ready after `ready_timeout_s`.
     """
 
