@@ -1,4 +1,4 @@
-"""A process that has imported SGLang, and becomes a server's processes by forking: a start imports nothing.
+"""A process that has imported SGLang, and becomes a server's processes by forking (tests/fixtures/preloaded.py).
 
 A server is three processes or more, each of which imports 7,600 modules: on two cores three quarters of its start. The
 launcher is forked from this process; so are, through the launcher, its children, in place of those that SGLang would
@@ -11,21 +11,17 @@ from __future__ import annotations
 import array
 import contextlib
 import fcntl
-import importlib
 import multiprocessing.util  # noqa: TID251 - SGLang's processes are those that it makes
 import os
 import runpy
 import socket
-import subprocess
 import sys
-import tempfile
-import threading
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+
+from tests.fixtures.preloaded import Order, set_variables, take_orders
 
 _MODULES = ("sglang.launch_server", "sglang.srt.entrypoints.http_server", "sglang.srt.models.registry")
 _NUM_CHILDREN = 8
@@ -40,18 +36,9 @@ _READ_LATE = (
 """Names, or how they begin, of variables that nothing reads on import."""
 
 
-class _Order(msgspec.Struct):
-    """To become a server, or with `ended` to say how a server ended."""
-
-    words: list[str] = []
-    variables: dict[str, str] = {}
-    log: str = ""
-    ended: int = 0
-
-
-def can_have(variables: Iterable[str]) -> bool:
-    """Whether a server with these variables may begin with what is imported already."""
-    return all(name.startswith(_READ_LATE) for name in variables)
+def read_on_import(variables: Mapping[str, str]) -> dict[str, str]:
+    """Those of a server's variables that have to be there before anything is imported."""
+    return {name: value for name, value in variables.items() if not name.startswith(_READ_LATE)}
 
 
 class _Child(msgspec.Struct):
@@ -62,85 +49,9 @@ class _Child(msgspec.Struct):
     fds: list[int]
 
 
-class ForkedServer:
-    """The launcher of a server, with what `subprocess.Popen` has to say about a process."""
-
-    def __init__(self, preloaded: Preloaded, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-        self._preloaded = preloaded
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = self._preloaded.ask(_Order(ended=self.pid))
-        return self.returncode
-
-    def wait(self) -> int:
-        while (code := self.poll()) is None:
-            time.sleep(0.01)
-        return code
-
-
-class Preloaded:
-    """The process, which starts with the first server and ends with its owner."""
-
-    def __init__(self, variables: Mapping[str, str]) -> None:
-        self._variables = dict(variables)
-        self._turn = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self, words: Sequence[str], variables: Mapping[str, str], log: Path) -> ForkedServer:
-        """`python -m sglang.launch_server WORDS` in a session of its own."""
-        pid = self.ask(_Order(words=list(words), variables=dict(variables), log=str(log)))
-        assert pid is not None
-        return ForkedServer(self, pid)
-
-    def ask(self, order: _Order) -> int | None:
-        with self._turn:
-            if self._process is None:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", __spec__.name],
-                    env=self._variables,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                )
-            assert self._process.stdin is not None
-            assert self._process.stdout is not None
-            self._process.stdin.write(msgspec.json.encode(order) + b"\n")
-            self._process.stdin.flush()
-            answer = self._process.stdout.readline()
-            assert answer, f"python -m {__spec__.name} has ended; run it to see why"
-            return msgspec.json.decode(answer, type=int | None)
-
-
-def _serve() -> None:
-    """Take orders until there is nobody who gives any; returns in a server's process, too, once that has ended."""
-    answers = os.dup(1)
-    os.dup2(2, 1)
-    for name in _MODULES:
-        importlib.import_module(name)
-    for line in sys.stdin.buffer:
-        order = msgspec.json.decode(line, type=_Order)
-        answer: int | None
-        if order.ended:
-            pid, status = os.waitpid(order.ended, os.WNOHANG)
-            answer = os.waitstatus_to_exitcode(status) if pid else None
-        else:
-            answer = os.fork()
-            if not answer:
-                os.close(answers)
-                _launch(order)
-                return
-        os.write(answers, msgspec.json.encode(answer) + b"\n")
-
-
-def _launch(order: _Order) -> None:
+def _launch(order: Order) -> None:
+    """Run `python -m sglang.launch_server WORDS`, in a session of its own."""
     os.setsid()
-    nothing, log = os.open(os.devnull, os.O_RDONLY), os.open(order.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    for fd, number in ((nothing, 0), (log, 1), (log, 2)):
-        os.dup2(fd, number)
-    _take(order.variables)
     children = [_child() for _ in range(_NUM_CHILDREN)]
     spawn = multiprocessing.util.spawnv_passfds
 
@@ -159,12 +70,6 @@ def _launch(order: _Order) -> None:
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 
 
-def _take(variables: Mapping[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(variables)
-    tempfile.tempdir = None
-
-
 def _child() -> tuple[int, socket.socket]:
     """A process that waits to become a child, and the socket on which it is told."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -177,7 +82,7 @@ def _child() -> tuple[int, socket.socket]:
     if not message:
         os._exit(0)
     child = msgspec.json.decode(message, type=_Child)
-    _take(child.variables)
+    set_variables(child.variables)
     # Aside, so that none takes the number of another that is still to come.
     aside = [fcntl.fcntl(fd, fcntl.F_DUPFD, _ABOVE_ALL_FDS) for fd in received]
     for fd in received:
@@ -193,4 +98,4 @@ def _child() -> tuple[int, socket.socket]:
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
-        _serve()
+        take_orders(_MODULES, _launch)

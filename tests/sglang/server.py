@@ -20,7 +20,8 @@ import torch
 
 from speculator.draft.eagle3 import is_fast
 from speculator.host import free_port, split_lines
-from tests.sglang.preloaded import ForkedServer, Preloaded, can_have
+from tests.fixtures.preloaded import ForkedProcess, Preloaded
+from tests.sglang.preloaded import read_on_import
 
 OPS_DIR = Path(__file__).parent / "ops"
 IS_ON_GPU = torch.cuda.is_available()
@@ -49,8 +50,8 @@ DEVICE_FLAGS = _GPU_FLAGS if IS_ON_GPU else _CPU_FLAGS
 compiles for minutes; overlap scheduling and graphs stay on there."""
 
 
-def environment(num_threads: int = 1) -> dict[str, str]:
-    """The variables of real SGLang with `num_threads` threads a process; on a CPU its operators are among them."""
+def environment() -> dict[str, str]:
+    """The variables of real SGLang; on a CPU its operators are among them, and one thread a process."""
     if IS_ON_GPU:
         return {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": ""}
     inherited = os.environ.get("PYTHONPATH")
@@ -65,7 +66,7 @@ def environment(num_threads: int = 1) -> dict[str, str]:
         "TORCHDYNAMO_DISABLE": "1",
         # Three processes import 7,500 modules each: keeping their bytecode halves a start.
         "PYTHONDONTWRITEBYTECODE": "",
-        **dict.fromkeys(threads, str(num_threads)),
+        **dict.fromkeys(threads, "1"),
     }
 
 
@@ -94,8 +95,8 @@ def dtype_flags() -> list[str]:
 
 
 @functools.cache
-def _preloaded() -> Preloaded:
-    return Preloaded({**os.environ, **environment()})
+def _preloaded(variables: tuple[tuple[str, str], ...]) -> Preloaded:
+    return Preloaded("tests.sglang.preloaded", {**os.environ, **environment(), **dict(variables)})
 
 
 class ServerEndedError(RuntimeError):
@@ -105,8 +106,7 @@ class ServerEndedError(RuntimeError):
 class SglangServer:
     """One SGLang server on a free loopback port; `with` starts it, waits until it serves, and ends all its processes.
 
-    On a CPU, with one thread a process, it is forked from a process that has SGLang imported (`preloaded.py`), unless
-    it has variables of its own that SGLang reads on import.
+    On a CPU it is forked from a process that has imported SGLang with the same variables (tests/sglang/preloaded.py).
 
     Raises ServerEndedError when it ends by itself or is not ready after `ready_timeout_s`.
     """
@@ -118,7 +118,6 @@ class SglangServer:
         log_path: Path,
         flags: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
-        num_threads: int = 1,
         ready_timeout_s: float = 480.0,
         port: int | None = None,
     ) -> None:
@@ -132,21 +131,21 @@ class SglangServer:
             *DEVICE_FLAGS,
             *flags,
         ]
-        self._env = {**os.environ, **environment(num_threads), **(env or {})}
-        self._is_preloaded = not IS_ON_GPU and num_threads == 1 and can_have(env or ())
+        self._own_env = dict(env or {})
         self._ready_timeout_s = ready_timeout_s
         # SGLang may close an idle connection just as a request goes out on it.
         limits = httpx.Limits(max_keepalive_connections=0)
         self._client = httpx.Client(base_url=self.url, timeout=120, limits=limits, trust_env=False)
-        self._process: subprocess.Popen[bytes] | ForkedServer | None = None
+        self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
         self._sockets: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> Self:
         # SGLang leaves the sockets between its processes behind.
         self._sockets = tempfile.TemporaryDirectory(prefix="sglang-")
-        env = {**self._env, "TMPDIR": self._sockets.name}
-        if self._is_preloaded:
-            self._process = _preloaded().start(self._words, env, self.log_path)
+        env = {**os.environ, **environment(), **self._own_env, "TMPDIR": self._sockets.name}
+        if not IS_ON_GPU:
+            preloaded = _preloaded(tuple(sorted(read_on_import(self._own_env).items())))
+            self._process = preloaded.start(self._words, env, self.log_path)
         else:
             with self.log_path.open("ab") as log:
                 self._process = subprocess.Popen(

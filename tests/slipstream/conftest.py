@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ import pytest
 
 from slipstream.cli.main import main
 from speculator.host import free_port
+from tests.fixtures.preloaded import ForkedProcess, Preloaded
 from tests.fixtures.telemetry import prometheus
 from tests.fixtures.toy import make_toy_model
 from tests.fixtures.waiting import PATIENCE_S
@@ -53,18 +55,25 @@ def run_cli() -> RunCli:
     return run
 
 
+@functools.cache
+def _preloaded() -> Preloaded:
+    return Preloaded("tests.slipstream.preloaded", {**os.environ, **TRAINER_ENV})
+
+
+def spawn(
+    log: Path, *arguments: object, module: str = "slipstream", folder: Path | None = None, **environment: str
+) -> ForkedProcess:
+    """A command line as a process, on one thread, as `python -m MODULE` would run it."""
+    variables = {**os.environ, **TRAINER_ENV, **environment}
+    return _preloaded().start([module, *map(str, arguments)], variables, log, folder=folder)
+
+
 @contextmanager
 def service(
-    log: Path, *arguments: object, module: str = "slipstream", **environment: str
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A command line as a process, on one thread, until the block ends: then SIGTERM ends it, and without complaint."""
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, arguments)],
-            stdout=output,
-            stderr=output,
-            env={**os.environ, **TRAINER_ENV, **environment},
-        )
+    log: Path, *arguments: object, module: str = "slipstream", folder: Path | None = None, **environment: str
+) -> Iterator[ForkedProcess]:
+    """The process, until the block ends: then SIGTERM ends it, and without complaint."""
+    process = spawn(log, *arguments, module=module, folder=folder, **environment)
     try:
         yield process
     finally:

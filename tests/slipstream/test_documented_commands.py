@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,8 +26,9 @@ from speculator.versions.lineage import admit
 from speculator.versions.store import DraftStore
 from tests.docs.commands import Command, fenced, only_parses
 from tests.fixtures.toy import make_toy_model
-from tests.fixtures.waiting import PATIENCE_S, url_in, wait_until
+from tests.fixtures.waiting import url_in, wait_until
 from tests.serving.gateway.keyfile import KeyFile
+from tests.slipstream.conftest import service
 
 ADMIN_KEY = "a-key-of-the-workshop"
 NUM_ANSWERS = 6
@@ -63,7 +61,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
         made = Workshop(folder, model, redis.url, served)
         log = folder / "gateway.log"
         words = [*made.meant(served)[1:], "--port", "0"]
-        start(folder, log, words, {**os.environ, **made.environment}, running)
+        running.enter_context(service(log, *words, folder=folder, **made.environment))
         made.gateway_url = url_in(log)
         _answer(made.gateway_url)
         _roll_out(made)
@@ -200,30 +198,8 @@ def _run_service(words: list[str], folder: Path, environment: dict[str, str]) ->
         words = [*words, "--port", "0"]
     sign = {"serve": '"event": "serving"', "train": '"event": "training"'}[words[0]]
     log = folder / "service.log"
-    with contextlib.ExitStack() as running:
-        # Where `serve --learn` keeps what it learns.
-        environment = {**os.environ, "XDG_DATA_HOME": str(folder / "data"), **environment}
-        process = start(folder, log, words, environment, running)
+    # Where `serve --learn` keeps what it learns.
+    environment = {"XDG_DATA_HOME": str(folder / "data"), **environment}
+    with service(log, *words, folder=folder, **environment) as process:
         wait_until(lambda: sign in log.read_text() or process.poll() is not None)
         assert process.poll() is None, log.read_text()
-
-
-def start(
-    folder: Path, log: Path, words: list[str], environment: dict[str, str], running: contextlib.ExitStack
-) -> subprocess.Popen[bytes]:
-    """A `slipstream` process whose end, on SIGTERM, has to be a good one."""
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "slipstream", *words], cwd=folder, stdout=output, stderr=output, env=environment
-        )
-
-    def end() -> None:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-        try:
-            assert process.wait(PATIENCE_S) == 0, log.read_text()
-        finally:
-            process.kill()
-
-    running.callback(end)
-    return process

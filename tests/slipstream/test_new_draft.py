@@ -24,20 +24,21 @@ from speculator.draft.checkpoint import (
 from speculator.draft.initialization import choose_draft_vocab, count_tokens
 from speculator.versions.store import DraftStore, check_tensors
 from tests.fixtures.toy import random_draft
-from tests.slipstream.conftest import RunCli
+from tests.slipstream.conftest import SampleEnd
 from tests.trainer.answers import answer_traces
 from tests.trainer.examples import record
 
+Invoke = Callable[..., SampleEnd]
 Refused = Callable[..., str]
 
 
-def test_a_folder_of_its_own_loads(run_cli: RunCli, toy_model: Path, tmp_path: Path) -> None:
+def test_a_folder_of_its_own_loads(invoke: Invoke, toy_model: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"domain": "a", "prompt": "zz zz zz zz qq qq"}) + "\n")
     out = tmp_path / "new" / "draft"
     words = ("--model", toy_model, "--out", out, "--draft-vocab-size", 8, "--seed", 3, "--vocab-from", prompts)
-    done = run_cli("drafts", "init", *words, "--norm-before-fc")
-    assert (done.returncode, done.stdout.strip()) == (0, str(out)), done.stderr
+    done = invoke("drafts", "init", *words, "--norm-before-fc")
+    assert (done.code, done.out.strip()) == (0, str(out)), done.err
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
     assert [path.name for path in out.parent.iterdir()] == ["draft"]
     values = json.loads((out / "config.json").read_text())
@@ -70,30 +71,30 @@ def test_a_slim_draft_proposes_the_tokens_of_recorded_answers(toy_model: Path, t
 
 
 def test_a_residual_that_plain_sglang_ignores_begins_a_store_and_no_folder(
-    run_cli: RunCli, toy_model: Path, tmp_path: Path
+    invoke: Invoke, toy_model: Path, tmp_path: Path
 ) -> None:
     words = ("drafts", "init", "--model", toy_model, "--norm-before-residual")
-    refused = run_cli(*words, "--out", tmp_path / "draft")
-    assert refused.returncode == 2
-    assert "ignore norm_before_residual" in refused.stderr
+    refused = invoke(*words, "--out", tmp_path / "draft")
+    assert refused.code == 2
+    assert "ignore norm_before_residual" in refused.err
     assert not (tmp_path / "draft").exists()
-    done = run_cli(*words, "--store", tmp_path / "drafts")
-    assert done.returncode == 0, done.stderr
+    done = invoke(*words, "--store", tmp_path / "drafts")
+    assert done.code == 0, done.err
     assert DraftStore(tmp_path / "drafts").config(1)["norm_before_residual"] is True
 
 
-def test_a_store_gets_its_first_version(run_cli: RunCli, toy_model: Path, tmp_path: Path) -> None:
+def test_a_store_gets_its_first_version(invoke: Invoke, toy_model: Path, tmp_path: Path) -> None:
     root = tmp_path / "drafts"
-    done = run_cli("drafts", "init", "--model", toy_model, "--store", root)
-    assert (done.returncode, done.stdout.strip()) == (0, str(root / "versions" / "000001")), done.stderr
+    done = invoke("drafts", "init", "--model", toy_model, "--store", root)
+    assert (done.code, done.out.strip()) == (0, str(root / "versions" / "000001")), done.err
     store = DraftStore(root)
     config = config_from_json(store.config(1))
     store.load(1, expected_fingerprint=target_fingerprint(toy_model), expected_shapes=expected_shapes(config))
-    again = run_cli("drafts", "init", "--model", toy_model, "--store", root)
-    assert again.returncode == 2
-    assert "already holds" in again.stderr
-    kept = run_cli("drafts", "init", "--model", toy_model, "--store", root, "--if-missing")
-    assert (kept.returncode, kept.stdout) == (0, done.stdout), kept.stderr
+    again = invoke("drafts", "init", "--model", toy_model, "--store", root)
+    assert again.code == 2
+    assert "already holds" in again.err
+    kept = invoke("drafts", "init", "--model", toy_model, "--store", root, "--if-missing")
+    assert (kept.code, kept.out) == (0, done.out), kept.err
     assert store.versions() == [1]
 
 

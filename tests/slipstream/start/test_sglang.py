@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -26,14 +25,16 @@ from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.redis.control_plane import DraftPointer
 from speculator.versions.lineage import admit, ensure_lineage
 from speculator.versions.store import DraftStore
+from tests.fixtures.preloaded import ForkedProcess
 from tests.fixtures.waiting import PATIENCE_S, url_in, wait_until
 from tests.serving.sglang.outside.conftest import MakeOptions, fake_install, make_options, started
 from tests.serving.sglang.outside.fake_sglang import EVENTS, WHOLE
 from tests.serving.sglang.outside.test_launcher import is_running
+from tests.slipstream.conftest import spawn
 
 __all__ = ["fake_install", "make_options"]
 
-Serve = Callable[..., contextlib.AbstractContextManager[subprocess.Popen[bytes]]]
+Serve = Callable[..., contextlib.AbstractContextManager[ForkedProcess]]
 
 
 @pytest.fixture
@@ -46,19 +47,16 @@ def serve(
     toy_model: Path, redis_url: str, redis_client: redis.Redis, tmp_path: Path, log: Path, fake_install: Path
 ) -> Serve:
     @contextlib.contextmanager
-    def run(*arguments: object) -> Iterator[subprocess.Popen[bytes]]:
+    def run(*arguments: object) -> Iterator[ForkedProcess]:
         words = ["serve", "--engine", "sglang", "--model", toy_model, "--redis-url", redis_url, "--port", 0]
         words += ["--store", tmp_path / "drafts", "--sglang-python", sys.executable, *arguments]
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "slipstream", *map(str, words)], stdout=output, stderr=output
-            )
-            try:
-                yield process
-            finally:
-                if process.poll() is None:
-                    process.kill()
-                process.wait(PATIENCE_S)
+        log.unlink(missing_ok=True)
+        process = spawn(log, *words)
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait(PATIENCE_S)
 
     return run
 
