@@ -507,7 +507,7 @@ def quantised(aux: Tensor) -> tuple[Tensor, Tensor]:
     largest = torch.linalg.vector_norm(wide, torch.inf, dim=1)
     scale = (largest / _FLOAT8_MAX).clamp_min(_MIN_SCALE).half()
     # If the scale was rounded down, values reach 448.3 at most, which float8 rounds to 448.
-    return wide.div_(scale.float()[:, None]).to(torch.float8_e4m3fn), scale
+    return wide.div_(scale[:, None]).to(torch.float8_e4m3fn), scale
 
 
 def _restored(aux: Tensor, scale: Tensor) -> Tensor:

@@ -233,11 +233,8 @@ def remembering_ms(device: torch.device, batch: int, steps: int) -> float:
 
 def top_tokens_ms(device: torch.device, rows: int, steps: int) -> dict[str, Any]:
     """Milliseconds that a GPU takes to find the likeliest tokens of float32 logits."""
-    logits, top_tokens, layer = (
-        torch.randn(rows, VOCAB, device=device),
-        TopTokens(TOPK, on_host=False),
-        device_layer(device),
-    )
+    layer, logits = device_layer(device), torch.randn(rows, VOCAB, device=device)
+    top_tokens = TopTokens(TOPK, layer)
     times = []
     for _ in range(steps):
         begin = layer.record_event()

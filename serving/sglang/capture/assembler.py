@@ -27,7 +27,7 @@ from torch import Tensor
 from serving.sglang.capture.device_reads import HostCopy, Places, unpacked
 from serving.sglang.capture.request import CaptureState, InconsistentSpanError, Origin, RequestSpan, Rounds, Rows
 from serving.sglang.capture.verification_rows import TopTokens, committed, joined, prefilled, reduced
-from serving.sglang.device import Device
+from serving.sglang.device import CpuDevice, Device
 from serving.sglang.settings import PluginSettings, buffer_bytes
 from speculator.errors import type_and_place
 from speculator.trace import Trace
@@ -106,7 +106,7 @@ class TraceAssembler:
         self._gathering = gathering
         self._buffer_bytes, self._is_host = buffer_bytes(settings), device.is_host
         self._origin, self._on_trace = origin, on_trace
-        self._top_tokens = TopTokens(settings.capture_topk)
+        self._top_tokens = TopTokens(settings.capture_topk, CpuDevice())
         self._queue: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._urgent = threading.Event()
         self._lock = threading.Lock()

@@ -128,7 +128,7 @@ class StepCapture:
             settings.branch_share, over_budget=lambda num_rows: assembler.branch_rows.update(budget=num_rows)
         )
         self._device, self._copier = device, HostCopier(device)
-        self._top_tokens = TopTokens(settings.capture_topk, on_host=device.is_host)
+        self._top_tokens = TopTokens(settings.capture_topk, device)
         self._quantises = not device.is_host and settings.capture_features == "float8"
         """Whether this thread converts features to float8; on a CPU the recorder does it, on its own thread."""
         self._launched: collections.deque[_Launched] = collections.deque()
@@ -301,13 +301,13 @@ class StepCapture:
             by_tree |= {
                 "draft_token": before["draft_token"].view(num_requests, num_nodes),
                 "draft_logprobs": self._draft_logprobs(before, batch.req_pool_indices),
-                "next_token": before["input"].retrieve_next_token,
-                "next_sibling": before["input"].retrieve_next_sibling,
             }
             if text is not None:
                 by_tree["draft_logprobs"] = torch.where(text.is_text_at, text.logprobs, by_tree["draft_logprobs"])
                 by_tree |= {"is_text": text.is_text, "num_proposals": text.num_proposals()}
         if before["input"].topk > 1:
+            asked = before["input"]
+            by_tree |= {"next_token": asked.retrieve_next_token, "next_sibling": asked.retrieve_next_sibling}
             # SGLang numbers nodes over the whole batch.
             by_tree["path"] = accept_index - num_nodes * torch.arange(num_requests, device=accept_index.device)[:, None]
         features = result.logits_output.hidden_states.view(num_requests, num_nodes, -1)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from serving.sglang.capture.request import Rounds, Rows
+from serving.sglang.device import Device
 from speculator.trace import NO_DRAFT, BranchRows
 
 T = TypeVar("T")
@@ -67,8 +68,8 @@ def committed(
     chain whose rejected rows are kept. `host` holds
 
     * by row, tree by tree along the accepted path: features [R, w], scale [R] if float8, topk_ids, topk_logprobs [R, K]
-    * by tree: seq_lens [B]; for N > 1 also draft_token, next_token, next_sibling [B, N] and draft_logprobs [B, N − 1]
-    * by tree that is no chain: path [B, A]
+    * by tree: seq_lens [B]; for N > 1 also draft_token [B, N] and draft_logprobs [B, N − 1]
+    * by tree that is no chain: next_token and next_sibling [B, N], path [B, A]
     * by tree, where earlier text was proposed: is_text and num_proposals [B]
 
     Without proposals (N = 1) there are no rounds. An owner of several trees in a row gets their rows in one piece.
@@ -174,6 +175,7 @@ def _of_trees(rounds: Rounds, trees: np.ndarray) -> Rounds:
 
 _ROWS_AT_A_TIME = 512
 """Rows whose log-probabilities are computed at once: in float32 0.3 GB for a vocabulary of 152,000."""
+_BLOCK = 64
 
 
 class TopTokens:
@@ -183,9 +185,10 @@ class TopTokens:
     takes to fill them. On a GPU PyTorch's allocator does that.
     """
 
-    def __init__(self, count: int, *, on_host: bool = True) -> None:
-        self._count, self._on_host = count, on_host
+    def __init__(self, count: int, device: Device) -> None:
+        self._count, self._on_host = count, device.is_host
         self._memory = torch.empty(0)
+        self._within_block = device.upload(range(_BLOCK))
 
     def __call__(self, logits: Tensor) -> dict[str, Tensor]:
         """The likeliest tokens [..., K] of logits [..., V] and their log-probabilities, in float32."""
@@ -199,34 +202,28 @@ class TopTokens:
     def _of_part(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         out = self._scratch(logits) if self._on_host else None
         logprobs = torch.log_softmax(logits, -1, dtype=torch.float32, out=out)
-        return _largest(logprobs, min(self._count, logits.shape[-1]))
+        return self._largest(logprobs, min(self._count, logits.shape[-1]))
 
     def _scratch(self, logits: Tensor) -> Tensor:
         if self._memory.numel() < logits.numel():
             self._memory = torch.empty(logits.numel())
         return self._memory[: logits.numel()].view(logits.shape)
 
+    def _largest(self, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The `count` largest of the last dimension and where they are.
 
-_BLOCK_BITS = 6
-_BLOCK = 1 << _BLOCK_BITS
-
-
-def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of the last dimension and where they are.
-
-    They lie in the `count` blocks with the largest maxima. Finding those first takes a CPU a fifth of the time of
-    `topk` on all of it, and a GPU half.
-    """
-    num_blocks, rest = divmod(values.shape[-1], _BLOCK)
-    if rest or num_blocks <= count:
-        top = values.topk(count, -1)
-        return top.values, top.indices
-    blocks = values.reshape(*values.shape[:-1], num_blocks, _BLOCK)
-    chosen = blocks.amax(-1).topk(count, -1, sorted=False).indices
-    top = blocks.gather(-2, chosen[..., None].expand(*chosen.shape, _BLOCK)).flatten(-2).topk(count, -1)
-    return top.values, torch.add(
-        top.indices & (_BLOCK - 1), chosen.gather(-1, top.indices >> _BLOCK_BITS), alpha=_BLOCK
-    )
+        They lie in the `count` blocks with the largest maxima. Finding those first takes a CPU a fifth of the time of
+        `topk` on all of it, and a GPU half.
+        """
+        num_blocks, rest = divmod(values.shape[-1], _BLOCK)
+        if rest or num_blocks <= count:
+            top = values.topk(count, -1)
+            return top.values, top.indices
+        blocks = values.reshape(*values.shape[:-1], num_blocks, _BLOCK)
+        chosen = blocks.amax(-1).topk(count, -1, sorted=False).indices[..., None]
+        top = blocks.gather(-2, chosen.expand(*chosen.shape[:-1], _BLOCK)).flatten(-2).topk(count, -1)
+        ids = torch.add(self._within_block, chosen, alpha=_BLOCK).flatten(-2)
+        return top.values, ids.gather(-1, top.indices)
 
 
 def in_order(ids: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray]:

@@ -557,7 +557,7 @@ def test_the_likeliest_tokens_are_those_of_a_full_sort(vocab_size: int) -> None:
     """Also where many are equal, as in bfloat16."""
     torch.manual_seed(0)
     logits = (torch.randn(3, 2, vocab_size) * 3).bfloat16()
-    top = TopTokens(8)(logits)
+    top = TopTokens(8, CpuDevice())(logits)
     expected = torch.log_softmax(logits.float(), -1)
     assert torch.equal(top["topk_logprobs"], expected.sort(-1, descending=True).values[..., :8])
     assert torch.equal(expected.gather(-1, top["topk_ids"].long()), top["topk_logprobs"])
@@ -579,12 +579,12 @@ class LogSoftmaxes(TorchDispatchMode):
 
 def test_of_many_rows_only_some_exist_as_log_probabilities_at_a_time() -> None:
     torch.manual_seed(0)
-    logits, whole = torch.randn(3, 400, 100).bfloat16(), TopTokens(8)
+    logits, whole = torch.randn(3, 400, 100).bfloat16(), TopTokens(8, CpuDevice())
     with LogSoftmaxes() as seen:
         found = whole(logits)
     assert (sum(seen.rows), max(seen.rows)) == (1200, 512)
     for name, value in found.items():
-        assert torch.equal(value, torch.stack([TopTokens(8)(part)[name] for part in logits]))
+        assert torch.equal(value, torch.stack([TopTokens(8, CpuDevice())(part)[name] for part in logits]))
 
 
 def test_greedy_is_top_k_1() -> None:
