@@ -38,6 +38,17 @@ _DEVICE_TESTS = tuple(
     for name in ("capture", "test_cuda.py", "test_no_waiting.py", "test_runtime.py", "test_swap.py")
 )
 _SERVER_TESTS = ("tests/sglang/test_capture.py", "tests/sglang/test_depth.py")
+_QUICK_SERVER_TESTS = (
+    *(
+        f"tests/sglang/test_capture.py::test_{name}"
+        for name in (
+            "every_finished_request_has_its_trace",
+            "the_targets_likeliest_token_is_the_served_one",
+            "accepted_counts_are_sglangs_own",
+        )
+    ),
+    "tests/sglang/test_depth.py::test_a_draft_that_has_learnt_nothing_sleeps",
+)
 
 
 def main() -> None:
@@ -46,7 +57,7 @@ def main() -> None:
     options.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU where there is one")
     options.add_argument("--folder", type=Path, default=Path("runs/gpu"), help="of the figures of each stage")
     options.add_argument("--again", action="store_true", help="run stages whose figures are there, too")
-    options.add_argument("--quick", action="store_true", help="fewer repeats and smaller batches")
+    options.add_argument("--quick", action="store_true", help="fewer repeats and tests, smaller batches")
     options.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     arguments = options.parse_args()
     if arguments.device == "cpu":
@@ -89,7 +100,7 @@ def _run(name: str, *, quick: bool) -> dict[str, Any]:
         found = {"tests": _tests(_DEVICE_TESTS), **launch.measure(quick=quick)}
         return {**found, "yield": yielded.measure(**size)}
     if name == "server":
-        return {"tests": _tests(_SERVER_TESTS)}
+        return {"tests": _tests(_QUICK_SERVER_TESTS if quick else _SERVER_TESTS)}
     if name == "shared":
         learning_s, turns, turn_s = (15.0, 2, 5.0) if quick else (120.0, 5, 20.0)
         return shared.measure(clients=16 if IS_ON_GPU else 2, learning_s=learning_s, turns=turns, turn_s=turn_s)

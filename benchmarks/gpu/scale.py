@@ -117,7 +117,8 @@ class Scene:
         if drafts:
             flags += [*speculative_flags(self.store.root / "versions" / "000001", num_steps=DEPTH)]
             flags += ["--speculative-draft-load-format", "safetensors"]
-            env["SGLANG_SIMULATE_ACC_LEN"] = "-1" if asleep else str(accept_length)
+            if not asleep:
+                env["SGLANG_SIMULATE_ACC_LEN"] = str(accept_length)
         if asleep:
             config = self.folder / "adaptive.json"
             config.write_text('{"1": {"candidate_steps": [0, 2, 3]}}')
