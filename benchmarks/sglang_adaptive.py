@@ -16,21 +16,19 @@ ours goes on from a request's own text alone. Both run as they are.
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from benchmarks.common.bench_serving import with_prompts
 from benchmarks.common.report import Median, Spread, Target, fill_in, finish, parser
 from benchmarks.sglang_cpu_scene import LEARNT_FROM, Scene, prepared
 from benchmarks.sglang_hybrid import SUFFIX_DEPTH, learnt_version
 from tests.sglang.server import SglangServer, speculative_flags
 
 _STATIC = (1, 3)
-_LONGEST_PROMPT = 3500
-"""Longest prompt in characters; a longer one is cut at its beginning."""
 _OVERALL = re.compile(r"^OVERALL\s+([\d.]+)/s\s+[\d.]+s\s+([\d.]+|nan)$", re.MULTILINE)
 
 
@@ -55,7 +53,9 @@ def main() -> None:
                 shift = turn % len(names)
                 for name in [*names[shift:], *names[:shift]]:
                     if arguments.script is None:
-                        found = _bench_serving(scene, servers[name], turn, arguments.requests, arguments.max_tokens)
+                        prompts = scene.prompts[turn * arguments.requests :][: arguments.requests]
+                        served = with_prompts(servers[name], scene.model_dir, prompts, arguments.max_tokens)
+                        found = served.tokens_per_s, served.accept_length
                     else:
                         found = _run(arguments.script, servers[name], arguments.requests, arguments.max_tokens)
                     rate, length = found
@@ -115,27 +115,6 @@ def _run(script: Path, server: SglangServer, num_requests: int, max_tokens: int)
     if found is None:
         raise RuntimeError(f"{script} ended without its last line:\n{said[-2000:]}")
     return float(found[1]), float(found[2])
-
-
-def _bench_serving(
-    scene: Scene, server: SglangServer, turn: int, num_requests: int, max_tokens: int
-) -> tuple[float, float]:
-    """Tokens a second and accept length of the prompts of a turn, four at a time."""
-    prompts = scene.prompts[turn * num_requests : (turn + 1) * num_requests]
-    asked, found = scene.folder / "asked.jsonl", scene.folder / "found.jsonl"
-    # bench_serving does not send the second message.
-    turns = ([{"content": prompt.text[-_LONGEST_PROMPT:]}, {"content": "An answer."}] for prompt in prompts)
-    asked.write_text("".join(json.dumps({"conversations": turn}) + "\n" for turn in turns))
-    found.unlink(missing_ok=True)
-    command = [
-        *(sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", server.url),
-        *("--model", str(scene.model_dir), "--dataset-name", "custom", "--dataset-path", str(asked)),
-        *("--apply-chat-template", "--num-prompts", str(len(prompts)), "--sharegpt-output-len", str(max_tokens)),
-        *("--max-concurrency", "4", "--warmup-requests", "0", "--disable-ignore-eos", "--output-file", str(found)),
-    ]
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=1200)
-    result = json.loads(found.read_text())
-    return result["output_throughput"], result["accept_length"] or 1.0
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
 from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
-from tests.sglang.server import SglangServer, speculative_flags
+from tests.sglang.server import SglangServer, dtype_flags, speculative_flags
 
 DEPTH = 3
 LIVE_ID, FIXED_ID = "benchmark", "fixed"
@@ -77,7 +77,7 @@ class Scene:
 
     def plain_server(self, *flags: str, name: str = "plain") -> SglangServer:
         """A server without the plugin."""
-        return SglangServer(self.model_dir, log_path=self.folder / f"{name}.log", flags=flags)
+        return SglangServer(self.model_dir, log_path=self.folder / f"{name}.log", flags=[*dtype_flags(), *flags])
 
     def live_server(
         self,
@@ -96,8 +96,8 @@ class Scene:
         engine_id = LIVE_ID if name == "live" else name
         return self._drafting_server(name, engine_id, version, [*adaptive, *flags], own)
 
-    def fixed_server(self, version: int) -> SglangServer:
-        return self._drafting_server("fixed", FIXED_ID, version, [])
+    def fixed_server(self, version: int, env: Mapping[str, str] | None = None) -> SglangServer:
+        return self._drafting_server("fixed", FIXED_ID, version, [], env)
 
     def _drafting_server(
         self, name: str, engine_id: str, version: int, flags: Sequence[str], env: Mapping[str, str] | None = None
@@ -106,7 +106,7 @@ class Scene:
         return SglangServer(
             self.model_dir,
             log_path=self.folder / f"{name}.log",
-            flags=[*speculative_flags(draft_dir, num_steps=DEPTH), *flags],
+            flags=[*speculative_flags(draft_dir, num_steps=DEPTH), *dtype_flags(), *flags],
             env={
                 "SLIPSTREAM_ENABLED": "1",
                 "SLIPSTREAM_REDIS_URL": self.redis_url,
