@@ -16,7 +16,7 @@ from tests.sglang.server import SglangServer
 
 _LONGEST_PROMPT = 3500
 """Longest prompt in characters; a longer one is cut at its beginning."""
-CLIENTS = 4
+_CLIENTS = 4
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def _run(server: SglangServer, model_dir: Path, count: int, dataset: Sequence[st
         found = Path(folder) / "found.jsonl"
         command = [
             *(sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", server.url),
-            *("--model", str(model_dir), "--num-prompts", str(count), "--max-concurrency", str(CLIENTS)),
+            *("--model", str(model_dir), "--num-prompts", str(count), "--max-concurrency", str(_CLIENTS)),
             *("--warmup-requests", "0", "--output-file", str(found), *dataset),
         ]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=1200)
