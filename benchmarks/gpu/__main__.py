@@ -102,7 +102,7 @@ def _run(name: str, *, quick: bool) -> dict[str, Any]:
     if name == "server":
         return {"tests": _tests(_QUICK_SERVER_TESTS if quick else _SERVER_TESTS)}
     if name == "shared":
-        learning_s, turns, turn_s = (15.0, 2, 5.0) if quick else (120.0, 5, 20.0)
+        learning_s, turns, turn_s = (8.0, 1, 4.0) if quick else (120.0, 5, 20.0)
         return shared.measure(clients=16 if IS_ON_GPU else 2, learning_s=learning_s, turns=turns, turn_s=turn_s)
     repeats = 1 if quick else 3
     stages: dict[str, Callable[[Scene], dict[str, Any]]] = {
