@@ -176,6 +176,7 @@ def _of_trees(rounds: Rounds, trees: np.ndarray) -> Rounds:
 _ROWS_AT_A_TIME = 512
 """Rows whose log-probabilities are computed at once: in float32 0.3 GB for a vocabulary of 152,000."""
 _BLOCK = 64
+"""Neighbouring tokens of which the likeliest is looked for first."""
 
 
 class TopTokens:
