@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from serving.capture.sampling import DEFAULT_BRANCH_SHARE
 from serving.sglang.capture.assembler import Gathering
 from serving.sglang.capture.capture import StepCapture
 from serving.sglang.capture.device_reads import DraftLogprobRecorder
@@ -29,8 +30,9 @@ from speculator.proposals.length_planner import LengthPlanner
 from tests.serving.sglang.harness import Request, make_capture, prefill, settle, verify
 
 DEPTH, TOPK, VOCAB = 4, 64, 151_936
-_NARROW = (8, 128, 1)
-"""Width, vocabulary, kept tokens; so few that the blocks of the vocabulary are more than those."""
+_NARROW = (1, 4, 1)
+"""Width, vocabulary, kept tokens; the vocabulary has more blocks of `_NARROW_BLOCK` than these."""
+_NARROW_BLOCK = 2
 
 
 class Elsewhere(CpuDevice):
@@ -78,14 +80,16 @@ class _Drain:
 
 
 def decode_step(
-    device: torch.device, sizes: tuple[int, int, int], batch: int, captured: int
+    device: torch.device, sizes: tuple[int, int, int], batch: int, captured: int, branch_share: float
 ) -> tuple[StepCapture, Callable[[], None]]:
     """A capture, and one verification of a batch as SGLang hands it over; of each request one proposal is accepted."""
     width, vocab, topk = sizes
     layer = device_layer(device) if device.type == "cuda" else Elsewhere(device)
     num_nodes = DEPTH + 1
     probe = DraftLogprobRecorder(num_slots=batch, max_batch=batch, max_proposals=DEPTH, topk=1, device=device)
-    capture = make_capture([], device=layer, probe=probe, capture_topk=topk)
+    capture = make_capture([], device=layer, probe=probe, capture_topk=topk, branch_share=branch_share)
+    if sizes == _NARROW:
+        capture.top_tokens = TopTokens(topk, layer, block=_NARROW_BLOCK)
     capture.assembler.close(5)
     capture.assembler = _Drain()  # type: ignore[assignment]
     requests = [
@@ -130,9 +134,11 @@ def decode_step(
 def cost(device: torch.device, width: int, batch: int, captured: int, steps: int) -> dict[str, Any]:
     """Median milliseconds of the thread and of the GPU a step, launches, and bytes that cross the bus.
 
-    On the `meta` device the thread is timed with narrow tensors on the CPU.
+    Launches and bytes are those of committed rows alone. On the `meta` device the thread is timed with narrow tensors
+    on the CPU.
     """
-    capture, step = decode_step(device, (width, VOCAB, TOPK), batch, captured)
+    is_gpu = device.type == "cuda"
+    capture, step = decode_step(device, (width, VOCAB, TOPK), batch, captured, branch_share=0.0)
     step()
     launches = Launches()
     with launches:
@@ -144,10 +150,9 @@ def cost(device: torch.device, width: int, batch: int, captured: int, steps: int
         "launches": launches.count,
         "bytes_a_token": getattr(capture.assembler, "num_bytes", 0) // max(2 * captured, 1),
     }
-    is_gpu = device.type == "cuda"
-    if not is_gpu:
-        capture, step = decode_step(torch.device("cpu"), _NARROW, batch, captured)
-    layer = device_layer(device if is_gpu else torch.device("cpu"))
+    timed, sizes = (device, (width, VOCAB, TOPK)) if is_gpu else (torch.device("cpu"), _NARROW)
+    _, step = decode_step(timed, sizes, batch, captured, branch_share=DEFAULT_BRANCH_SHARE)
+    layer = device_layer(timed)
     host_ms, device_ms = [], []
     for _ in range(5 + steps):
         begin, begun_s = layer.record_event(), time.perf_counter()

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import structlog
@@ -70,18 +70,38 @@ class BranchSampler:
 
     def __init__(self, share: float, *, over_budget: Callable[[int], object]) -> None:
         """`over_budget` is called with the number of rows that were drawn and had no room."""
-        self._share, self._over_budget, self._rng = share, over_budget, random.Random(0)
+        self._over_budget, self._rng = over_budget, random.Random(0)
+        self._log_passed = math.log1p(-share) if share < 1 else -math.inf
+        """Logarithm of the probability that a verification is not drawn."""
         self._room = 0.0
+        self._ahead = self._gap()
+        """How many verifications with rejections come before the next one that is drawn."""
 
-    def keeps(self, *, num_committed: int, num_rejected: int) -> bool:
-        """Whether this verification keeps its rejected rows; call it for every one, since committed rows make room."""
-        self._room += BRANCH_ROOM * num_committed
-        if num_rejected <= 0 or self._rng.random() >= self._share:
+    def drawn(self, committed: Sequence[int], rejected: Sequence[int]) -> list[int]:
+        """Which of these verifications keep their rejected rows, by the rows of each that were committed and rejected.
+
+        Call it for all verifications, since committed rows make room.
+        """
+        self._room += BRANCH_ROOM * sum(committed)
+        candidates = [index for index, count in enumerate(rejected) if count > 0]
+        kept = []
+        while self._ahead < len(candidates):
+            index = candidates[int(self._ahead)]
+            if self._has_room(rejected[index]):
+                kept.append(index)
+            self._ahead += 1 + self._gap()
+        self._ahead -= len(candidates)
+        return kept
+
+    def _gap(self) -> float:
+        """How many are passed over before one is drawn: geometrically distributed, infinite for a share of 0."""
+        return math.log(1 - self._rng.random()) // self._log_passed if self._log_passed else math.inf
+
+    def _has_room(self, num_rows: int) -> bool:
+        if num_rows > self._room:
+            self._over_budget(num_rows)
             return False
-        if num_rejected > self._room:
-            self._over_budget(num_rejected)
-            return False
-        self._room -= num_rejected
+        self._room -= num_rows
         return True
 
 

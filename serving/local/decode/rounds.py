@@ -243,7 +243,7 @@ class RoundRunner:
         nodes = [node for node in range(len(tree.tokens)) if node not in path]
         if generation.grammar is not None:  # a rejection may come from the grammar, not from the target
             return
-        if not self._branches.keeps(num_committed=1 + len(path), num_rejected=len(nodes)):
+        if not self._branches.drawn([1 + len(path)], [len(nodes)]):
             return
         rows = [node + 1 for node in nodes]
         topk_ids, topk_logprobs = self._target.ranking.top(logits_TV[rows], self._capture_topk)

@@ -128,7 +128,7 @@ class StepCapture:
             settings.branch_share, over_budget=lambda num_rows: assembler.branch_rows.update(budget=num_rows)
         )
         self._device, self._copier = device, HostCopier(device)
-        self._top_tokens = TopTokens(settings.capture_topk, device)
+        self.top_tokens = TopTokens(settings.capture_topk, device)
         self._quantises = not device.is_host and settings.capture_features == "float8"
         """Whether this thread converts features to float8; on a CPU the recorder does it, on its own thread."""
         self._launched: collections.deque[_Launched] = collections.deque()
@@ -164,7 +164,7 @@ class StepCapture:
             own = self._of_features(torch.cat(features))
             picked = logits if len(chosen) == len(logits) else logits[self._device.index(tuple(chosen))]
             if not self.reduces_late or self.assembler.is_behind:
-                own |= self._top_tokens(picked)
+                own |= self.top_tokens(picked)
             else:
                 # Cloned, since SGLang's sampling overwrites its logits.
                 own["logits"] = picked.clone() if picked is logits else picked
@@ -224,7 +224,7 @@ class StepCapture:
             walked = launched.nodes.flatten()[self._device.upload(_positions(counts, launched.nodes.shape[1]))]
         by_node = {name: tensor.index_select(0, walked) for name, tensor in launched.by_node.items()}
         if "logits" in by_node and self.assembler.is_behind:
-            by_node = self._top_tokens(by_node["logits"])
+            by_node = self.top_tokens(by_node["logits"])
         rows = {**self._of_features(launched.features.index_select(0, front)), **by_node}
         self.assembler.hand_over(
             CopiedVerification(
@@ -246,18 +246,14 @@ class StepCapture:
 
         A tree's rejected features are overwritten by those of its accepted path.
         """
-        if launched.nodes is not None:
-            return tuple(counts)
-        return tuple(
-            launched.num_nodes if self._keeps_rejected(ticket, count, launched.num_nodes - count) else count
-            for ticket, count in zip(launched.tickets, counts, strict=True)
-        )
-
-    def _keeps_rejected(self, ticket: CaptureState, num_committed: int, num_rejected: int) -> bool:
-        span = ticket.growing
-        if span is None or span.request.constrained:
-            return False
-        return self._branches.keeps(num_committed=num_committed, num_rejected=num_rejected)
+        sizes = list(counts)
+        if launched.nodes is None:
+            for index in self._branches.drawn(counts, [launched.num_nodes - count for count in counts]):
+                span = launched.tickets[index].growing
+                # A rejection may come from the grammar, not from the target.
+                if span is not None and not span.request.constrained:
+                    sizes[index] = launched.num_nodes
+        return tuple(sizes)
 
     def on_release(self, request: Any) -> None:
         """Handle a request that releases its KV cache: it has ended, was aborted, or was retracted and will be
@@ -318,8 +314,8 @@ class StepCapture:
         elif not self._device.is_host:
             features = features.clone()
         launched.by_tree, launched.features = Packed.of(by_tree), features.flatten(0, 1)
-        found = {"logits": logits} if self.reduces_late else self._top_tokens(logits)
-        launched.by_node = {name: tensor.flatten(0, 1) for name, tensor in found.items()}
+        by_node = logits.flatten(0, 1)
+        launched.by_node = {"logits": by_node} if self.reduces_late else self.top_tokens(by_node)
         if "path" in by_tree:
             own_B1 = torch.arange(len(tickets), device=accept_index.device)[:, None]
             launched.nodes = by_tree["path"][self._device.index(tuple(tickets))] + num_nodes * own_B1

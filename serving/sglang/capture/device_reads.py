@@ -94,7 +94,7 @@ class Packed(NamedTuple):
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Packed:
         ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
-        data = torch.cat([tensor.contiguous().flatten().view(torch.uint8) for _, tensor in ordered])
+        data = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in ordered])
         return cls(data, tuple((name, tensor.dtype, tensor.shape) for name, tensor in ordered))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ import pytest
 import redis
 
 from serving.capture.recorder import TraceRecorder
-from serving.capture.sampling import POLL_EVERY_S, CaptureSampler
+from serving.capture.sampling import POLL_EVERY_S, BranchSampler, CaptureSampler
 from speculator.errors import StreamError
 from speculator.redis.stream_accounting import StreamLag
 from speculator.redis.trace_stream import TraceStream
@@ -296,3 +297,31 @@ def test_the_share_comes_back_while_no_trace_does(redis_client: redis.Redis) -> 
     wait_until(lambda: sampler.share == 1)
     assert time.monotonic() - began_s < 10 * POLL_EVERY_S
     recorder.close(1)
+
+
+def test_verifications_are_drawn_alike_one_by_one_and_as_a_batch() -> None:
+    dice = random.Random(1)
+    rejected = [0, *(dice.randrange(4) for _ in range(19_999))]
+    # The first makes room for what comes before the others have.
+    committed = [1000, *(4 - count for count in rejected[1:])]
+    over = Counter[str]()
+    alone = BranchSampler(0.05, over_budget=lambda count: over.update(alone=count))
+    one_by_one = [
+        index for index, each in enumerate(zip(committed, rejected, strict=True)) if alone.drawn([each[0]], [each[1]])
+    ]
+    together = BranchSampler(0.05, over_budget=lambda count: over.update(together=count))
+    in_batches = [
+        start + index
+        for start in range(0, 20_000, 50)
+        for index in together.drawn(committed[start : start + 50], rejected[start : start + 50])
+    ]
+    assert in_batches == one_by_one
+    assert not over
+    assert not any(rejected[index] == 0 for index in in_batches)
+    assert len(in_batches) == pytest.approx(0.05 * sum(count > 0 for count in rejected), rel=0.15)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_none_or_all_of_the_verifications_with_rejections_are_drawn(share: float) -> None:
+    sampler = BranchSampler(share, over_budget=lambda _: None)
+    assert sampler.drawn([1000, 1, 1], [0, 3, 1]) == ([1, 2] if share else [])
