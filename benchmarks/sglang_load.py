@@ -7,7 +7,7 @@ order, the second one without capture and with it. Prompts are random tokens, an
 with three proposals a step does so without capture and with it, for each accept length, which SGLang simulates
 (SGLANG_SIMULATE_ACC_LEN); last, while its draft is swapped every two seconds. A request says itself whether it may be
 captured: two servers that do the same work differ by more than capture costs. What is captured of simulated verdicts
-contradicts itself, so it is dropped on its way to Redis.
+contradicts itself, so it is dropped on its way to Redis. The threads that run the models have a core of their own.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.common.bench_serving import Served, with_random_tokens
+from benchmarks.common.cores import core_for_schedulers, give_core
 from benchmarks.common.report import Median, Spread, Target, fill_in, finish, parser
 from benchmarks.sglang_cpu_scene import FIXED_ID, LIVE_ID, Scene, prepared
 from tests.sglang.server import SglangServer
@@ -39,9 +40,11 @@ def main() -> None:
     arguments = options.parse_args()
     fill_in(arguments, {"turns": (2, 5), "requests": (8, 16)})
     found = Found()
-    with prepared(arguments.model, None) as scene:
+    with core_for_schedulers() as core, prepared(arguments.model, None) as scene:
         load = Load(scene, arguments.requests)
         with scene.plain_server() as plain, scene.live_server() as live:
+            for server in (plain, live):
+                give_core(server.pid, core)
             kinds = {"plain": (plain, False), "asleep": (live, False), "captured": (live, True)}
             rates = load.in_turns(kinds, arguments.turns)
             report = scene.settled_report(LIVE_ID)
@@ -52,6 +55,7 @@ def main() -> None:
             name = f"accept_length_{length:g}"
             scene.pointer.publish(1)
             with scene.fixed_server(1, {"SGLANG_SIMULATE_ACC_LEN": str(length)}) as server:
+                give_core(server.pid, core)
                 kinds = {"silent": (server, False), "captured": (server, True)}
                 rates = load.in_turns(kinds, arguments.turns)
                 report = scene.report(FIXED_ID)

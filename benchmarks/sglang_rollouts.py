@@ -38,6 +38,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.common.cores import pin
 from benchmarks.common.report import Spread, Target, fill_in, finish, parser
 from benchmarks.sglang_cpu_scene import Scene, prepared
 from benchmarks.sglang_hybrid import SUFFIX_DEPTH, learnt_version
@@ -206,7 +207,7 @@ def _staged(scene: Scene, version: int, slots: int) -> Iterator[Stage]:
         }
         cores = sorted(os.sched_getaffinity(0))
         for number, server in enumerate(servers.values()):
-            _pin(opened.enter_context(server).pid, cores[number % 2 % len(cores)])
+            pin(opened.enter_context(server).pid, cores[number % 2 % len(cores)])
         ports = {name: free_port() for name in ("router", "metrics", "gateway")}
         workers = [servers[name].url for name in DRAFTING]
         router_url, url = (f"http://127.0.0.1:{ports[name]}" for name in ("router", "gateway"))
@@ -224,15 +225,6 @@ def _staged(scene: Scene, version: int, slots: int) -> Iterator[Stage]:
             time.sleep(0.2)
         models = httpx.get(f"{url}/v1/models", trust_env=False).raise_for_status().json()
         yield Stage(servers, url, models["data"][0]["id"])
-
-
-def _pin(process_group: int, core: int) -> None:
-    """Pin all threads of all processes of a server to a core."""
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(status.read_text().rpartition(")")[2].split()[2]) == process_group:
-                for thread in (status.parent / "task").iterdir():
-                    os.sched_setaffinity(int(thread.name), {core})
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,18 +16,33 @@ from typing import Any
 from slipstream.demo.report import host
 from slipstream.demo.topics import Prompt, built_in_prompts, cycle_prompts, read_prompts
 from slipstream.models import BUNDLED_MODEL
+from speculator.errors import ConfigError
 
 
 def parser(description: str, *, has_prompts: bool = True, has_model: bool = True) -> argparse.ArgumentParser:
-    """A parser with the options that all benchmarks have, and those for prompts and a model."""
+    """A parser with the options that all benchmarks have, and those for prompts and a model.
+
+    From now on SIGTERM ends this process in order, with the servers that it has started.
+    """
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     options = argparse.ArgumentParser(description=description)
     options.add_argument("--quick", action="store_true", help="fewer repeats; at most three minutes, SGLang's more")
     options.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     if has_prompts:
-        options.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help='lines with "domain" and "prompt"')
+        options.add_argument(
+            "--prompts", type=_prompts_file, metavar="FILE.jsonl", help='lines with "domain" and "prompt"'
+        )
     if has_model:
         options.add_argument("--model", default=BUNDLED_MODEL, help="directory, id or bundled name")
     return options
+
+
+def _prompts_file(name: str) -> Path:
+    try:
+        read_prompts(Path(name))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return Path(name)
 
 
 def fill_in(arguments: argparse.Namespace, defaults: Mapping[str, tuple[Any, Any]]) -> None:
