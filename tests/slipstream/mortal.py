@@ -2,9 +2,9 @@
 
     python -m tests.slipstream.mortal MODEL_DIR
 
-has everything imported, so that a service is there in no time: it forks one for each order that it reads, says the
-process id, and then how it ended. Services are put together as the command line does it; every step is written down
-before it is made and after, as `before publish 2` and `after publish 2`, and one of these may be the last.
+has everything imported, so that a service is there in no time (tests/fixtures/preloaded.py). Services are put together
+as the command line does it; every step is written down before it is made and after, as `before publish 2` and `after
+publish 2`, and one of these may be the last.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ import json
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from os import _exit as exit_at_once
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
@@ -51,6 +49,7 @@ from speculator.versions.operator import DraftOperator
 from speculator.versions.store import DraftStore
 from tests.fixtures.decoding import FixedPlanner
 from tests.fixtures.doubles import DoubleEngine
+from tests.fixtures.preloaded import Order, take_orders
 from tests.trainer.examples import config_for, promote
 from trainer.loop import Trainer
 from trainer.process import run_trainer
@@ -61,7 +60,7 @@ RULES = WatchRules(min_baseline=30, enough_rounds=30, enough_compared=30)
 """Some answers decide. What is tried here is plain: as good, or of no use at all."""
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
+class Role(NamedTuple):
     """One life of a service."""
 
     service: str
@@ -73,17 +72,17 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """Such as `before publish 2`; empty: at SIGTERM."""
 
 
-def live(order: Order) -> None:
+def live(role: Role) -> None:
     """Become the service, to the end."""
-    steps = os.open(f"{order.folder}/steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    steps = os.open(f"{role.folder}/steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def reach(moment: str) -> None:
         os.write(steps, f"{moment}\n".encode())
-        if moment == order.dies:
+        if moment == role.dies:
             os.kill(os.getpid(), signal.SIGKILL)
 
     _watch_steps(reach)
-    {"serve": _serve, "gateway": _gateway, "train": _train}[order.service](order, reach)
+    {"serve": _serve, "gateway": _gateway, "train": _train}[role.service](role, reach)
 
 
 def _watch_steps(reach: Callable[[str], None]) -> None:
@@ -127,7 +126,7 @@ def _renamed(source: Path, target: Path) -> str | None:
             return None
 
 
-def _serve(order: Order, reach: Callable[[str], None]) -> None:
+def _serve(role: Role, reach: Callable[[str], None]) -> None:
     async def told(server: GatewayServer, *, draft_version: int, **rest: Any) -> None:
         reach(f"serves {draft_version} at {server.url}")
         await serve_until_signal(server, draft_version=draft_version, **rest)
@@ -138,7 +137,7 @@ def _serve(order: Order, reach: Callable[[str], None]) -> None:
     slipstream.start.local.DraftFollower = functools.partial(DraftFollower, poll_s=0.02)
     slipstream.start.local.serve_until_signal = told
     engine = LocalEngineConfig(
-        model_dir=Path(order.model_dir),
+        model_dir=Path(role.model_dir),
         model_name="toy",
         dtype="float64",
         depth=3,
@@ -150,8 +149,8 @@ def _serve(order: Order, reach: Callable[[str], None]) -> None:
     )
     options = ServeOptions(
         engine=engine,
-        store=Path(order.folder, "store"),
-        redis_url=order.redis_url,
+        store=Path(role.folder, "store"),
+        redis_url=role.redis_url,
         host="127.0.0.1",
         port=0,
         stream_max_bytes=1 << 20,
@@ -163,11 +162,11 @@ def _serve(order: Order, reach: Callable[[str], None]) -> None:
     slipstream.start.local.run_server(options, GatewaySettings())
 
 
-def _gateway(order: Order, reach: Callable[[str], None]) -> None:
+def _gateway(role: Role, reach: Callable[[str], None]) -> None:
     """The gateway of an engine that is a process of its own, as `slipstream serve --engine sglang` starts it."""
-    fingerprint = target_fingerprint(Path(order.model_dir))
-    pointer = DraftPointer(connect(order.redis_url), model_key(Path(order.model_dir), fingerprint))
-    desk = DraftOperator(DraftStore(Path(order.folder, "store")), lambda: pointer, target_fingerprint=fingerprint)
+    fingerprint = target_fingerprint(Path(role.model_dir))
+    pointer = DraftPointer(connect(role.redis_url), model_key(Path(role.model_dir), fingerprint))
+    desk = DraftOperator(DraftStore(Path(role.folder, "store")), lambda: pointer, target_fingerprint=fingerprint)
     server = GatewayServer(_admin_app(desk), bind("127.0.0.1", 0))
     reach(f"serves 0 at {server.url}")
     asyncio.run(serve_until_signal(server, model="toy", draft_version=0))
@@ -178,7 +177,7 @@ def _admin_app(desk: DraftOperator) -> FastAPI:
     return create_app(DoubleEngine(), settings=settings, registry=CollectorRegistry(), drafts=desk)
 
 
-def _train(order: Order, reach: Callable[[str], None]) -> None:
+def _train(role: Role, reach: Callable[[str], None]) -> None:
     """The gate is open, and it does not doze for as long as it usually does."""
     train_until = trainer.process.train_until
 
@@ -190,12 +189,12 @@ def _train(order: Order, reach: Callable[[str], None]) -> None:
     trainer.process.Trainer = functools.partial(Trainer, decide=promote)  # type: ignore[misc,assignment]
     trainer.loop.IDLE_BLOCK_MS = 20
     trainer.release.live_review.POLL_INTERVAL_S = 0.02
-    model_dir = Path(order.model_dir)
+    model_dir = Path(role.model_dir)
     run_trainer(
         config_for(
             model_dir,
-            Path(order.folder),
-            redis_url=order.redis_url,
+            Path(role.folder),
+            redis_url=role.redis_url,
             model_key=model_key(model_dir, target_fingerprint(model_dir)),
             draft_vocab_size=16,
             checkpoint_interval_s=0.0,
@@ -209,36 +208,17 @@ def _train(order: Order, reach: Callable[[str], None]) -> None:
     )
 
 
-def _nursery(model_dir: Path) -> None:
-    torch.set_num_threads(1)
-    # What they import and compute on first use is here already, and collecting garbage copies no pages.
-    Target(model_dir, num_slots=1, context_length=8, cache_margin=1, dtype=torch.float64)
-    _admin_app(DraftOperator(DraftStore(model_dir), lambda: sys.exit("not to be used")))
-    gc.freeze()
-    assert len(os.listdir("/proc/self/task")) == 1, "of the threads, a fork has one"
-    for line in sys.stdin:
-        child = os.fork()
-        if not child:
-            _child(msgspec.json.decode(line, type=Order))
-        os.write(1, f"{child}\n".encode())
-        os.write(1, f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n".encode())
-
-
-def _child(order: Order) -> None:
-    log = os.open(f"{order.folder}/log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    status = 1
-    try:
-        live(order)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        exit_at_once(status)
+def _become(order: Order) -> None:
+    live(Role(*order.words))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    exit_at_once(0)
 
 
 if __name__ == "__main__":
-    _nursery(Path(sys.argv[1]))
+    torch.set_num_threads(1)
+    # What they import and compute on first use is here already, and collecting garbage copies no pages.
+    Target(Path(sys.argv[1]), num_slots=1, context_length=8, cache_margin=1, dtype=torch.float64)
+    _admin_app(DraftOperator(DraftStore(Path(sys.argv[1])), lambda: sys.exit("not to be used")))
+    gc.freeze()
+    take_orders((), _become)

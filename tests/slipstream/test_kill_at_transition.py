@@ -8,10 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import select
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -19,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import httpx
-import msgspec
 import pytest
 import redis
 import torch
@@ -42,12 +38,20 @@ from speculator.versions.lifecycle import ALLOWED, BARRED, VersionState
 from speculator.versions.lineage import version_to_serve
 from speculator.versions.store import DraftStore
 from tests.fixtures.doubles import DoubleEngine
+from tests.fixtures.preloaded import Preloaded
 from tests.fixtures.toy import random_draft
-from tests.fixtures.waiting import wait_until
-from tests.slipstream.mortal import KEY, Order
+from tests.fixtures.waiting import PATIENCE_S, wait_until
+from tests.slipstream.mortal import KEY, Role
 from tests.trainer.answers import answer_traces
 from trainer.checkpoint import load_checkpoint
 
+VARIABLES = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "PYTHONWARNINGS": "error",
+}
 PROMPTS = ["a", "7", "6"]
 FAVOURITE = 29
 """The token that their answers consist of."""
@@ -80,15 +84,9 @@ def moments(steps: Sequence[str]) -> list[str]:
 class Life:
     """A service, from its first breath."""
 
-    def __init__(self, place: Place, order: Order) -> None:
+    def __init__(self, place: Place, role: Role) -> None:
         self._place, self._past = place, len(place.steps())
-        nursery = place.nursery
-        assert nursery.stdin is not None
-        assert nursery.stdout is not None
-        nursery.stdin.write(msgspec.json.encode(order) + b"\n")
-        self._ends = nursery.stdout
-        self._pid = int(self._ends.readline())
-        self.status: int | None = None
+        self._process = place.nursery.start(role, VARIABLES, place.folder / "log")
 
     def steps(self) -> list[str]:
         return self._place.steps()[self._past :]
@@ -108,14 +106,13 @@ class Life:
 
     def end(self, number: int | None = None) -> None:
         """By a signal, or by itself."""
+        if number is not None:
+            self._process.send_signal(number)
+        self._process.wait(PATIENCE_S)
 
-        def has_ended() -> bool:
-            return bool(select.select([self._ends], [], [], 0)[0])
-
-        if number is not None and not has_ended():
-            os.kill(self._pid, number)
-        wait_until(has_ended)
-        self.status = int(self._ends.readline())
+    @property
+    def status(self) -> int | None:
+        return self._process.returncode
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,7 +123,7 @@ class Place:
     model_dir: Path
     redis_url: str
     client: redis.Redis
-    nursery: subprocess.Popen[bytes]
+    nursery: Preloaded
     http: httpx.Client
 
     def __post_init__(self) -> None:
@@ -158,14 +155,7 @@ class Place:
     @contextmanager
     def start(self, service: str, *, dies: str = "") -> Iterator[Life]:
         """It ends with the block: where it is to die, or by SIGTERM and without complaint."""
-        order = Order(
-            service=service,
-            model_dir=str(self.model_dir),
-            redis_url=self.redis_url,
-            folder=str(self.folder),
-            dies=dies,
-        )
-        life = Life(self, order)
+        life = Life(self, Role(service, str(self.model_dir), self.redis_url, str(self.folder), dies))
         try:
             yield life
             life.end(None if dies else signal.SIGTERM)
@@ -237,23 +227,8 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def nursery(toy_model: Path) -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen(
-        [sys.executable, "-W", "error", "-m", "tests.slipstream.mortal", toy_model],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        bufsize=0,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
-        cwd=Path(__file__).parents[2],
-    ) as process:
-        assert process.stdin is not None
-        yield process
-        process.stdin.close()
-    assert process.returncode == 0
-
-
-@pytest.fixture(scope="module")
-def new_place(toy_model: Path, redis_url: str, nursery: subprocess.Popen[bytes]) -> Iterator[Callable[..., Place]]:
+def new_place(toy_model: Path, redis_url: str) -> Iterator[Callable[..., Place]]:
+    nursery = Preloaded("tests.slipstream.mortal", VARIABLES, str(toy_model))
     with httpx.Client(trust_env=False, verify=False, timeout=30) as http:  # noqa: S501 - no certificate anywhere
         yield lambda folder, client: Place(
             folder=folder, model_dir=toy_model, redis_url=redis_url, client=client, nursery=nursery, http=http
