@@ -299,8 +299,11 @@ def _copied(step: Prefill | CopiedVerification) -> dict[str, Tensor]:
     """Wait for a step's copy; of a verification select the captured requests."""
     host = step.copy.wait()
     if isinstance(step, CopiedVerification):
-        indices = torch.tensor(step.indices)
-        host |= {name: tensor[indices] for name, tensor in unpacked(host.pop("by_tree"), step.places).items()}
+        trees = unpacked(host.pop("by_tree"), step.places)
+        if len(step.indices) < len(trees["seq_lens"]):
+            indices = torch.tensor(step.indices)
+            trees = {name: tensor[indices] for name, tensor in trees.items()}
+        host |= trees
     return host
 
 

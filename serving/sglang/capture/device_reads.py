@@ -100,13 +100,12 @@ class Packed(NamedTuple):
 
 def unpacked(data: Tensor, places: Places) -> dict[str, Tensor]:
     """The packed tensors, as views of `data` where they are aligned."""
-    tensors, offset = {}, 0
-    for name, dtype, shape in places:
-        end = offset + shape.numel() * dtype.itemsize
+    tensors, address = {}, data.data_ptr()
+    sizes = [shape.numel() * dtype.itemsize for _, dtype, shape in places]
+    for (name, dtype, shape), part in zip(places, torch.split(data, sizes), strict=True):
         # Packed bytes inside other packed bytes may be misaligned.
-        part = data[offset:end]
-        tensors[name] = (part if part.data_ptr() % dtype.itemsize == 0 else part.clone()).view(dtype).view(shape)
-        offset = end
+        tensors[name] = (part.clone() if address % dtype.itemsize else part).view(dtype).view(shape)
+        address += len(part)
     return tensors
 
 
