@@ -205,7 +205,10 @@ def main() -> None:
     worker = subprocess.Popen(["sleep", "600"])
     record = {"arguments": sys.argv[1:], "environment": dict(os.environ), "pid": os.getpid(), "worker": worker.pid}
     record["file"] = json.loads(Path(_argument("--speculative-adaptive-config")).read_text())
-    Path(os.environ["FAKE_SGLANG_RECORD"]).write_text(json.dumps(record))
+    # Whole from the first moment: who sees it may end this process at once.
+    written = Path(os.environ["FAKE_SGLANG_RECORD"])
+    written.with_suffix(".part").write_text(json.dumps(record))
+    written.with_suffix(".part").rename(written)
     os.write(1, b"a line that says nothing\n")
     if does == "refuse":
         os.write(2, b"slipstream: the draft was made for another target\n")
