@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.launch import DEPTH, Elsewhere
-from serving.sglang.capture.capture import TracePipeline
 from serving.sglang.capture.device_reads import DraftLogprobRecorder
+from serving.sglang.capture.pipeline import TracePipeline
 from serving.sglang.capture.request import Origin
 from serving.sglang.settings import PluginSettings
 from speculator.redis.client import connect

@@ -5,33 +5,26 @@ them. Logits are reduced to their top tokens where that costs the scheduler leas
 the assembler, on another core. A request's span is an attribute of SGLang's own request object, so it is freed with the
 request.
 
-`ByteBudget` bounds how many bytes of traces a second are captured. `TracePipeline` is the whole way of a trace out of
-the server: captured here, assembled on a second thread, written to Redis on a third.
+`ByteBudget` bounds how many bytes of traces a second are captured.
 """
 
 from __future__ import annotations
 
 import collections
-import sys
 import time
 import weakref
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from serving.capture.filter import CaptureFilter
-from serving.capture.recorder import TraceRecorder
-from serving.capture.sampling import BRANCH_OUTCOMES, BranchSampler, CaptureSampler
+from serving.capture.sampling import BranchSampler, CaptureSampler
 from serving.sglang.capture.assembler import CopiedVerification, Prefill, TraceAssembler
 from serving.sglang.capture.device_reads import LEAST_PROBABILITY, DraftLogprobRecorder, HostCopier, Packed, TextRows
 from serving.sglang.capture.request import (
     CaptureState,
-    Origin,
     RequestSpan,
     SpanRequest,
     has_metadata,
@@ -43,9 +36,7 @@ from serving.sglang.capture.request import (
 )
 from serving.sglang.capture.verification_rows import TopTokens
 from serving.sglang.device import Device, DeviceEvent
-from serving.sglang.settings import PluginSettings, buffer_bytes
-from speculator.redis.client import connect
-from speculator.redis.trace_stream import TraceStream, cap_for
+from serving.sglang.settings import PluginSettings
 from speculator.trace import quantised
 
 _BURST_S = 2.0
@@ -380,89 +371,3 @@ class StepCapture:
         if not self._budget.admits():
             return "budget"
         return None if self.assembler.has_room else "buffer_full"
-
-
-_CLOSE_TIMEOUT_S = 5.0
-_SWITCH_INTERVAL_S = 0.0005
-
-
-class TracePipeline:
-    """The way of a server's traces to Redis.
-
-    `capture` is for the scheduler's thread, `target_updated` for any, the rest for the follower's.
-    """
-
-    def __init__(
-        self,
-        settings: PluginSettings,
-        *,
-        origin: Origin,
-        model_key: str,
-        model_dir: Path,
-        device: Device,
-        probe: DraftLogprobRecorder,
-    ) -> None:
-        ttl_s = 3600 * settings.trace_ttl_hours
-        stream_bytes = settings.stream_max_bytes or cap_for(model_dir)
-
-        def open_stream() -> TraceStream:
-            client = connect(settings.redis_url)
-            return TraceStream(client, model_key, max_bytes=stream_bytes, ttl_s=ttl_s)
-
-        # The assembler's thread must not hold the GIL against the scheduler's, by default for up to 5 ms.
-        sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        budget = ByteBudget(settings.capture_bytes_per_s)
-        self._assembler = assembler = TraceAssembler(
-            settings,
-            origin=origin,
-            device=device,
-            on_trace=lambda trace: self._recorder.submit(trace),
-        )
-        sampler = None
-        if settings.capture_floor < 1:
-            sampler = CaptureSampler(
-                open_stream,
-                floor=settings.capture_floor,
-                at_start=True,
-                buffer_share=lambda: assembler.held_share,
-            )
-        keep = CaptureFilter.load(settings.capture_filter, model_dir)
-        self._recorder = TraceRecorder(
-            open_stream,
-            max_buffer_bytes=buffer_bytes(settings),
-            features=settings.capture_features,
-            on_append=budget.spend,
-            reason_to_drop=None if keep is None else keep.reason_to_drop,
-            ttl_s=ttl_s,
-            sampler=sampler,
-        )
-        self.capture = StepCapture(settings, assembler, device=device, probe=probe, budget=budget, sampler=sampler)
-
-    def target_updated(self, version: int) -> None:
-        """Note a new target version: requests that began under another are not recorded."""
-        self._assembler.target_version = version
-
-    def forget(self, tenants: Collection[str]) -> None:
-        self._recorder.forget(tenants)
-
-    def close(self) -> None:
-        """Assemble and write what is queued."""
-        self._assembler.close(_CLOSE_TIMEOUT_S)
-        self._recorder.close(_CLOSE_TIMEOUT_S)
-
-    def status(self) -> dict[str, str | int | float]:
-        """Fields of the engine's report."""
-        # Copies: their threads go on counting.
-        stats, lost = self._recorder.stats(), Counter(self.capture.refused) + Counter(self._assembler.dropped)
-        dropped = Counter(stats.dropped_by_reason) + lost
-        return {
-            "captured": stats.captured,
-            "appended": stats.appended,
-            "pending": stats.pending,
-            "dropped": stats.dropped + sum(lost.values()),
-            "dropped_by_reason": ",".join(f"{reason}={count}" for reason, count in sorted(dropped.items())),
-            "branch_rows": ",".join(f"{outcome}={self._assembler.branch_rows[outcome]}" for outcome in BRANCH_OUTCOMES),
-            "trace_bytes": stats.bytes_appended,
-            "trace_tokens": stats.tokens_appended,
-            "capture_share": round(stats.share, 4),
-        }

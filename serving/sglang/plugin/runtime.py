@@ -28,8 +28,8 @@ from serving.group_cache.texts import GroupTexts
 from serving.hotswap.breaker import LiveWatch
 from serving.hotswap.follower import DraftFollower
 from serving.metrics import GroupTextMetrics
-from serving.sglang.capture.capture import TracePipeline
 from serving.sglang.capture.device_reads import DraftLogprobRecorder
+from serving.sglang.capture.pipeline import TracePipeline
 from serving.sglang.capture.request import Origin
 from serving.sglang.device import Device, device_layer
 from serving.sglang.plugin.checks import resolved, verification_of, version_of

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-import sys
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,10 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from serving.capture.sampling import BRANCH_ROOM, CaptureSampler
 from serving.request_metadata import HEADER, OTHER_TARGET, RequestMetadata
 from serving.sglang.capture.assembler import Gathering
-from serving.sglang.capture.capture import ByteBudget, StepCapture, TracePipeline
+from serving.sglang.capture.capture import ByteBudget, StepCapture
 from serving.sglang.capture.device_reads import DraftLogprobRecorder, TextRows
 from serving.sglang.capture.request import (
-    Origin,
     attach_metadata,
     attach_metadata_to_generation,
     is_for_another_target,
@@ -32,7 +29,6 @@ from serving.sglang.capture.request import (
 from serving.sglang.capture.verification_rows import TopTokens, in_order, tree_parents
 from serving.sglang.device import CpuDevice, Device
 from serving.sglang.plugin import hooks
-from serving.sglang.settings import PluginSettings
 from speculator.draft.sampling_params import SamplingParams
 from speculator.host import now_ms
 from speculator.trace import NO_DRAFT, Trace, check_trace, decode_trace, encode_trace
@@ -314,31 +310,6 @@ def test_without_room_no_request_is_captured_and_that_is_counted() -> None:
     prefill(capture, [Request([4, 5])])
     assert capture.refused == {"buffer_full": 1}
     settle(capture)
-
-
-def test_the_report_counts_what_was_refused_and_what_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
-    pipeline = TracePipeline(
-        PluginSettings(
-            redis_url="redis://127.0.0.1:1/0",
-            capture=True,
-            capture_topk=KEPT,
-            capture_unmarked=False,
-            stream_max_bytes=1,
-        ),
-        origin=Origin("e", "f" * 64, "target_only"),
-        model_key="m",
-        model_dir=Path(),
-        device=CpuDevice(),
-        probe=DraftLogprobRecorder(num_slots=4, max_batch=4, max_proposals=3, topk=1, device=torch.device("cpu")),
-    )
-    marked, unmarked = Request([1, 2], custom_params={"slipstream": {"tenant": "t"}}), Request([3, 4])
-    prefill(pipeline.capture, [marked, unmarked])
-    for request in (marked, unmarked):
-        end(pipeline.capture, request, "abort")
-    pipeline.close()
-    status = pipeline.status()
-    assert (status["dropped"], status["dropped_by_reason"]) == (2, "aborted=1,unmarked=1")
 
 
 def test_the_budget_admits_until_it_is_spent_and_again_later() -> None:
