@@ -50,9 +50,13 @@ class Block:
     accept_length: float
 
     @property
+    def truth(self) -> float:
+        return statistics.median(self.ratios)
+
+    @property
     def error(self) -> float:
         """Logarithm of reported over measured speedup."""
-        return math.log(self.gauge / statistics.median(self.ratios))
+        return math.log(self.gauge / self.truth)
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ class Cell:
         return {
             "speedup": self.truth.to_dict(),
             "gauge": [round(block.gauge, 4) for block in self.blocks],
-            "truth": [round(statistics.median(block.ratios), 4) for block in self.blocks],
+            "truth": [round(block.truth, 4) for block in self.blocks],
             "gauge_over_truth": {"mean": round(mean, 4), "lower": round(lower, 4), "upper": round(upper, 4)},
             "accept_length": self.blocks[-1].accept_length,
             "turns": sum(len(block.ratios) for block in self.blocks),

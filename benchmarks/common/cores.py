@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 
 
-def pin(process_group: int, core: int) -> None:
+def pin(launcher: int, core: int) -> None:
     """Pin all threads of all processes of a server to a core."""
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(status.read_text().rpartition(")")[2].split()[2]) == process_group:
-                for thread in (status.parent / "task").iterdir():
-                    os.sched_setaffinity(int(thread.name), {core})
+    for process in _processes(launcher):
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            for thread in process.threads():
+                os.sched_setaffinity(thread.id, {core})
 
 
 @contextlib.contextmanager
@@ -42,5 +40,10 @@ def give_core(launcher: int, core: int | None) -> None:
     It is the first thread of the process that takes most memory.
     """
     if core is not None:
-        processes = psutil.Process(launcher).children(recursive=True)
-        os.sched_setaffinity(max(processes, key=lambda process: process.memory_info().rss).pid, {core})
+        largest = max(_processes(launcher), key=lambda process: process.memory_info().rss)
+        os.sched_setaffinity(largest.pid, {core})
+
+
+def _processes(launcher: int) -> list[psutil.Process]:
+    process = psutil.Process(launcher)
+    return [process, *process.children(recursive=True)]
