@@ -24,8 +24,9 @@ from pathlib import Path
 
 from benchmarks.common.bench_serving import with_prompts
 from benchmarks.common.report import Median, Spread, Target, fill_in, finish, parser
+from benchmarks.sglang_cpu_phases import add_head_options, learnt_version
 from benchmarks.sglang_cpu_scene import LEARNT_FROM, Scene, prepared
-from benchmarks.sglang_hybrid import SUFFIX_DEPTH, learnt_version
+from benchmarks.sglang_hybrid import SUFFIX_DEPTH
 from tests.sglang.server import SglangServer, speculative_flags
 
 _STATIC = (1, 3)
@@ -35,8 +36,7 @@ _OVERALL = re.compile(r"^OVERALL\s+([\d.]+)/s\s+[\d.]+s\s+([\d.]+|nan)$", re.MUL
 def main() -> None:
     options = parser("Slipstream's choice of the depth against SGLang's adaptive speculation")
     options.add_argument("--script", type=Path, help="bench_adaptive_speculative.py of SGLang; default: bench_serving")
-    options.add_argument("--drafts", type=Path, metavar="FOLDER", help="take the head from here, or keep it here")
-    options.add_argument("--minutes", type=float, help="that the head learns")
+    add_head_options(options)
     options.add_argument("--turns", type=int)
     options.add_argument("--requests", type=int, help="of each phase of the script, or of a turn of bench_serving")
     options.add_argument("--max-tokens", type=int, help="of an answer")

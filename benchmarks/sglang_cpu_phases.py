@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from benchmarks.common.report import Median, Spread
 from benchmarks.sglang_cpu_scene import FIXED_ID, IN_TURNS, LEARNT_FROM, UNSEEN, Scene
 from slipstream.children import running_child
 from slipstream.demo.topics import Prompt
+from speculator.versions.store import DraftStore
 from tests.sglang.server import SglangServer
 
 CLIENTS = 4
@@ -144,6 +148,27 @@ def learn(scene: Scene, live: SglangServer, minutes: float, prompts: Iterable[Pr
             print(curve[-1], flush=True)
         tokens = sum(done.result() for done in clients)
     return Learning(minutes, tokens, int(scene.report()["version"]), curve)
+
+
+def add_head_options(options: argparse.ArgumentParser) -> None:
+    """The options that `learnt_version` takes."""
+    options.add_argument("--drafts", type=Path, metavar="FOLDER", help="take the head from here, or keep it here")
+    options.add_argument("--minutes", type=float, help="that the head learns")
+
+
+def learnt_version(scene: Scene, prompts: Sequence[Prompt], kept: Path | None, minutes: float) -> int:
+    """The newest version of a head that has learnt from these prompts."""
+    if kept is not None and kept.exists():
+        shutil.rmtree(scene.store.root)
+        shutil.copytree(kept, scene.store.root)
+    else:
+        with scene.live_server() as live:
+            learn(scene, live, minutes, prompts)
+        if kept is not None:
+            shutil.copytree(scene.store.root, kept)
+    version = DraftStore(scene.store.root).latest()
+    assert version is not None
+    return version
 
 
 # -- swaps

@@ -75,9 +75,11 @@ class Scene:
 
     # -- servers
 
-    def plain_server(self, *flags: str, name: str = "plain") -> SglangServer:
+    def plain_server(self, *flags: str, env: Mapping[str, str] | None = None, name: str = "plain") -> SglangServer:
         """A server without the plugin."""
-        return SglangServer(self.model_dir, log_path=self.folder / f"{name}.log", flags=[*dtype_flags(), *flags])
+        return SglangServer(
+            self.model_dir, log_path=self.folder / f"{name}.log", flags=[*dtype_flags(), *flags], env=env
+        )
 
     def live_server(
         self,

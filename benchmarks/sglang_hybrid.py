@@ -18,20 +18,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from benchmarks.common.decoding import decode
 from benchmarks.common.report import Median, Spread, Target, fill_in, finish, parser
 from benchmarks.common.workloads import EDITS, asks_for
-from benchmarks.sglang_cpu_phases import learn
+from benchmarks.sglang_cpu_phases import add_head_options, learnt_version
 from benchmarks.sglang_cpu_scene import Scene, prepared
 from slipstream.demo.topics import Prompt, built_in_prompts, read_prompts
-from speculator.versions.store import DraftStore
 from tests.sglang.server import SglangServer
 
 SUFFIX_DEPTH = 16
@@ -68,11 +65,10 @@ class Measured:
 
 def main() -> None:
     options = parser("Earlier text beside the head in SGLang, against either alone")
-    options.add_argument("--minutes", type=float, help="that the head learns")
+    add_head_options(options)
     options.add_argument("--turns", type=int, help="of each workload")
     options.add_argument("--warm-up", type=int, default=2, help="turns before those that count")
     options.add_argument("--clients", type=int, default=2)
-    options.add_argument("--drafts", type=Path, metavar="FOLDER", help="take the head from here, or keep it here")
     options.add_argument("--workloads", nargs="+", choices=_BETTER, default=list(_BETTER))
     arguments = options.parse_args()
     fill_in(arguments, {"minutes": (1.0, 5.0), "turns": (4, 20)})
@@ -104,21 +100,6 @@ def _halves(prompts: Sequence[Prompt]) -> tuple[list[Prompt], dict[str, list[Pro
         by_domain[prompt.domain].append(prompt)
     learnt = [prompt for row in itertools.zip_longest(*(of[::2] for of in by_domain.values())) for prompt in row]
     return [prompt for prompt in learnt if prompt], {domain: of[1::2] for domain, of in by_domain.items()}
-
-
-def learnt_version(scene: Scene, prompts: Sequence[Prompt], kept: Path | None, minutes: float) -> int:
-    """The newest version of a head that has learnt from these prompts."""
-    if kept is not None and kept.exists():
-        shutil.rmtree(scene.store.root)
-        shutil.copytree(kept, scene.store.root)
-    else:
-        with scene.live_server(1, _FLAGS) as live:
-            learn(scene, live, minutes, prompts)
-        if kept is not None:
-            shutil.copytree(scene.store.root, kept)
-    version = DraftStore(scene.store.root).latest()
-    assert version is not None
-    return version
 
 
 @contextlib.contextmanager

@@ -40,8 +40,9 @@ import httpx
 
 from benchmarks.common.cores import pin
 from benchmarks.common.report import Spread, Target, fill_in, finish, parser
+from benchmarks.sglang_cpu_phases import add_head_options, learnt_version
 from benchmarks.sglang_cpu_scene import Scene, prepared
-from benchmarks.sglang_hybrid import SUFFIX_DEPTH, learnt_version
+from benchmarks.sglang_hybrid import SUFFIX_DEPTH
 from serving.request_metadata import POLICY_KEY
 from slipstream.demo.topics import Prompt, built_in_prompts, read_prompts
 from speculator.host import free_port
@@ -246,8 +247,7 @@ def _has_engines(url: str) -> bool:
 
 def _arguments() -> argparse.Namespace:
     options = parser("Rollouts on two SGLang servers against requests in the order of submission")
-    options.add_argument("--drafts", type=Path, metavar="FOLDER", help="take the head from here, or keep it here")
-    options.add_argument("--minutes", type=float, help="that the head learns")
+    add_head_options(options)
     options.add_argument("--domain", default="math", help="of the prompts")
     options.add_argument("--groups", type=int, help="of a turn; default 12, quick 4")
     options.add_argument("--samples", type=int, help="of a group; default 8, quick 4")
