@@ -7,119 +7,44 @@
 
 `AsyncRollouts` is the same with `async with`, `async for` and `await`. Each sample is returned once, when it ends. A
 broken connection is opened again. The client chooses the rollout's id. So after a lost response it first asks for the
-samples of that id, and sends the groups again only to a server that does not know it.
+samples of that id, and sends the groups again only to a server that does not know it: one that has been restarted is
+asked for those that had not ended.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
-from uuid import uuid4
+from typing import Annotated, Any, Self
 
 import httpx
 import msgspec
 
+from slipstream.rollout_protocol import (
+    LATER,
+    SHORT_S,
+    Group,
+    NotNow,
+    Progress,
+    Rewards,
+    Sample,
+    SampleKey,
+    Turn,
+    body_of,
+    decoded,
+    message_of,
+)
 from speculator.errors import ConfigError, EngineError
 from speculator.host import asplit_lines, split_lines
 
-T = TypeVar("T")
-_PAUSE_S = 0.5
+__all__ = ["AsyncRollout", "AsyncRollouts", "Group", "Rewards", "Rollout", "Rollouts", "Sample", "SampleKey", "Turn"]
+
 _TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 """A running server sends something at least every ten seconds."""
-_SHORT_S = 10.0
 _MOST_OBSERVING = 64
 """Observations under way at once: thousands of connections that begin together are more than a server accepts."""
-_LATER = frozenset((408, 429, *range(502, 600)))
-"""Statuses after which the client retries: the server is busy, or a proxy in front of it does not reach it."""
-
-
-class _NotNow(httpx.TransportError):
-    """Such a status, where no rollout's request has been sent yet."""
-
-
-class Group(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One prompt and how many samples to generate; docs/how-to/rollouts.md. Fields left out take server defaults."""
-
-    id: str | None = None
-    prompt: str | Sequence[int] | None = None
-    messages: Sequence[Mapping[str, Any]] | None = None
-    n: int | None = None
-    seeds: Sequence[int] | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    stop: str | Sequence[str] | None = None
-    ignore_eos: bool | None = None
-    priority: int | None = None
-    deadline_s: float | None = None
-    max_staleness: int | None = None
-    when_stale: Literal["return", "abort"] | None = None
-    environment: str | None = None
-    turn_tokens: int | None = None
-    redundant: int | None = None
-
-
-class SampleKey(NamedTuple):
-    """Identifies a sample in its rollout."""
-
-    group_id: str
-    sample: int
-
-
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """A sample that has ended; docs/how-to/rollouts.md describes the fields."""
-
-    object: Literal["rollout.sample"] = "rollout.sample"
-    number: int
-    """Position in the order in which the rollout's samples ended."""
-    group_id: str
-    sample: int
-    seed: int
-    state: Literal["finished", "stale", "aborted"]
-    finish_reason: str
-    tokens: tuple[int, ...]
-    text: str
-    logprobs: tuple[float, ...] | None
-    target_version: int | None
-    engine: str | None
-    num_leases: int
-    turns: tuple[tuple[int, int], ...] | None = None
-    """(begin, end) of the model's turns within `tokens`; the other tokens are the environment's observations."""
-    detail: str | None = None
-
-    @property
-    def key(self) -> SampleKey:
-        return SampleKey(self.group_id, self.sample)
-
-
-Rewards = Mapping[SampleKey, float] | Mapping[tuple[str, int], float]
-
-
-class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """Text that a sample has generated and its environment must answer."""
-
-    object: Literal["rollout.turn"] = "rollout.turn"
-    number: int
-    """Position among all samples and turns that the rollout has sent."""
-    group_id: str
-    sample: int
-    turn: int
-    """From 0."""
-    finish_reason: Literal["stop", "length"]
-    tokens: tuple[int, ...]
-    text: str
-
-    @property
-    def key(self) -> SampleKey:
-        return SampleKey(self.group_id, self.sample)
-
-
-_KINDS: Mapping[Any, type[Sample | Turn]] = {"rollout.sample": Sample, "rollout.turn": Turn}
 
 
 class _Model(msgspec.Struct):
@@ -128,143 +53,6 @@ class _Model(msgspec.Struct):
 
 class _Models(msgspec.Struct):
     data: Annotated[list[_Model], msgspec.Meta(min_length=1)]
-
-
-class _Call(NamedTuple):
-    method: str
-    path: str
-    body: dict[str, Any] | None = None
-
-
-class _Progress:
-    """The protocol state of one rollout: which request comes next, and what a response means. No I/O."""
-
-    def __init__(self, url: str, body: dict[str, Any], places: Sequence[str], retry_s: float) -> None:
-        """`places` say where each group comes from, for error messages."""
-        self.rollout_id = body["id"] = body.get("id") or uuid4().hex
-        self._url, self._body, self._places, self._retry_s = url, body, places, retry_s
-        self._num_heard = 0
-        """Samples and turns received."""
-        self._failing_since_s: float | None = None
-        self._wait_s = 0.0
-        """How long a full server wants to be left alone."""
-        self._was_there = False
-        """The server has answered at least once."""
-        self._is_known = False
-        """The server may know the rollout."""
-        self.has_ended = False
-        self.why = ""
-        """Why the current connection ended early."""
-
-    def next_call(self) -> _Call:
-        self.why = "the stream ended too early"
-        if self._is_known:
-            return _Call("GET", f"/v1/rollouts/{self.rollout_id}/samples?after={self._num_heard}")
-        self._is_known = True
-        return _Call("POST", "/v1/rollouts", self._body)
-
-    def on_line(self, line: bytes) -> Sample | Turn | None:
-        """Process a line of the response stream; returns the sample or turn in it."""
-        self._was_there = True
-        said = decoded(line, dict[str, Any], self._url) if line else {}
-        kind = said.get("object")
-        if kind != "rollout" and "error" not in said:
-            # The first line does not show that samples arrive.
-            self._failing_since_s = None
-        if kind in _KINDS and said["number"] == self._num_heard:
-            self._num_heard += 1
-            return decoded(line, _KINDS[kind], self._url)
-        if kind == "rollout.end" and said["num_ended"] == said["num_samples"]:
-            self.has_ended = True
-        elif "error" in said:
-            self.why = said["error"]["message"]
-        return None
-
-    def on_refusal(self, call: _Call, response: httpx.Response) -> None:
-        """Process a response that is not 200. Raises ConfigError or EngineError where a retry would not help."""
-        self._was_there = True
-        self.why = message_of(response)
-        is_new = call.method == "POST"
-        if response.status_code in _LATER:
-            self._is_known = not is_new
-            self.on_later(response)
-        elif response.status_code == 404 and not is_new and not self._num_heard:
-            self._is_known = False  # the first request never reached the server
-        elif is_new and (_error_of(response) or {}).get("code") != "rollout_exists":
-            raise ConfigError(self._refusal(self.why))
-        elif not is_new:
-            raise EngineError(f"the server lost the rollout after {self._num_heard} samples: {self.why}")
-
-    def on_later(self, response: httpx.Response) -> None:
-        """Process a status after which the client retries: for `retry_s`, but for as long as a server is full."""
-        self.why = message_of(response)
-        if response.status_code == 429:
-            self._failing_since_s, wait_s = None, response.headers.get("retry-after", "")
-            self._wait_s = min(float(wait_s), _SHORT_S) if wait_s.isdecimal() else 0.0
-
-    def on_disconnect(self, failure: httpx.TransportError) -> None:
-        """Process a broken connection. Raises ConfigError where the server has never answered."""
-        if not self._was_there and isinstance(failure, httpx.ConnectError | httpx.UnsupportedProtocol):
-            raise ConfigError(f"nothing answers at {self._url}: start the server, or check --url") from None
-        self.why = str(failure) if isinstance(failure, _NotNow) else type(failure).__name__
-
-    def pause_s(self) -> float:
-        """Seconds to wait before the next call. Raises EngineError after `retry_s` without progress."""
-        now_s = time.monotonic()
-        self._failing_since_s = self._failing_since_s or now_s
-        if now_s - self._failing_since_s > self._retry_s:
-            raise EngineError(f"{self._url} is gone after {self._num_heard} samples: {self.why}")
-        wait_s, self._wait_s = self._wait_s, 0.0
-        return max(wait_s, _PAUSE_S)
-
-    def _refusal(self, message: str) -> str:
-        group = re.search(r"\(groups\[(\d{1,9})\]", message)
-        where = group and dict(enumerate(self._places)).get(int(group[1]))
-        return f"{where}: {message}" if where else message
-
-
-def decoded(raw: bytes, kind: type[T], url: str) -> T:
-    """Decode JSON of this type. Raises ConfigError where it does not fit: it is not a Slipstream server."""
-    try:
-        return msgspec.json.decode(raw, type=kind)
-    except (ValueError, RecursionError):
-        raise ConfigError(f"{url} does not answer like a Slipstream server: check --url") from None
-
-
-def message_of(response: httpx.Response) -> str:
-    """The server's error message, with the field at fault."""
-    if (error := _error_of(response)) is None:
-        return f"status {response.status_code}"
-    return f"{error['message']} ({error['param'] or error['code']})"
-
-
-def _error_of(response: httpx.Response) -> dict[str, Any] | None:
-    """The server's error; None where the response has none of ours, such as a proxy's."""
-    try:
-        error = response.json()["error"]
-        return {name: error[name] for name in ("message", "param", "code")}
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-def _body(groups: Sequence[Group | Mapping[str, Any]], rollout_id: str | None, *, logprobs: bool) -> dict[str, Any]:
-    """The body of a request that starts a rollout, without the model. Raises ConfigError."""
-    if not groups:
-        raise ConfigError("a rollout needs at least one group")
-    named = [msgspec.to_builtins(group) if isinstance(group, Group) else dict(group) for group in groups]
-    return {"id": rollout_id, "groups": named, "logprobs": logprobs}
-
-
-def _rewards(rewards: Rewards) -> dict[str, Any]:
-    of_samples = ((key, float(one)) for key, one in rewards.items())
-    return {"rewards": [{"group_id": name, "sample": number, "reward": one} for (name, number), one in of_samples]}
-
-
-def _cancelled(groups: Iterable[str] | None) -> dict[str, list[str]] | None:
-    """Query parameters of a cancel request; None where there is nothing to cancel."""
-    if groups is None:
-        return {}
-    return {"group_id": names} if (names := [*groups]) else None
 
 
 def _check(response: httpx.Response, *, or_gone: bool = False) -> httpx.Response:
@@ -329,13 +117,13 @@ class _Options:
         places: Sequence[str],
         *,
         logprobs: bool,
-    ) -> _Progress:
-        body = {**_body(groups, rollout_id, logprobs=logprobs), **self._job}
-        return _Progress(self.url, body, places, self._retry_s)
+    ) -> Progress:
+        body = {**body_of(groups, rollout_id, logprobs=logprobs), **self._job}
+        return Progress(self.url, body, places, self._retry_s)
 
     def _served(self, response: httpx.Response) -> str:
-        if response.status_code in _LATER:
-            raise _NotNow(message_of(response))
+        if response.status_code in LATER:
+            raise NotNow(message_of(response))
         if response.status_code != 200:
             raise ConfigError(f"{self.url}/v1/models does not list the model: {message_of(response)}")
         return decoded(response.content, _Models, self.url).data[0].id
@@ -366,7 +154,7 @@ class Rollouts(_Options):
 
     def model(self) -> str:
         """Name of the served model. Raises ConfigError where the server does not list it; httpx.TransportError."""
-        self._model = self._model or self._served(self.http.get("/v1/models", timeout=_SHORT_S))
+        self._model = self._model or self._served(self.http.get("/v1/models", timeout=SHORT_S))
         return self._model
 
 
@@ -376,7 +164,7 @@ class Rollout:
     Raises ConfigError where the server refuses the request, EngineError where it stays away for `retry_s`.
     """
 
-    def __init__(self, client: Rollouts, progress: _Progress) -> None:
+    def __init__(self, client: Rollouts, progress: Progress) -> None:
         self._client, self._progress = client, progress
         self.rollout_id = progress.rollout_id
 
@@ -400,16 +188,19 @@ class Rollout:
                 time.sleep(progress.pause_s())
 
     def reward(self, rewards: Rewards) -> None:
-        """Send rewards of finished samples, which replace earlier ones. The server accepts all of them or none."""
-        with _away(self._client.url):
-            _check(self._client.http.post(f"/v1/rollouts/{self.rollout_id}/rewards", json=_rewards(rewards)))
+        """Send rewards of finished samples, which replace earlier ones. The server accepts all of them or none; samples
+        from before its restart are left out.
+        """
+        if (body := self._progress.rewards(rewards)) is not None:
+            with _away(self._client.url):
+                _check(self._client.http.post(f"/v1/rollouts/{self.rollout_id}/rewards", json=body))
 
     def cancel(self, groups: Iterable[str] | None = None) -> None:
         """Abort the running samples of these groups, or of all; each still arrives, as aborted."""
-        if (query := _cancelled(groups)) is not None:
+        if (query := self._progress.cancelled(groups)) is not None:
             with _away(self._client.url):
                 url = f"/v1/rollouts/{self.rollout_id}"
-                _check(self._client.http.delete(url, params=query, timeout=_SHORT_S), or_gone=True)
+                _check(self._client.http.delete(url, params=query, timeout=SHORT_S), or_gone=True)
 
 
 class AsyncRollouts(_Options):
@@ -435,14 +226,14 @@ class AsyncRollouts(_Options):
 
     async def model(self) -> str:
         """As `Rollouts.model`."""
-        self._model = self._model or self._served(await self.http.get("/v1/models", timeout=_SHORT_S))
+        self._model = self._model or self._served(await self.http.get("/v1/models", timeout=SHORT_S))
         return self._model
 
 
 class AsyncRollout:
     """As `Rollout`, with `async for`; also for samples that environments answer (slipstream/rollout.py)."""
 
-    def __init__(self, client: AsyncRollouts, progress: _Progress) -> None:
+    def __init__(self, client: AsyncRollouts, progress: Progress) -> None:
         self._client, self._progress = client, progress
         self._observing = asyncio.Semaphore(_MOST_OBSERVING)
         self.rollout_id = progress.rollout_id
@@ -492,7 +283,7 @@ class AsyncRollout:
             except httpx.TransportError as broken:
                 progress.on_disconnect(broken)
             else:
-                if response.status_code not in _LATER:
+                if response.status_code not in LATER:
                     _check(response)
                     return
                 progress.on_later(response)
@@ -500,12 +291,13 @@ class AsyncRollout:
 
     async def reward(self, rewards: Rewards) -> None:
         """As `Rollout.reward`."""
-        with _away(self._client.url):
-            _check(await self._client.http.post(f"/v1/rollouts/{self.rollout_id}/rewards", json=_rewards(rewards)))
+        if (body := self._progress.rewards(rewards)) is not None:
+            with _away(self._client.url):
+                _check(await self._client.http.post(f"/v1/rollouts/{self.rollout_id}/rewards", json=body))
 
     async def cancel(self, groups: Iterable[str] | None = None) -> None:
         """As `Rollout.cancel`."""
-        if (query := _cancelled(groups)) is not None:
+        if (query := self._progress.cancelled(groups)) is not None:
             with _away(self._client.url):
                 url = f"/v1/rollouts/{self.rollout_id}"
-                _check(await self._client.http.delete(url, params=query, timeout=_SHORT_S), or_gone=True)
+                _check(await self._client.http.delete(url, params=query, timeout=SHORT_S), or_gone=True)

@@ -18,6 +18,7 @@ import pytest
 from serving.answer_text import LocalTokenizer
 from serving.request_metadata import OTHER_TARGET, TARGET_KEY, RequestMetadata
 from serving.sglang.outside.pool import check_routers
+from slipstream.client import Group, Rollouts, Sample
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.errors import ConfigError
 from speculator.redis.client import connect
@@ -161,6 +162,40 @@ def test_both_follow_the_pointer(pool: Pooled, pointer: DraftPointer) -> None:
     # What two engines say may reach the gateway one after the other.
     wait_until(lambda: "slipstream_pool_same_version_engines 2.0" in pool.metrics())
     wait_until(lambda: 'slipstream_swaps_total{outcome="installed"} 2.0' in pool.metrics())
+
+
+def test_a_rollout_outlives_an_engine_the_router_and_the_gateway(pool: Pooled) -> None:
+    """Each sample comes once, and of those that the client has none is generated again."""
+    groups = [
+        Group(id=name, prompt=[5, 6, number], n=4, max_tokens=60, temperature=1.0, ignore_eos=True)
+        for number, name in enumerate(("a", "b", "c"), start=7)
+    ]
+    heard: list[Sample] = []
+
+    def hear() -> None:
+        with Rollouts(pool.url) as rollouts:
+            for sample in rollouts.start(groups):
+                heard.append(sample)
+
+    with ThreadPoolExecutor(1) as threads:
+        listening = threads.submit(hear)
+        wait_until(lambda: heard)
+        pool.kill("first")
+        pool.kill(pool.routers[0])
+        pool.start(pool.routers[0])
+        pool.start_engine("first")
+        num_heard = len(heard)
+        wait_until(lambda: len(heard) > num_heard)
+        pool.kill(pool.gateways[0])
+        pool.start(pool.gateways[0])
+        num_heard = len(heard)
+        listening.result()
+    assert num_heard < 12, "the gateway ended before the rollout did"
+    assert sorted(sample.key for sample in heard) == [(name, number) for name in "abc" for number in range(4)]
+    assert {(sample.state, len(sample.tokens)) for sample in heard} == {("finished", 60)}
+    ended = re.search(r'^slipstream_rollout_ended_samples_total{reason="length"} (.*)$', pool.metrics(), re.MULTILINE)
+    assert ended is not None
+    assert float(ended[1]) == 12 - num_heard
 
 
 def test_a_killed_engine_takes_its_own_requests_along_and_no_others(pool: Pooled, stream: TraceStream) -> None:

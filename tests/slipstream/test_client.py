@@ -6,10 +6,13 @@ import asyncio
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
@@ -17,12 +20,13 @@ from pydantic import SecretStr
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from serving.engine import GenerateRequest
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from slipstream.client import AsyncRollouts, Group, Rollouts, Sample, SampleKey, Turn
 from speculator.errors import ConfigError, EngineError
 from speculator.redis.trace_stream import GroupRewards
-from tests.fixtures.doubles import DoubleEngine
+from tests.fixtures.doubles import DoubleEngine, words_for
 from tests.hostile.api import running
 
 GROUPS = [
@@ -180,6 +184,88 @@ def test_what_the_server_has_deleted_needs_no_cancelling(engine: DoubleEngine) -
             rollout.reward({("sum", 0): 1.0})
 
 
+def test_a_restarted_server_is_asked_for_what_had_not_ended(
+    rewarded: list[GroupRewards], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is generated twice that the client has, and it may tell by nothing that there were two servers."""
+    monkeypatch.setattr("slipstream.rollout_protocol.PAUSE_S", 0.01)
+    groups = [
+        Group(prompt="a", n=2, max_tokens=2),
+        Group(id="seeds", prompt="b", seeds=[7, 8, 9], max_tokens=6),
+        Group(id="needed", prompt="c", n=2, redundant=1, max_tokens=6),
+        Group(id="dropped", prompt="d", n=4, max_tokens=6),
+    ]
+
+    def short_for_seven(request: GenerateRequest) -> str:
+        return "one" if request.seed == 7 else words_for(request)
+
+    engines = (
+        DoubleEngine(answer=short_for_seven, hold_at=1, tokens_per_chunk=4, num_slots=32),
+        DoubleEngine(num_slots=32),
+    )
+    sites = [
+        running(
+            create_app(engine, settings=GatewaySettings(), registry=CollectorRegistry(), send_rewards=rewarded.extend)
+        )
+        for engine in engines
+    ]
+    first, second = sites
+    with ExitStack() as serving, Rollouts("http://127.0.0.1:9") as rollouts:
+        with first as site:
+            rollouts.http = httpx.Client(base_url="http://127.0.0.1:9", transport=(way := Way(site.url)))
+            rollout = rollouts.start(groups)
+            samples = iter(rollout)
+            heard = [next(samples) for _ in range(3)]
+            rollout.cancel(["dropped"])
+            heard += [next(samples) for _ in range(4)]
+        way.url = httpx.URL(serving.enter_context(second).url)
+        heard += samples
+        rollout.reward({("0", 0): 1.0, ("seeds", 0): 1.0, ("seeds", 2): 2.0})
+    assert sorted(sample.key for sample in heard) == sorted(
+        [("0", 0), ("0", 1), *(("seeds", n) for n in range(3)), *(("needed", n) for n in range(3))]
+        + [("dropped", n) for n in range(4)]
+    )
+    assert [sample.number for sample in heard] == list(range(12))
+    assert {(sample.sample, sample.seed) for sample in heard if sample.group_id == "seeds"} == {(0, 7), (1, 8), (2, 9)}
+    assert Counter(sample.state for sample in heard) == {"finished": 7, "aborted": 5}
+    again = engines[1].requests
+    assert {request.prompt_token_ids for request in again} == {(ord("b"),), (ord("c"),)}
+    assert {request.seed for request in again if request.prompt_token_ids == (ord("b"),)} == {8, 9}
+    assert [group.rewards for group in rewarded] == [{1: 2.0}]
+
+
+def test_what_environments_were_told_is_lost_with_the_server() -> None:
+    lines = b'{"object": "rollout"}\n' + msgspec.json.encode(
+        Turn(number=0, group_id="0", sample=0, turn=0, finish_reason="stop", tokens=(1,), text="a")
+    )
+    lost = {"error": {"message": "There is no such rollout.", "param": "rollout_id", "code": "rollout_not_found"}}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        is_new = request.method == "POST"
+        return httpx.Response(200, content=lines + b"\n") if is_new else httpx.Response(404, json=lost)
+
+    async def run() -> None:
+        async with AsyncRollouts("http://gateway", model="m") as rollouts:
+            rollouts.http = httpx.AsyncClient(base_url="http://gateway", transport=httpx.MockTransport(answer))
+            async for _ in rollouts.start([Group(prompt="a", environment="e")]).samples_and_turns():
+                pass
+
+    with pytest.raises(EngineError, match="lost the rollout after 1"):
+        asyncio.run(run())
+
+
+class Way(httpx.HTTPTransport):
+    """To the gateway that has this address at the moment."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self.url = httpx.URL(url)
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        request.url = request.url.copy_with(host=self.url.host, port=self.url.port)
+        return super().handle_request(request)
+
+
 @WAYS
 def test_a_server_that_is_not_there(way: Callable[[str], object]) -> None:
     with pytest.raises(ConfigError, match="nothing answers"):
@@ -197,7 +283,7 @@ def test_a_reward_for_a_server_that_has_gone() -> None:
 def test_a_proxy_that_does_not_reach_the_server_is_asked_again(
     way: Callable[[str], tuple[list[Sample], str]], engine: DoubleEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.client._PAUSE_S", 0.01)
+    monkeypatch.setattr("slipstream.rollout_protocol.PAUSE_S", 0.01)
     statuses = iter([502, 504, 0, 520, 0, 503, 0, 408, 502])
     with running(behind_a_proxy(engine, statuses)) as site:
         samples, _ = way(site.url)
@@ -213,7 +299,7 @@ def test_a_proxy_that_does_not_reach_the_server_is_asked_again(
 
 def test_a_full_server_is_asked_until_it_has_room(engine: DoubleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is there, so `retry_s` does not count."""
-    monkeypatch.setattr("slipstream.client._PAUSE_S", 0.05)
+    monkeypatch.setattr("slipstream.rollout_protocol.PAUSE_S", 0.05)
     with running(behind_a_proxy(engine, iter([0, *[429] * 8]))) as site, Rollouts(site.url, retry_s=0.1) as rollouts:
         assert len(list(rollouts.start(GROUPS))) == 5
 
