@@ -11,19 +11,31 @@ from __future__ import annotations
 import array
 import contextlib
 import fcntl
+import functools
+import importlib
 import multiprocessing.util  # noqa: TID251 - SGLang's processes are those that it makes
 import os
 import runpy
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from tests.fixtures.preloaded import Order, set_variables, take_orders
 
-_MODULES = ("sglang.launch_server", "sglang.srt.entrypoints.http_server", "sglang.srt.models.registry")
+_READERS = tuple(
+    f"sglang.srt.managers.{name}" for name in ("tokenizer_manager", "detokenizer_manager", "scheduler", "tp_worker")
+)
+"""Modules that read a tokenizer, by their own `get_tokenizer`."""
+_MODULES = (
+    "sglang.launch_server",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.models.registry",
+    "sglang.srt.speculative.spec_utils",
+    *_READERS,
+)
 _NUM_CHILDREN = 8
 """Ready for a launcher: a scheduler and a process that writes traces a rank, a detokenizer. More are spawned."""
 _ABOVE_ALL_FDS = 500
@@ -34,11 +46,43 @@ _READ_LATE = (
     "SGLANG_NCCL_SO_PATH",
 )
 """Names, or how they begin, of variables that nothing reads on import."""
+_READ_AGAIN = {
+    "SGLANG_SIMULATE_ACC_LEN": ("sglang.srt.speculative.spec_utils", "SIMULATE_ACC_LEN"),
+    "SGLANG_TEST_RETRACT": ("sglang.srt.managers.scheduler", "TEST_RETRACT"),
+    "SGLANG_TEST_RETRACT_INTERVAL": ("sglang.srt.managers.scheduler", "TEST_RETRACT_INTERVAL"),
+}
+"""Variables that are read into a constant on import: (module, name)."""
 
 
 def read_on_import(variables: Mapping[str, str]) -> dict[str, str]:
     """Those of a server's variables that have to be there before anything is imported."""
-    return {name: value for name, value in variables.items() if not name.startswith(_READ_LATE)}
+    late = (*_READ_LATE, *_READ_AGAIN)
+    return {name: value for name, value in variables.items() if not name.startswith(late)}
+
+
+def _read_again() -> None:
+    environment = importlib.import_module("sglang.srt.environ").envs
+    for variable, (module, name) in _READ_AGAIN.items():
+        sys.modules[module].__dict__[name] = getattr(environment, variable).get()
+
+
+def _prepare(order: Order) -> None:
+    """Read the tokenizer of the target that the words name, as its server will."""
+    model_dir = order.words[order.words.index("--model-path") + 1]
+    with contextlib.suppress(Exception):  # the server says what is wrong with it
+        _tokenizer_reader()(
+            model_dir, tokenizer_mode="auto", trust_remote_code=False, revision=None, tokenizer_backend="huggingface"
+        )
+
+
+@functools.cache
+def _tokenizer_reader() -> Callable[..., Any]:
+    """SGLang's `get_tokenizer`, which from now on reads each tokenizer once."""
+    modules = [importlib.import_module(name) for name in _READERS]
+    reader = functools.cache(modules[0].get_tokenizer)
+    for module in modules:
+        module.__dict__["get_tokenizer"] = reader
+    return reader
 
 
 class _Child(msgspec.Struct):
@@ -83,6 +127,7 @@ def _child() -> tuple[int, socket.socket]:
         os._exit(0)
     child = msgspec.json.decode(message, type=_Child)
     set_variables(child.variables)
+    _read_again()
     # Aside, so that none takes the number of another that is still to come.
     aside = [fcntl.fcntl(fd, fcntl.F_DUPFD, _ABOVE_ALL_FDS) for fd in received]
     for fd in received:
@@ -98,4 +143,4 @@ def _child() -> tuple[int, socket.socket]:
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
-        take_orders(_MODULES, _launch)
+        take_orders(_MODULES, _launch, prepare=_prepare)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import gc
 import json
 import os
 import signal
@@ -220,5 +219,4 @@ if __name__ == "__main__":
     # What they import and compute on first use is here already, and collecting garbage copies no pages.
     Target(Path(sys.argv[1]), num_slots=1, context_length=8, cache_margin=1, dtype=torch.float64)
     _admin_app(DraftOperator(DraftStore(Path(sys.argv[1])), lambda: sys.exit("not to be used")))
-    gc.freeze()
     take_orders((), _become)
