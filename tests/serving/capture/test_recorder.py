@@ -23,7 +23,7 @@ from speculator.redis.embedded import EmbeddedRedis
 from speculator.redis.trace_stream import TraceStream
 from speculator.trace import decode_trace
 from tests.fixtures.traces import make_trace
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.waiting import wait_until, wait_until_written
 
 SIZE = memory_bytes(make_trace())
 
@@ -278,6 +278,8 @@ def test_a_redis_that_goes_away_and_comes_back_gets_every_trace(real: RealServer
     recorder = TraceRecorder(real.open, max_buffer_bytes=8 * SIZE)
     submit(recorder, 3)
     wait_until(lambda: recorder.stats().appended == 3)
+    real.open()
+    wait_until_written(real.clients[-1])
 
     real.signal(signal.SIGKILL if kill else signal.SIGSTOP)
     accepted = [recorder.submit(make_trace(trace_id=f"later-{i}")) for i in range(12)]

@@ -15,6 +15,7 @@ from speculator.errors import ConfigError
 from speculator.redis.client import PASSWORD_FILE_VARIABLE, connect
 from speculator.redis.embedded import EmbeddedRedis, redis_server
 from speculator.redis.trace_stream import TraceStream
+from tests.fixtures.waiting import wait_until_written
 
 
 def test_it_asks_for_no_password_whatever_is_set_for_others(
@@ -34,6 +35,7 @@ def test_kill_9_and_restart_keep_acknowledged_entries(tmp_path: Path) -> None:
             ids = [stream.append(b"%d" % i, trace_id=str(i)) for i in range(200)]
             assert len(stream.read(50, 0)) == 50
             stream.ack(ids[:20])
+            wait_until_written(client)
         os.kill(server.pid, signal.SIGKILL)
     with EmbeddedRedis(tmp_path) as server, connect(server.url) as client:
         stream = TraceStream(client, "m", max_bytes=1 << 20)
