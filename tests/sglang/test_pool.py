@@ -68,12 +68,14 @@ def ask(pool: Pooled, text: str, *, max_tokens: int = 8, **fields: Any) -> httpx
     return httpx.post(f"{pool.url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
 
 
-def read(stream: TraceStream, count: int) -> list[TraceHeader]:
+def read(stream: TraceStream, count: int, *, domain: str | None = None) -> list[TraceHeader]:
+    """Headers of so many traces, of this domain alone where one is given."""
     found: list[TraceHeader] = []
 
     def enough() -> bool:
         entries = stream.read(100, 100)
-        found.extend(decode_trace(entry.payload).header for entry in entries)
+        headers = [decode_trace(entry.payload).header for entry in entries]
+        found.extend(header for header in headers if domain in (None, header.domain))
         stream.ack([entry.id for entry in entries])
         return len(found) >= count
 
@@ -200,10 +202,13 @@ def test_a_rollout_outlives_an_engine_the_router_and_the_gateway(pool: Pooled) -
 def test_a_killed_engine_takes_its_own_requests_along_and_no_others(pool: Pooled, stream: TraceStream) -> None:
     """The last test of the module: one engine is left. How it came back is in `benchmarks/results/sglang_pool.md`."""
 
+    stories = {"domain": "stories"}
+
     def streamed(number: int) -> bool:
         """Whether it came to its end."""
         # Long enough to be seen running at the same time: an engine says now and then how many do.
-        lines = ask(pool, f"Tell story {number}.", max_tokens=200, stream=True, ignore_eos=True).text.splitlines()
+        answer = ask(pool, f"Tell story {number}.", max_tokens=200, stream=True, ignore_eos=True, slipstream=stories)
+        lines = answer.text.splitlines()
         return "data: [DONE]" in lines and not any(line.startswith('data: {"error"') for line in lines)
 
     with ThreadPoolExecutor(4) as threads:
@@ -211,11 +216,11 @@ def test_a_killed_engine_takes_its_own_requests_along_and_no_others(pool: Pooled
         wait_until(lambda: all(running := [pool.num_running(engine) for engine in ENGINES]) and sum(running) == 4)
         on_it = pool.num_running("first")
         pool.kill("first")
-        others = [ask(pool, f"And {number}?") for number in range(4)]
+        others = [ask(pool, f"And {number}?", slipstream=stories) for number in range(4)]
         outcomes = Counter(stream.result() for stream in streams)
     assert [answer.status_code for answer in others] == [200] * 4
     assert outcomes == {True: 4 - on_it, False: on_it}
-    assert {header.engine_id for header in read(stream, 4 - on_it + 4)} == {"second"}
+    assert {header.engine_id for header in read(stream, 4 - on_it + 4, domain="stories")} == {"second"}
 
 
 def test_the_router_knows_the_words_of_the_page() -> None:
