@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.common.report import Median, Spread
 from benchmarks.sglang_cpu_scene import FIXED_ID, IN_TURNS, LEARNT_FROM, UNSEEN, Scene
-from slipstream.children import running_child
+from slipstream.children import Child, running_child
 from slipstream.demo.topics import Prompt
 from speculator.versions.store import DraftStore
 from tests.sglang.server import SglangServer
@@ -135,12 +135,7 @@ def learn(scene: Scene, live: SglangServer, minutes: float, prompts: Iterable[Pr
             tokens += len(live.generate(scene.ids(next(prompts).text), max_new_tokens=160)["output_ids"])
         return tokens
 
-    os.environ["SLIPSTREAM_TRAINER_KEEP_VERSIONS"] = "1000"  # the first one comes back into service afterwards
-    places = ["--redis-url", scene.redis_url, "--store", str(scene.store.root), "--state", str(scene.folder / "state")]
-    with (
-        running_child("train", ["--model", str(scene.model_dir), *places], scene.folder),
-        ThreadPoolExecutor(CLIENTS) as pool,
-    ):
+    with training(scene), ThreadPoolExecutor(CLIENTS) as pool:
         clients = [pool.submit(client, number) for number in range(CLIENTS)]
         while time.monotonic() < deadline_s:
             time.sleep(min(30.0, max(deadline_s - time.monotonic(), 0.1)))
@@ -148,6 +143,14 @@ def learn(scene: Scene, live: SglangServer, minutes: float, prompts: Iterable[Pr
             print(curve[-1], flush=True)
         tokens = sum(done.result() for done in clients)
     return Learning(minutes, tokens, int(scene.report()["version"]), curve)
+
+
+def training(scene: Scene) -> contextlib.AbstractContextManager[Child]:
+    """A trainer of the scene's drafts, until the end."""
+    places = ["--redis-url", scene.redis_url, "--store", str(scene.store.root), "--state", str(scene.folder / "state")]
+    # Older versions come back into service in some phases.
+    keep = {"SLIPSTREAM_TRAINER_KEEP_VERSIONS": "1000"}
+    return running_child("train", ["--model", str(scene.model_dir), *places], scene.folder, **keep)
 
 
 def add_head_options(options: argparse.ArgumentParser) -> None:
@@ -265,7 +268,7 @@ def unseen(scene: Scene, plain: SglangServer, fixed: SglangServer, live: SglangS
             rates[kind].append(rate)
     pairs = zip(answers["plain"], answers["fixed"], strict=True)
     return Unseen(
-        accept_length=_accept_length(answers["fixed"]),
+        accept_length=accept_length(answers["fixed"]),
         accept_length_by_domain=_by_domain(prompts, answers["fixed"]),
         speedup={
             kind: Spread.of([fast / slow for fast, slow in zip(rates[kind], rates["plain"], strict=True)])
@@ -281,11 +284,11 @@ def _by_domain(prompts: Sequence[Prompt], answers: Sequence[dict[str, Any]]) -> 
     lengths = {}
     for domain in sorted({prompt.domain for prompt in prompts}):
         pairs = zip(prompts, answers, strict=True)
-        lengths[domain] = _accept_length([answer for prompt, answer in pairs if prompt.domain == domain])
+        lengths[domain] = accept_length([answer for prompt, answer in pairs if prompt.domain == domain])
     return lengths
 
 
-def _accept_length(answers: Sequence[dict[str, Any]]) -> float:
+def accept_length(answers: Sequence[dict[str, Any]]) -> float:
     """Tokens a verification, the bonus included, from what SGLang counts for each request."""
     counted = [answer["meta_info"] for answer in answers]
     num_rounds = sum(int(info["spec_verify_ct"]) for info in counted)

@@ -98,8 +98,11 @@ class Scene:
         engine_id = LIVE_ID if name == "live" else name
         return self._drafting_server(name, engine_id, version, [*adaptive, *flags], own)
 
-    def fixed_server(self, version: int, env: Mapping[str, str] | None = None) -> SglangServer:
-        return self._drafting_server("fixed", FIXED_ID, version, [], env)
+    def fixed_server(
+        self, version: int, env: Mapping[str, str] | None = None, *, flags: Sequence[str] = (), name: str = FIXED_ID
+    ) -> SglangServer:
+        """A server with the plugin and fixed depth."""
+        return self._drafting_server(name, name, version, flags, env)
 
     def _drafting_server(
         self, name: str, engine_id: str, version: int, flags: Sequence[str], env: Mapping[str, str] | None = None

@@ -169,15 +169,15 @@ class Progress:
         """Process a response that is not 200. Raises ConfigError or EngineError where a retry would not help."""
         self._was_there = True
         self.why = message_of(response)
-        is_new = call.method == "POST"
+        is_new, code = call.method == "POST", (_error_of(response) or {}).get("code")
         if response.status_code in LATER:
             self._is_known = not is_new
             self.on_later(response)
         elif response.status_code == 404 and not is_new and not self._num_heard:
             self._is_known = False  # the first request never reached the server
-        elif is_new and (_error_of(response) or {}).get("code") != "rollout_exists":
+        elif is_new and code != "rollout_exists":
             raise ConfigError(self._refusal(self.why))
-        elif not is_new and (_error_of(response) or {}).get("code") == "rollout_not_found":
+        elif not is_new and code == "rollout_not_found":
             self._begin_again()
         elif not is_new:
             raise EngineError(self._lost())

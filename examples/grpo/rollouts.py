@@ -40,11 +40,13 @@ class ServerRollouts:
         temperature: float,
         alpha: int = 0,
         seed: int = 0,
+        keep_every: int = 0,
     ) -> None:
-        """`targets` is the server's folder for new weights; `upcoming` gives the prompts of a step, each once."""
+        """`targets` is the server's folder for new weights; `upcoming` gives the prompts of a step, each once. Weights
+        of every so many steps stay in the folder; 0: none."""
         self._url, self._admin_key, self._targets = url, admin_key, targets
         self._upcoming, self._num_samples, self._alpha, self._seed = upcoming, num_samples, alpha, seed
-        self._max_tokens, self._temperature = max_tokens, temperature
+        self._max_tokens, self._temperature, self._keep_every = max_tokens, temperature, keep_every
         self._threads = ThreadPoolExecutor(alpha + 1)
         self._begun: dict[int, Future[dict[tuple[str, int], Sample]]] = {}
         self.log: list[dict[str, Any]] = []
@@ -118,7 +120,8 @@ class ServerRollouts:
         )
         if not answer.is_success:
             raise RuntimeError(f"the server refused the weights of step {step}: {answer.text}")
-        shutil.rmtree(folder)
+        if not self._keep_every or step % self._keep_every:
+            shutil.rmtree(folder)
 
 
 class BehaviourLogprobs(GRPOTrainer):  # type: ignore[misc]  # trl has no types

@@ -52,6 +52,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--frozen-draft", action="store_true", help="let nothing learn to draft")
     parser.add_argument("--drafts", type=Path, help="begin with a copy of this folder of drafts; default: a fresh one")
+    parser.add_argument("--keep-every", type=int, default=0, metavar="N", help="keep the weights of every N-th step")
     parser.add_argument("--out", type=Path, default=Path("runs/grpo"), help="folder of logs, drafts and steps.jsonl")
     parser.add_argument("serve", nargs="*", help="further arguments of `slipstream serve`")
     return parser.parse_args(arguments)
@@ -134,6 +135,7 @@ def main(arguments: Sequence[str]) -> None:
             temperature=1.0,
             alpha=args.alpha,
             seed=args.seed,
+            keep_every=args.keep_every,
         )
         config = GRPOConfig(
             output_dir=str(args.out / "trl"),

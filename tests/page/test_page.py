@@ -100,7 +100,7 @@ def test_figures_follow_the_traffic(watched: Watched, gateway: Gateway) -> None:
     expect(page.locator("#rate")).not_to_have_text("0")
     expect(page.locator("#version")).to_have_text("v1")
     expect(page.locator("#positions tr").first.locator("td").nth(1)).to_contain_text("% of")
-    # Which of the two is longer depends on how many tokens the rounds before it committed.
+    # Both hold what follows; either may be the longer match.
     expect(page.locator("#sources")).to_contain_text(re.compile(r"(own text|its tenant's earlier text) \d+%"))
     expect(page.locator("#head-added")).to_be_hidden()  # this engine has no A/B of it
     expect(page.locator("#accept-reading")).to_have_text(NUMBER)

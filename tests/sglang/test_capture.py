@@ -270,6 +270,14 @@ def test_the_label_after_a_prompt_is_the_targets_own_however_its_first_token_is_
         assert (recorded - logprobs[0, ids])[:8].abs().max() < 0.5
 
 
+def test_a_health_check_is_no_lost_trace(plugged: Plugged) -> None:
+    before = nothing_computed(plugged.report())
+    httpx.get(f"{plugged.server.url}/health_generate", timeout=60, trust_env=False).raise_for_status()
+    plugged.server.generate("The capital of France is", max_new_tokens=4)
+    assert len(plugged.traces(1)) == 1
+    assert nothing_computed(plugged.wait_for(lambda report: report["pending"] == "0")) == before
+
+
 def _forward(model: Any, tokens: Tensor, start: int) -> tuple[Tensor, Tensor]:
     """Aux features [T, 3d] and log-probabilities [T, V] of the positions from `start`, in float32."""
     with torch.inference_mode():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -34,18 +36,45 @@ from tests.sglang.pooled import ENGINES, MODEL, Pooled, find_router
 pytestmark = pytest.mark.skipif(find_router() is None, reason="no sglang-router: make test-sglang installs it")
 
 
+class Redis:
+    """The pool's Redis, which can be killed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._process = EmbeddedRedis(folder)
+        self.url = self._process.url
+
+    def kill(self) -> None:
+        os.kill(self._process.pid, signal.SIGKILL)
+        self.stop()
+
+    def start(self) -> None:
+        self._process = EmbeddedRedis(self._folder)
+
+    def stop(self) -> None:
+        self._process.stop()
+
+
 @pytest.fixture(scope="module")
-def pool(model_dir: Path, draft_store: DraftStore, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pooled]:
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis]:
+    """Other modules serve the same model, with versions of their own."""
+    started = Redis(tmp_path_factory.mktemp("redis"))
+    yield started
+    started.stop()
+
+
+@pytest.fixture(scope="module")
+def pool(
+    model_dir: Path, draft_store: DraftStore, redis: Redis, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pooled]:
     folder = tmp_path_factory.mktemp("pool")
     shutil.copytree(draft_store.root, folder / "drafts")
-    # Other modules serve the same model, with versions of their own.
-    with EmbeddedRedis(folder / "redis") as redis:
-        # In bfloat16 logprobs depend on what else is in the batch, now and then by a third.
-        pooled = Pooled(
-            folder, model_dir, folder / "drafts", redis.url, settings={"WATCH": "0"}, flags=("--dtype", "float32")
-        )
-        with pooled.running():
-            yield pooled
+    # In bfloat16 logprobs depend on what else is in the batch, now and then by a third.
+    pooled = Pooled(
+        folder, model_dir, folder / "drafts", redis.url, settings={"WATCH": "0"}, flags=("--dtype", "float32")
+    )
+    with pooled.running():
+        yield pooled
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +195,7 @@ def test_both_follow_the_pointer(pool: Pooled, pointer: DraftPointer) -> None:
     wait_until(lambda: 'slipstream_swaps_total{outcome="installed"} 2.0' in pool.metrics())
 
 
-def test_a_rollout_outlives_an_engine_the_router_and_the_gateway(pool: Pooled) -> None:
+def test_a_rollout_outlives_redis_an_engine_the_router_and_the_gateway(pool: Pooled, redis: Redis) -> None:
     """Each sample comes once, and of those that the client has none is generated again."""
     lengths = {"a": 12, "b": 40, "c": 100}
     groups = [
@@ -183,9 +212,11 @@ def test_a_rollout_outlives_an_engine_the_router_and_the_gateway(pool: Pooled) -
     with ThreadPoolExecutor(1) as threads:
         listening = threads.submit(hear)
         wait_until(lambda: heard)
+        redis.kill()
         for name in ("first", pool.routers[0]):
             pool.kill(name)
         wait_until(lambda: any(sample.group_id == "b" for sample in heard))
+        redis.start()
         pool.kill(pool.gateways[0])
         for name in (pool.gateways[0], pool.routers[0]):
             pool.start(name)

@@ -62,6 +62,8 @@ class ByteBudget:
 
 
 _ATTRIBUTE = "_slipstream_ticket"
+_HEALTH_CHECK = "HEALTH_CHECK"
+"""How the ids of SGLang's requests to itself begin, one token each (`sglang.srt.constants`)."""
 _MOST_LAUNCHED = 8
 """Launched verifications that may wait for their verdict. With overlap scheduling SGLang reports a verdict after the
 next launch. If it skips one, later verifications get the wrong verdict; their positions contradict each other, and
@@ -344,7 +346,8 @@ class StepCapture:
         """A new span for the rows of a request; None where it is not captured."""
         policy = policy_of(request.sampling_params.custom_params)
         unlike_target = request.lora_id is not None or request.multimodal_inputs is not None
-        if not policy.capture or unlike_target or request.input_embeds is not None:
+        unlike_target |= request.input_embeds is not None
+        if not policy.capture or unlike_target or request.rid.startswith(_HEALTH_CHECK):
             return None
         reason = self._refusal(request)
         if reason is not None:

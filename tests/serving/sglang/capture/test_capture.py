@@ -657,6 +657,13 @@ def test_an_unmarked_request_is_captured_where_the_operator_says_so(captures_unm
     assert strict.refused == {"unmarked": 1}, "an opt-out is no loss"
 
 
+@pytest.mark.parametrize("captures_unmarked", [True, False])
+def test_a_health_check_is_no_request_that_could_be_captured(captures_unmarked: bool) -> None:
+    capture = make_capture([], capture_unmarked=captures_unmarked)
+    assert capture.open_span(Request([0], rid="HEALTH_CHECK_1b2c")) is None
+    assert not capture.refused
+
+
 @pytest.mark.parametrize("ids", [[-1], [8], [1, 2**40]])
 def test_tokens_that_the_target_lacks_are_refused_before_they_end_the_scheduler(ids: list[int]) -> None:
     """Also those of rollouts, which another engine would be given next."""
