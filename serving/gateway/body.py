@@ -205,9 +205,7 @@ def request_body(model: type[BaseModel], *, served: str = "", is_strict: bool = 
     """The OpenAPI `requestBody` of `model`, its references resolved; `served` is the only value of its field `model`.
     Unless `is_strict`, the body may have fields that are ignored.
     """
-    schema = model.model_json_schema()
-    if served:
-        schema["properties"]["model"]["enum"] = [served]
+    schema = dict(_schema_of(model))
     definitions = schema.pop("$defs", {})
 
     def resolved(node: Any) -> Any:
@@ -223,4 +221,13 @@ def request_body(model: type[BaseModel], *, served: str = "", is_strict: bool = 
             node["properties"] |= {name: {} for name in ignorable}
         return node
 
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": resolved(schema)}}}}
+    described = resolved(schema)
+    if served:
+        described["properties"]["model"]["enum"] = [served]
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": described}}}}
+
+
+@functools.cache
+def _schema_of(model: type[BaseModel]) -> dict[str, Any]:
+    """Pydantic takes milliseconds to make one."""
+    return model.model_json_schema()

@@ -28,7 +28,9 @@ from typing import Any
 
 from speculator.host import free_port
 from tests.deploy.compose import ROOT, argv, entrypoint, load
+from tests.fixtures.preloaded import ForkedProcess
 from tests.fixtures.waiting import PATIENCE_S
+from tests.slipstream.conftest import preloaded
 
 _OF_IMAGES = {"prom/prometheus": ["prometheus"]}
 """What images that are not ours start where the file names no entrypoint."""
@@ -49,7 +51,7 @@ class Machine:
         self._ports = self._free_ports()
         self._paths = {"/tmp": root / "tmp", "/run/secrets": root / "secrets"}
         self._programs = root / "bin"
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, subprocess.Popen[bytes] | ForkedProcess] = {}
         (root / "tmp").mkdir()
         subprocess.run([ROOT / "deploy" / "secrets.sh", self._paths["/run/secrets"]], check=True, capture_output=True)
         self._install_programs(redis_server)
@@ -66,9 +68,13 @@ class Machine:
                 assert self._is_healthy(other), f"{name} is started before {other} is healthy"
             else:
                 assert self._processes[other].wait(0) == 0
+        program, *words = self.words(name)
+        if program in {"python", "python3"} and words[:2] == ["-m", "slipstream"]:
+            self._processes[name] = preloaded().start(words[1:], self.environment(name), self.log(name))
+            return
         with self.log(name).open("ab") as log:
             self._processes[name] = subprocess.Popen(
-                self.words(name), env=self.environment(name), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                [program, *words], env=self.environment(name), stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
 
     def up(self, *names: str) -> None:

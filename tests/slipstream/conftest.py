@@ -56,7 +56,8 @@ def run_cli() -> RunCli:
 
 
 @functools.cache
-def _preloaded() -> Preloaded:
+def preloaded() -> Preloaded:
+    """What `slipstream` is forked from, as a process of its own."""
     return Preloaded("tests.slipstream.preloaded", {**os.environ, **TRAINER_ENV})
 
 
@@ -65,7 +66,7 @@ def spawn(
 ) -> ForkedProcess:
     """A command line as a process, on one thread, as `python -m MODULE` would run it."""
     variables = {**os.environ, **TRAINER_ENV, **environment}
-    return _preloaded().start([module, *map(str, arguments)], variables, log, folder=folder)
+    return preloaded().start([module, *map(str, arguments)], variables, log, folder=folder)
 
 
 @contextmanager
