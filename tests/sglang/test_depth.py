@@ -123,7 +123,14 @@ def test_a_draft_that_is_accepted_is_used_and_measured(plugged: Plugged, store: 
 
 def test_the_operator_can_turn_drafting_off(plugged: Plugged) -> None:
     plugged.pointer.set_depth(ENGINE_ID, 0)
-    # It is in force once the plugin has asked, and a fast server answers a good deal until then.
-    assert any(_decode(plugged)[1] == 0 for _ in range(20))
+    # It is in force once the plugin has asked, which it does before each of its reports.
+    for _ in range(2):
+        _report_after_an_answer(plugged)
     _, drafted = _decode(plugged)
     assert drafted == 0
+
+
+def _report_after_an_answer(plugged: Plugged) -> None:
+    steps = int(plugged.report()["steps"])
+    plugged.server.generate(plugged.ids(QUESTIONS[0]), max_new_tokens=4)
+    plugged.wait_for(lambda report: int(report["steps"]) > steps)
