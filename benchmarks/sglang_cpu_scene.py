@@ -122,6 +122,8 @@ class Scene:
                 "SLIPSTREAM_CAPTURE_FLOOR": "1",
                 # No watch: swaps are measured here, and come in quick succession.
                 "SLIPSTREAM_WATCH": "0",
+                # As `slipstream serve` sets it: else a gateway's health checks generate a token each.
+                "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
                 **(env or {}),
             },
         )
