@@ -43,7 +43,8 @@ class ServerRollouts:
         keep_every: int = 0,
     ) -> None:
         """`targets` is the server's folder for new weights; `upcoming` gives the prompts of a step, each once. Weights
-        of every so many steps stay in the folder; 0: none."""
+        of every so many steps stay in the folder; 0: none.
+        """
         self._url, self._admin_key, self._targets = url, admin_key, targets
         self._upcoming, self._num_samples, self._alpha, self._seed = upcoming, num_samples, alpha, seed
         self._max_tokens, self._temperature, self._keep_every = max_tokens, temperature, keep_every
