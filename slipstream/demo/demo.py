@@ -68,7 +68,11 @@ _FLUSH_S = 20.0
 _HEAD_OFF_SHARE = 0.25
 """Share of drafting rounds without the draft head, for the A/B of the head beside remembered text."""
 _PLAIN_SHARE = 0.06
-"""Share of rounds in plain stretches: twice a server's default, else a short demo would have too few of them."""
+_MOST_PLAIN_SHARE = 0.2
+"""Share of rounds in plain stretches: twice a server's default, and more below three minutes, since their speedup's
+interval needs five stretches before the restart.
+"""
+_PLAIN_MINUTES = 3
 _MLP_WIDTH = 512
 """Width of the draft's MLP: a slim head costs half as much (benchmarks/slim_heads.py)."""
 _STRETCH_S = 60.0
@@ -135,7 +139,8 @@ def run_demo(options: DemoOptions, console: Console) -> DemoRun:
         plain_redis = running.enter_context(EmbeddedRedis(folder / "plain" / "redis", ends_with_us=True))
         port, plain_port = options.port, free_port()
         live_arguments = [
-            *("--capture", "--head-off-share", str(_HEAD_OFF_SHARE), "--plain-share", str(_PLAIN_SHARE)),
+            *("--capture", "--head-off-share", str(_HEAD_OFF_SHARE)),
+            *("--plain-share", str(_plain_share(options.minutes))),
             *("--depth", str(options.depth), "--suffix-depth", str(options.suffix_depth)),
         ]
         places = _places(options, kept / "drafts", redis_url)
@@ -193,6 +198,10 @@ def run_demo(options: DemoOptions, console: Console) -> DemoRun:
             ),
         )
         return asyncio.run(demo.run())
+
+
+def _plain_share(minutes: float) -> float:
+    return min(_PLAIN_SHARE * max(1.0, _PLAIN_MINUTES / minutes), _MOST_PLAIN_SHARE)
 
 
 def _places(options: DemoOptions, store: Path, redis_url: str) -> list[str]:
