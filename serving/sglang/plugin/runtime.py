@@ -17,37 +17,29 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import structlog
 import torch
 
 from serving.capture.recorder import ErasureWatch
-from serving.group_cache.sync import GroupSharing
-from serving.group_cache.texts import GroupTexts
 from serving.hotswap.breaker import LiveWatch
 from serving.hotswap.follower import DraftFollower
-from serving.metrics import GroupTextMetrics
-from serving.sglang.capture.device_reads import DraftLogprobRecorder
 from serving.sglang.capture.pipeline import TracePipeline
 from serving.sglang.capture.request import Origin
 from serving.sglang.device import Device, device_layer
 from serving.sglang.plugin.checks import resolved, verification_of, version_of
-from serving.sglang.plugin.normed_residual import add_to_normed_features
+from serving.sglang.plugin.part_guard import PartGuard, failed_parts
+from serving.sglang.plugin.parts import depths_of, device_of, new_draft, new_probe, new_text, tensor_parallel_group
 from serving.sglang.pointer import LazyPointer, RankPointer, RankTarget
 from serving.sglang.proposals.depth import DepthControl, DepthSwitchLogFilter
 from serving.sglang.proposals.draft_sleep import DraftSleep
-from serving.sglang.proposals.remembered_text import RememberedText, ring_size, text_width
-from serving.sglang.proposals.splice import CommittedTokens, TextSplice
 from serving.sglang.proposals.step_clock import StepClock
 from serving.sglang.rank_agreement import Agreement
 from serving.sglang.report import Fields, group_text_fields, speedup_fields, swap_fields
 from serving.sglang.settings import PluginSettings, default_engine_id
-from serving.sglang.swap import SglangDraft
 from serving.speedup import ControlShare, SpeedupMeter
-from speculator.draft.checkpoint import config_from_json, expected_shapes, model_key
-from speculator.errors import ConfigError, type_and_place
-from speculator.redis.client import connect
+from speculator.draft.checkpoint import model_key
 from speculator.redis.control_plane import EngineLoad, gpu_id
 from speculator.tracing import close_spans, configure_spans
 from speculator.versions.store import DraftStore, Manifest
@@ -88,19 +80,19 @@ class EngineRuntime:
         # Where there are several ranks all must choose the same depth and exchange the same draft in the same step.
         self._choosing = PartGuard("depth", holds=alone)
         device = device_layer(device_of(worker))
-        self.draft = _new_draft(worker, store, manifest, device, alone=alone)
+        self.draft = new_draft(worker, store, manifest, device, alone=alone)
         self._remembering = PartGuard("text")
         # All ranks must verify the same proposals from earlier text.
         self._splicing = PartGuard("splice", off=self._stop_text, holds=alone)
         # Swaps happen in meetings, so an error there ends them.
         self._meeting = PartGuard("swap", off=self.draft.close, holds=alone)
         # The probe's reads are recorded into every CUDA graph of the draft, so only capture has a probe.
-        self.probe = _new_probe(worker, depths) if settings.capture and self._is_writer else None
+        self.probe = new_probe(worker, depths) if settings.capture and self._is_writer else None
         self.meter = SpeedupMeter()
         # One rank watches; the others stage what it stages.
         watch = LiveWatch(manifest.version) if settings.watch and self._is_writer else None
         self.depth = self._new_depth(settings, depths, manifest, device, watch)
-        self.text, self._splice = _new_text(worker, settings, key, depths, device, is_writer=self._is_writer)
+        self.text, self._splice = new_text(worker, settings, key, depths, device, is_writer=self._is_writer)
         self._depth_version = manifest.version
         self._asked_limit: int | None = None
         """The operator's limit of the depth; in force from the next meeting on."""
@@ -454,134 +446,3 @@ class EngineRuntime:
             **speedup_fields(self.meter.measure(), self.depth.end_to_end.measure()),
             **({} if self._traces is None else self._traces.status()),
         }
-
-
-def _new_text(
-    worker: Any, settings: PluginSettings, key: str, depths: list[int], device: Device, *, is_writer: bool
-) -> tuple[RememberedText | None, TextSplice | None]:
-    """What proposes earlier text, (None, None) where the server cannot verify it. Only rank 0 has a RememberedText."""
-    if not settings.suffix_depth:
-        if settings.share_groups:
-            log.warning("slipstream: SLIPSTREAM_SHARE_GROUPS has no effect: SLIPSTREAM_SUFFIX_DEPTH is 0")
-        return None, None
-    if worker.adaptive_controller is None:
-        log.warning("slipstream: no suffix drafts from earlier text: they need --speculative-adaptive")
-        return None, None
-    depth, overlaps = min(settings.suffix_depth, max(depths)), not resolved(worker.server_args).disable_overlap_schedule
-    width = max(text_width(depth, overlaps=overlaps), *depths)
-    text = None
-    if is_writer:
-        text = RememberedText(
-            depth=depth,
-            width=width,
-            overlaps=overlaps,
-            captures_unmarked=settings.capture_unmarked,
-            ttl_s=3600 * settings.trace_ttl_hours,
-            sharing=_new_sharing(worker, settings, key) if settings.share_groups else None,
-        )
-    num_slots = worker.req_to_token_pool.req_to_token.shape[0]
-    committed = CommittedTokens(num_slots, ring_size(width), device_of(worker)) if overlaps else None
-    return text, TextSplice(device, width=width, committed=committed)
-
-
-def _new_sharing(worker: Any, settings: PluginSettings, key: str) -> GroupSharing:
-    return GroupSharing(
-        lambda: GroupTexts(connect(settings.redis_url), key, ttl_s=3600 * settings.trace_ttl_hours),
-        vocab_size=worker.target_worker.model_config.vocab_size,
-        metrics=GroupTextMetrics(),
-    )
-
-
-def _new_draft(worker: Any, store: DraftStore, manifest: Manifest, device: Device, *, alone: bool) -> SglangDraft:
-    config = config_from_json(store.config(manifest.version))
-    load = partial(
-        store.load,
-        expected_fingerprint=manifest.target_fingerprint,
-        expected_d2t=store.load(manifest.version)["d2t"],
-        expected_shapes=expected_shapes(config),
-    )
-    model = worker.draft_worker.draft_runner.model
-    if config.norm_before_residual:
-        add_to_normed_features(model)
-    return SglangDraft(model, manifest.version, load, device=device, alone=alone)
-
-
-def _new_probe(worker: Any, depths: list[int]) -> DraftLogprobRecorder:
-    num_slots = worker.req_to_token_pool.req_to_token.shape[0]
-    return DraftLogprobRecorder(
-        num_slots=num_slots,
-        # Graphs are captured for batches that are padded beyond the number of requests.
-        max_batch=2 * num_slots,
-        max_proposals=max(*depths, worker.speculative_num_draft_tokens - 1),
-        topk=worker.topk,
-        device=device_of(worker),
-    )
-
-
-def depths_of(worker: Any) -> list[int]:
-    """The depths that the server can choose, ascending. Raises ConfigError where 0 is not among them."""
-    controller = worker.adaptive_controller
-    depths = controller.candidate_steps if controller is not None else [worker.speculative_num_steps]
-    if controller is not None and 0 not in depths:
-        raise ConfigError("--speculative-adaptive-config has no candidate 0: add it, the baseline needs it")
-    return sorted(set(depths))
-
-
-def device_of(worker: Any) -> torch.device:
-    device: torch.device = next(worker.target_worker.model_runner.model.parameters()).device
-    return device
-
-
-def tensor_parallel_group() -> Any:
-    from sglang.srt.distributed.parallel_state import get_tp_group
-
-    return get_tp_group()
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-class PartGuard:
-    """Guards the calls into one part of the plugin: its first error turns the part off.
-
-    For the scheduler's thread. SGLang's own functions are never called inside.
-    """
-
-    def __init__(self, part: str, *, off: Callable[[], object] = lambda: None, holds: bool = True) -> None:
-        """`off` is called once, after the first failure: it frees what the part holds.
-
-        `holds` is False where ranks must agree on the part: a failure then ends the server, since ranks that disagree
-        wait for each other for ever.
-        """
-        self.part, self._off, self._holds = part, off, holds
-        self.reason = ""
-        """The type of the error that turned the part off; empty while it is on."""
-
-    @property
-    def is_off(self) -> bool:
-        return bool(self.reason)
-
-    def __call__(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """The result of `work`; None where the part is off, or is turned off now."""
-        if self.is_off:
-            return None
-        try:
-            return work(*args, **kwargs)
-        except Exception as error:
-            self.reason = type(error).__name__
-            if not self._holds:
-                log.critical("slipstream: %s failed on one rank, the server ends: %s", self.part, type_and_place(error))
-                raise
-            log.error("slipstream: %s is off from now on, serving goes on: %s", self.part, type_and_place(error))
-        # Outside the handler, so that the tensors of the failed call are free.
-        try:
-            self._off()
-        except Exception as error:
-            log.error("slipstream: %s could not free what it held: %s", self.part, type_and_place(error))
-        return None
-
-
-def failed_parts(guards: tuple[PartGuard, ...]) -> dict[str, str]:
-    """The field of the engine's report: parts that are off, by the error that turned them off."""
-    return {"failures": ",".join(f"{guard.part}:{guard.reason}=1" for guard in guards if guard.is_off)}

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from serving.group_cache.texts import HEAD_BYTES, GroupKey, decode_pieces
-from serving.sglang.plugin.runtime import EngineRuntime, PartGuard
+from serving.sglang.plugin.part_guard import PartGuard
+from serving.sglang.plugin.runtime import EngineRuntime
 from serving.sglang.report import EngineReport
 from serving.sglang.settings import PluginSettings
 from speculator.draft.checkpoint import model_key, target_fingerprint
