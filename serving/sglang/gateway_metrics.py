@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from serving.acceptance import LengthKey
 from serving.metrics import (
     ACCEPTED,
+    ACCEPTED_TEXT,
     DEPTH,
     DRAFT_VERSION,
     PROPOSALS,
@@ -133,6 +134,10 @@ def _round_metrics(report: EngineReport) -> Iterator[Metric]:
             for position, count in by_position.items():
                 family.add_metric([source, position], count)
         yield family
+    texts = CounterMetricFamily(*ACCEPTED_TEXT, labels=["text"])
+    for text, count in report.accepted_text.items():
+        texts.add_metric([text], count)
+    yield texts
     yield _gauge(*SUFFIX_TOKENS, report.text_tokens)
     yield CounterMetricFamily(
         "slipstream_suffix_evicted", "Windows of earlier text evicted for others", report.text_evicted

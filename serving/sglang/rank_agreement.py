@@ -94,7 +94,7 @@ class Agreement:
         """
         if self._group is None:
             return found
-        packed = np.zeros((len(requests), 2 + 2 * width), np.int32) if found is None else found.packed()
+        packed = np.zeros((len(requests), 3 + 2 * width), np.int32) if found is None else found.packed()
         dist.broadcast(torch.from_numpy(packed), dist.get_global_rank(self._group, 0), group=self._group)
         # Rank 0 also plans with the values that it broadcast: packing rounds them.
         return Continuations.unpacked(packed, requests) if packed[:, 0].any() else None

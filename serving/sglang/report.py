@@ -38,6 +38,8 @@ class EngineReport:
     accepted: Mapping[str, int]
     text_proposals: Mapping[str, int]
     text_accepted: Mapping[str, int]
+    accepted_text: Mapping[str, int]
+    """Accepted proposals from earlier text, by whose text it was."""
     verifications_by_length: Mapping[str, int]
     """By source, what is measured and its upper bound in tokens, as "head/context/512"; so is `tokens_by_length`."""
     tokens_by_length: Mapping[str, int]
@@ -144,7 +146,7 @@ _COUNTS = (
 _COUNTS_BY = (
     *("rounds", "decode_ms", "round_tokens", "proposals", "accepted", "text_proposals", "text_accepted"),
     *("verifications_by_length", "tokens_by_length", "dropped_by_reason", "verdicts", "group_text", "group_text_lags"),
-    "branch_rows",
+    *("branch_rows", "accepted_text"),
 )
 _MEANS = (
     *("speedup", "speedup_lower", "speedup_upper", "speedup_estimated", "baseline_ms_per_token"),

@@ -14,6 +14,7 @@ import jsonschema
 import numpy as np
 import pytest
 
+from serving.sglang.report import EngineReport
 from slipstream.models import BUNDLED_MODEL, resolve_model
 from speculator.draft.checkpoint import draft_state
 from speculator.draft.initialization import fresh_draft
@@ -98,6 +99,9 @@ def test_the_text_is_that_of_a_plain_server_and_much_of_it_was_remembered(
     compare(plugged, plain, (*COPIED, *OTHERS), 96)
     report = plugged.wait_for(lambda report: report.get("text_accepted", "") != "")
     assert report["failures"] == ""
+    read = EngineReport.parse(report)
+    assert sum(read.accepted_text.values()) == sum(read.text_accepted.values())
+    assert read.accepted_text["own"] > 0
     alone = plugged.server.generate(plugged.ids(COPIED[0] + "\n"), max_new_tokens=96)
     tokens, rounds = len(alone["output_ids"]), alone["meta_info"]["spec_verify_ct"]
     assert tokens > 1.3 * rounds, "how long the chains are is up to the machine's times"

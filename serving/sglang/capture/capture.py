@@ -29,6 +29,7 @@ from serving.sglang.capture.request import (
     SpanRequest,
     has_metadata,
     is_constrained,
+    is_health_check,
     parent_of,
     policy_of,
     received_ms,
@@ -62,8 +63,6 @@ class ByteBudget:
 
 
 _ATTRIBUTE = "_slipstream_ticket"
-_HEALTH_CHECK = "HEALTH_CHECK"
-"""How the ids of SGLang's requests to itself begin, one token each (`sglang.srt.constants`)."""
 _MOST_LAUNCHED = 8
 """Launched verifications that may wait for their verdict. With overlap scheduling SGLang reports a verdict after the
 next launch. If it skips one, later verifications get the wrong verdict; their positions contradict each other, and
@@ -347,7 +346,7 @@ class StepCapture:
         policy = policy_of(request.sampling_params.custom_params)
         unlike_target = request.lora_id is not None or request.multimodal_inputs is not None
         unlike_target |= request.input_embeds is not None
-        if not policy.capture or unlike_target or request.rid.startswith(_HEALTH_CHECK):
+        if not policy.capture or unlike_target or is_health_check(request):
             return None
         reason = self._refusal(request)
         if reason is not None:

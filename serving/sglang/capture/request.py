@@ -28,6 +28,8 @@ from speculator.trace import BranchRows, Trace, Verification, VerifyRounds
 from speculator.tracing import Parent, remote_parent
 
 _GREEDY_TOP_K = 1
+_HEALTH_CHECK = "HEALTH_CHECK"
+"""How the ids of SGLang's requests to itself begin, one token each (`sglang.srt.constants`)."""
 
 
 class Origin(NamedTuple):
@@ -49,12 +51,17 @@ def attach_metadata(request: Any, header: str) -> None:
 
 
 def attach_metadata_to_generation(generation: Any, header: str) -> None:
-    """As `mark`, for a generation whose request body has no field for it."""
+    """As `attach_metadata`, for a generation whose request body has no field for it."""
     marks = RequestMetadata.of_header(header)
     generation.rid = marks.rid
     # SGLang 0.5.17 has no cache_salt, only extra_key.
     setattr(generation, "cache_salt" if hasattr(generation, "cache_salt") else "extra_key", marks.cache_salt)
     generation.sampling_params["custom_params"] = {POLICY_KEY: marks.policy}
+
+
+def is_health_check(request: Any) -> bool:
+    id_: str = request.rid
+    return id_.startswith(_HEALTH_CHECK)
 
 
 def has_metadata(custom_params: Mapping[str, Any] | None) -> bool:

@@ -151,14 +151,14 @@ class ChainDrafter:
 
     def advance(
         self, slots: Sequence[int], committed: np.ndarray, starts: Sequence[int], limits: Sequence[int]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Append what was committed to the answers in these slots, −1 for none, and return their next chains.
 
         `committed` are int64, one answer after the other, of which answer i has those from `starts[i]` to
         `starts[i + 1]`. Returns up to `limits` tokens [B, W] of each, the probability [B, W] that each is accepted,
-        once reached, and how many there are [B].
+        once reached, how many there are [B], and whose text they are from [B], as a `TextSource`.
         """
-        batch = len(slots)
+        batch, slots_B = len(slots), np.array(slots, np.int64)
         found = np.zeros((batch, self._width), np.int32)
         probabilities, counts = np.zeros((batch, self._width)), np.zeros(batch, np.int64)
         advance(
@@ -166,7 +166,7 @@ class ChainDrafter:
             self._windows,
             self._requests,
             self._tenant_sums,
-            np.array(slots, np.int64),
+            slots_B,
             np.array(starts, np.int64),
             committed,
             np.minimum(np.array(limits, np.int64), self._width),
@@ -176,7 +176,7 @@ class ChainDrafter:
             probabilities,
             counts,
         )
-        return found, probabilities, counts
+        return found, probabilities, counts, self._requests.kinds[slots_B, 0] // BITS
 
     @property
     def num_tokens(self) -> int:

@@ -385,6 +385,7 @@ class DepthControl:
             seconds=seconds,
             accepted=accepted,
             from_text=done.from_text,
+            sources=None if done.text is None else done.text.sources,
         )
         if self._planner is not None and not done.is_control:
             expected_s = self._planner.seconds(done.batch, done.depth, uses_head=done.uses_head)

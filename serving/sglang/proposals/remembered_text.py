@@ -29,7 +29,7 @@ import numpy as np
 from serving.group_cache.sync import GroupSharing, Publish
 from serving.group_cache.texts import GroupKey
 from serving.sglang.capture.device_reads import LEAST_PROBABILITY
-from serving.sglang.capture.request import has_metadata, policy_of
+from serving.sglang.capture.request import has_metadata, is_health_check, policy_of
 from serving.sglang.proposals.chain_drafter import ChainDrafter
 from speculator.proposals.suffix_drafter import MAX_MATCH
 
@@ -78,6 +78,8 @@ class Continuations:
     """[B] the number of tokens of each."""
     first: np.ndarray
     """[B] the position of its first token."""
+    sources: np.ndarray
+    """[B] whose text it is from, as a `TextSource`."""
     num_answered: Sequence[int]
     """The length of each request's answer at which its continuation begins."""
     expected: np.ndarray = field(init=False)
@@ -100,16 +102,18 @@ class Continuations:
         places[:] = (self.first[:, None] + np.arange(width)) % ring_size(width)
 
     def packed(self) -> np.ndarray:
-        """[B, 2 + 2W] int32, from which `unpacked` makes them again."""
+        """[B, 3 + 2W] int32, from which `unpacked` makes them again."""
         bits = self.probabilities.astype(np.float32).view(np.int32)
-        return np.concatenate([self.counts[:, None], self.first[:, None], self.tokens, bits], 1, dtype=np.int32)
+        numbers = np.stack([self.counts, self.first, self.sources], 1)
+        return np.concatenate([numbers, self.tokens, bits], 1, dtype=np.int32)
 
     @classmethod
     def unpacked(cls, packed: np.ndarray, requests: Sequence[Any]) -> Continuations:
         """The continuations of these requests again."""
-        (counts, first), (tokens, bits) = packed[:, :2].T.astype(np.int64), np.split(packed[:, 2:], 2, axis=1)
+        counts, first, sources = packed[:, :3].T.astype(np.int64)
+        tokens, bits = np.split(packed[:, 3:], 2, axis=1)
         answered = [int(at) - len(request.origin_input_ids) for at, request in zip(first, requests, strict=True)]
-        return cls(tokens, bits.view(np.float32).astype(float), counts, first, answered)
+        return cls(tokens, bits.view(np.float32).astype(float), counts, first, sources, answered)
 
     def of(self, rows: np.ndarray) -> Continuations:
         """The continuations of these rows, none for −1."""
@@ -119,6 +123,7 @@ class Continuations:
             np.where(is_known[:, None], self.probabilities[rows], 0.0),
             np.where(is_known, self.counts[rows], 0),
             self.first[rows],
+            self.sources[rows],
             [self.num_answered[row] for row in rows],
         )
 
@@ -238,8 +243,8 @@ class RememberedText:
             # The last token of an answer is the target's own in any case.
             limits.append(min(request.sampling_params.max_new_tokens - length - 1, self._most))
             first.append(len(request.origin_input_ids) + length)
-        tokens, probabilities, counts = self._drafter.advance(slots, np.array(committed), starts, limits)
-        continuations = Continuations(tokens, probabilities, counts, np.array(first), lengths)
+        tokens, probabilities, counts, sources = self._drafter.advance(slots, np.array(committed), starts, limits)
+        continuations = Continuations(tokens, probabilities, counts, np.array(first), sources, lengths)
         return _Found(continuations, list(requests), list(map(id, requests)))
 
     def forget(self, tenants: Collection[str]) -> None:
@@ -286,6 +291,8 @@ class RememberedText:
     def _follow(self, request: Any) -> _Followed:
         if request.multimodal_inputs is not None or request.input_embeds is not None:
             # Placeholder tokens of images or embeddings are no text.
+            return _Followed()
+        if is_health_check(request):
             return _Followed()
         marks, prompt = request.sampling_params.custom_params, request.origin_input_ids
         policy = policy_of(marks)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from serving.metrics import TEXTS
 from serving.sglang.device import Device, DeviceEvent
 
 
@@ -96,6 +97,8 @@ class RoundTally:
         self._seconds = dict.fromkeys(_MODES, 0.0)
         self._of_head, self._of_text = np.zeros((2, 2, _MOST_PROPOSALS + 1), np.int64)
         """[2, positions] proposals, and the accepted ones; position 0 stays empty."""
+        self._by_source = np.zeros(len(TEXTS))
+        """Accepted proposals from earlier text."""
 
     def add(
         self,
@@ -105,8 +108,10 @@ class RoundTally:
         seconds: float,
         accepted: Sequence[int],
         from_text: Sequence[bool],
+        sources: np.ndarray | None = None,
     ) -> None:
-        """Add a step, with the accepted proposals of each request; `from_text` says whose proposals were earlier text.
+        """Add a step, with the accepted proposals of each request; `from_text` says whose proposals were earlier text,
+        and `sources` [B] whose text that was (a `TextSource`).
 
         `depths` are the proposals of a request from the head, and from earlier text.
         """
@@ -123,6 +128,8 @@ class RoundTally:
             ended_at = np.bincount(np.minimum(counts, depth), minlength=depth + 1)
             sums[0, 1 : depth + 1] += len(counts)
             sums[1, 1 : depth + 1] += ended_at[::-1].cumsum()[-2::-1] if depth else 0
+        if sources is not None:
+            self._by_source += np.bincount(sources[is_text_B], accepted_B[is_text_B], len(TEXTS))
 
     def report(self) -> dict[str, str]:
         """Fields of the engine's report, each `name=count,…`."""
@@ -132,6 +139,7 @@ class RoundTally:
             "round_tokens": _counts(self._tokens),
             **_by_position("", self._of_head),
             **_by_position("text_", self._of_text),
+            "accepted_text": _counts(dict(zip(TEXTS, map(int, self._by_source), strict=True))),
         }
 
 

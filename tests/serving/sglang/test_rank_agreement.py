@@ -23,13 +23,14 @@ def _found(rank: int) -> Continuations:
     """Each rank has found something; that of the first is what counts."""
     tokens = np.array([[0, 1, 2], [3, 0, 0]]) if rank == 0 else np.full((2, 3), 7)
     probabilities = np.array([[0.5, 0.25, 0.0], [0.5, 0.0, 0.0]])
-    return Continuations(tokens, probabilities, np.array([3 - rank, 1]), np.array([10, 10 + rank]), [4, 1])
+    counts, first, sources = np.array([3 - rank, 1]), np.array([10, 10 + rank]), np.array([2 - rank, 1])
+    return Continuations(tokens, probabilities, counts, first, sources, [4, 1])
 
 
 def _described(text: Continuations | None) -> dict[str, Any]:
     assert text is not None
     assert text.first.tolist() == [10, 10]
-    named = {"tokens": text.tokens, "counts": text.counts, "gains": text.gains([WIDTH])[:, 0]}
+    named = {"tokens": text.tokens, "counts": text.counts, "sources": text.sources, "gains": text.gains([WIDTH])[:, 0]}
     return {"answered": text.num_answered, **{name: values.tolist() for name, values in named.items()}}
 
 
@@ -77,7 +78,13 @@ def test_two_ranks(tmp_path: Path) -> None:
             "one does not": False,
             "times": [[4, 2, 0.1 + step, True, 0.0] for step in range(100 - 2 * MEETING_STEPS, 100)],
             "no times": [],
-            "text": {"tokens": [[0, 1, 2], [3, 0, 0]], "counts": [3, 1], "answered": [4, 1], "gains": [0.625, 0.5]},
+            "text": {
+                "tokens": [[0, 1, 2], [3, 0, 0]],
+                "counts": [3, 1],
+                "sources": [2, 1],
+                "answered": [4, 1],
+                "gains": [0.625, 0.5],
+            },
             "no text": None,
         }
 

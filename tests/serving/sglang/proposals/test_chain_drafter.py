@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from serving.sglang.proposals.chain_drafter import ChainDrafter
-from speculator.proposals.suffix_drafter import SuffixConfig, SuffixDrafter
+from speculator.proposals.suffix_drafter import SuffixConfig, SuffixDrafter, TextSource
 from speculator.proposals.suffix_index import NEW_TEXT
 
 WIDTH = 12
@@ -17,7 +17,7 @@ WIDTH = 12
 
 def advanced(
     drafter: ChainDrafter, slots: list[int], committed: list[list[int]], limits: list[int]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     tokens = np.array([token for of in committed for token in of], np.int64)
     return drafter.advance(slots, tokens, [0, *np.cumsum([len(of) for of in committed])], limits)
 
@@ -37,7 +37,7 @@ def test_it_proposes_what_the_one_in_python_does(seed: int) -> None:
     phrases = [[dice.randrange(50) for _ in range(dice.randint(3, 30))] for _ in range(12)]
     compiled, python = ChainDrafter(width=WIDTH), SuffixDrafter(SuffixConfig(width=1, learns=False))
     running: list[tuple[int, Any, list[int]]] = []
-    num_proposals = 0
+    num_proposals, seen = 0, set[TextSource]()
     for _ in range(150):
         if len(running) < 5:
             about: dict[str, Any] = {"tenant": dice.choice("ab"), "group_id": dice.choice(["", "g"])}
@@ -50,15 +50,19 @@ def test_it_proposes_what_the_one_in_python_does(seed: int) -> None:
         for (slot, request, _), tokens, limit in zip(running, came, limits, strict=True):
             if tokens:
                 request.commit(tokens)
-            expected = request.propose(limit).tree
-            found, probabilities, counts = advanced(compiled, [slot], [tokens], [limit])
+            proposal = request.propose(limit)
+            expected = proposal.tree
+            found, probabilities, counts, sources = advanced(compiled, [slot], [tokens], [limit])
             assert found[0, : counts[0]].tolist() == list(expected.tokens)
             assert probabilities[0, : counts[0]].tolist() == pytest.approx(list(expected.probabilities))
+            assert not proposal.sources or sources[0] == proposal.sources[0]
+            seen.update(proposal.sources)
             num_proposals += len(expected.tokens)
         for ended in [one for one in running if not one[2]]:
             running.remove(ended)
             compiled.end(ended[0])
     assert num_proposals > 500
+    assert seen == set(TextSource)
     assert compiled.num_evicted == 0
 
 
@@ -71,7 +75,7 @@ def test_a_window_forgets_its_oldest_text() -> None:
         tokens = [token for _ in range(3) for token in dice.choice(phrases)]
         request.commit(tokens)
         expected = request.propose(WIDTH).tree
-        found, _, counts = advanced(compiled, [slot], [tokens], [WIDTH])
+        found, _, counts, _ = advanced(compiled, [slot], [tokens], [WIDTH])
         assert found[0, : counts[0]].tolist() == list(expected.tokens)
 
 
@@ -79,7 +83,7 @@ def test_a_batch_is_as_its_requests_one_by_one() -> None:
     text = list(range(100, 140))
     drafter = ChainDrafter(width=WIDTH)
     slots = [drafter.start([*text, 5], max_answer=100, tenant=str(number)) for number in range(3)]
-    found, probabilities, counts = advanced(
+    found, probabilities, counts, _ = advanced(
         drafter, [slots[0], -1, slots[1], slots[2]], [text[:10], [], [7], text[:20]], [WIDTH, WIDTH, WIDTH, 3]
     )
     assert counts.tolist() == [WIDTH, 0, 0, 3]
@@ -99,7 +103,7 @@ def test_memory_is_bounded_and_the_least_used_text_makes_room() -> None:
         assert drafter.num_tokens < 1 << 17
     assert drafter.num_evicted > 20
     again = drafter.start([9], max_answer=100, tenant="t39")
-    _, _, counts = advanced(drafter, [again], [text[:16]], [WIDTH])
+    _, _, counts, _ = advanced(drafter, [again], [text[:16]], [WIDTH])
     assert counts[0] == WIDTH, "the newest is there"
     drafter.end(again)
     drafter.forget([f"t{number}" for number in range(40)])
@@ -113,10 +117,10 @@ def test_who_shares_nothing_is_continued_from_its_own_text_and_leaves_none() -> 
     text = list(range(100, 140))
     drafter = ChainDrafter(width=WIDTH)
     private = drafter.start([*text, 5], max_answer=100, tenant="t", shared=False)
-    _, _, counts = advanced(drafter, [private], [text[:16]], [WIDTH])
+    _, _, counts, _ = advanced(drafter, [private], [text[:16]], [WIDTH])
     assert counts[0] == WIDTH
     other = drafter.start([9], max_answer=100, tenant="t")
-    _, _, counts = advanced(drafter, [other], [text[:16]], [WIDTH])
+    _, _, counts, _ = advanced(drafter, [other], [text[:16]], [WIDTH])
     assert counts[0] == 0
 
 
@@ -127,7 +131,7 @@ def test_running_requests_keep_what_was_evicted() -> None:
     advanced(drafter, [running], [text], [0])
     slots = [drafter.start([1], max_answer=8000, tenant=f"other{number}") for number in range(20)]
     assert drafter.num_evicted > 0
-    found, _, counts = advanced(drafter, [running], [text[:16]], [WIDTH])
+    found, _, counts, _ = advanced(drafter, [running], [text[:16]], [WIDTH])
     assert found[0, : counts[0]].tolist() == text[16 : 16 + WIDTH]
     for slot in slots:
         drafter.end(slot)
@@ -139,7 +143,7 @@ def test_the_text_of_old_targets_and_of_long_ago_goes() -> None:
 
     def knows() -> bool:
         slot = drafter.start([9], max_answer=100, tenant="t")
-        _, _, counts = advanced(drafter, [slot], [text[:16]], [WIDTH])
+        _, _, counts, _ = advanced(drafter, [slot], [text[:16]], [WIDTH])
         drafter.end(slot)
         return bool(counts[0] > 3)
 
@@ -170,7 +174,7 @@ def test_a_group_whose_window_has_gone_takes_no_more() -> None:
     group = drafter.group_of(slot)
     assert group is not None
     assert group.append(NEW_TEXT, text) >= 0
-    found, _, counts = advanced(drafter, [slot], [text[:16]], [WIDTH])
+    found, _, counts, _ = advanced(drafter, [slot], [text[:16]], [WIDTH])
     assert found[0, : counts[0]].tolist() == text[16 : 16 + WIDTH]
     drafter.end(slot)
     drafter.forget(["t"])
@@ -179,5 +183,5 @@ def test_a_group_whose_window_has_gone_takes_no_more() -> None:
     assert others is not None
     assert others.number == group.number
     group.append(NEW_TEXT, text)
-    _, _, counts = advanced(drafter, [strangers], [text[:16]], [WIDTH])
+    _, _, counts, _ = advanced(drafter, [strangers], [text[:16]], [WIDTH])
     assert counts[0] == 0

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from serving.engine import Proposed, Stratum, WatchedRound
+from serving.metrics import TEXTS
 from serving.sglang.device import CpuDevice, Device
 from serving.sglang.proposals.depth import DepthControl, TimedStep
 from serving.sglang.proposals.draft_sleep import PROBE_EVERY_STEPS, SLEEP_AFTER_STEPS, DraftSleep
@@ -18,6 +19,7 @@ from serving.sglang.proposals.remembered_text import Continuations
 from serving.sglang.proposals.step_clock import RoundTally, StepClock
 from serving.sglang.report import EngineReport
 from serving.speedup import ControlShare, SpeedupMeter
+from speculator.proposals.suffix_drafter import TextSource
 from tests.serving.sglang.harness import Finish, Request
 from tests.serving.sglang.slow_device import SlowDevice
 
@@ -327,7 +329,8 @@ def text_for(batch: list[Any], tokens: list[int]) -> Continuations:
     counts = np.zeros(len(batch), np.int64)
     counts[0] = len(tokens)
     first = np.array([len(one.origin_input_ids) + len(one.output_ids) for one in batch])
-    return Continuations(found, probabilities, counts, first, [len(one.output_ids) for one in batch])
+    sources = np.full(len(batch), TextSource.GROUP)
+    return Continuations(found, probabilities, counts, first, sources, [len(one.output_ids) for one in batch])
 
 
 def with_text(control: DepthControl, batch: list[Any], accepted: list[int], *, came: list[int] | None = None) -> int:
@@ -368,6 +371,7 @@ def test_a_draft_that_sleeps_is_not_asked_where_text_goes_on() -> None:
     assert control.needs_no_reading(batch)
     assert (seen[-1].proposed, seen[-1].verifications, seen[-1].committed) == (None, (), 9)
     assert control.tally.report()["text_accepted"] == ",".join(f"{position}=1" for position in range(1, 9))
+    assert control.tally.report()["accepted_text"] == "own=0,group=8,tenant=0"
     control.found(None)
     assert control.steps_for(1) == 0
 
@@ -396,7 +400,8 @@ def test_text_that_did_not_come_true_was_not_proposed() -> None:
     seen: list[WatchedRound] = []
     control, batch = make_long_control(seen), requests(1)
     with_text(control, batch, [0], came=[7])
-    assert "text_accepted" not in {name for name, counts in control.tally.report().items() if counts}
+    assert control.tally.report()["text_accepted"] == ""
+    assert control.tally.report()["accepted_text"] == "own=0,group=0,tenant=0"
     assert control.tally.report()["accepted"] == "1=0"
 
 
@@ -463,16 +468,20 @@ def test_end_to_end_counts_prompts_and_takes_no_reading_from_who_is_served_plain
 def test_proposals_are_counted_by_position_as_one_by_one() -> None:
     tally, dice = RoundTally(), random.Random(0)
     proposals, right = [Counter[int](), Counter[int]()], [Counter[int](), Counter[int]()]
+    by_source = Counter[str]()
     for _ in range(50):
         depths = dice.randrange(4), dice.choice((0, 3, 16, 100))
         from_text = [dice.random() < 0.5 for _ in range(dice.randrange(1, 6))]
         accepted = [dice.randint(0, depths[is_text]) for is_text in from_text]
-        tally.add(drafted=True, depths=depths, seconds=0.1, accepted=accepted, from_text=from_text)
-        for count, is_text in zip(accepted, from_text, strict=True):
+        sources = np.array([dice.randrange(3) for _ in from_text])
+        tally.add(drafted=True, depths=depths, seconds=0.1, accepted=accepted, from_text=from_text, sources=sources)
+        for count, is_text, source in zip(accepted, from_text, sources, strict=True):
+            by_source[TEXTS[source]] += count * is_text
             for position in range(1, min(depths[is_text], 64) + 1):
                 proposals[is_text][position] += 1
                 right[is_text][position] += count >= position
     report = EngineReport.parse(tally.report())
+    assert report.accepted_text == by_source
     for source, of_source, accepted_of in (
         (0, report.proposals, report.accepted),
         (1, report.text_proposals, report.text_accepted),

@@ -74,6 +74,15 @@ def test_no_more_than_the_answer_may_have() -> None:
     assert found(make_text(), asked) == TEXT[16:18], "the last token is the target's own"
 
 
+def test_a_health_check_leaves_no_text() -> None:
+    """SGLang asks itself, for a token."""
+    text = make_text()
+    wrote(text, TEXT, rid="HEALTH_CHECK_1b2c", marked=False)
+    assert found(text, request([9], SEEN, marked=False)) == []
+    wrote(text, TEXT, marked=False)
+    assert found(text, request([9], SEEN, marked=False)) == TEXT[16:24]
+
+
 @pytest.fixture
 def behind() -> Iterator[RememberedText]:
     """A thread looks, and the device is a step ahead."""

@@ -31,7 +31,8 @@ def text_of(*rows: list[int], first: list[int]) -> Continuations:
     tokens, probabilities = np.zeros((len(rows), WINDOW), np.int32), np.zeros((len(rows), WINDOW))
     for row, found in enumerate(rows):
         tokens[row, : len(found)], probabilities[row, : len(found)] = found, 0.5
-    return Continuations(tokens, probabilities, np.array([len(row) for row in rows]), np.array(first), [])
+    counts = np.array([len(row) for row in rows])
+    return Continuations(tokens, probabilities, counts, np.array(first), np.zeros_like(counts), [])
 
 
 def make_splice(*, overlaps: bool = False, device: Device | None = None) -> TextSplice:
