@@ -2,10 +2,10 @@
 
     python -m benchmarks.rollout_sim [--quick] [--json FILE] [--engines 1 4 16 64] [--costs FILE.json] …
 
-Nothing decodes here. serving/rollout/ decides what runs where, as it does in service; a round, reading a prompt and
-what a verification commits take what was measured on the local engine (rollout_costs.json; how is in
-benchmarks/results/rollout_sim.md). Every engine of the simulation is such an engine on a machine of its own. Moving a
-sample costs reading its context again: there is no shared pool of keys and values.
+Nothing decodes here. serving/rollout/ decides what runs where, as it does in service; a round and reading a prompt take
+what was measured on SGLang (rollout_costs.json, by benchmarks/sglang_rollout_costs.py), and text proposes and a
+verification commits what it did on the answers of a real model. Every engine of the simulation is such an engine on a
+machine of its own. Moving a sample costs reading its context again: there is no shared pool of keys and values.
 
 The workload has the shape of Seer's (arXiv 2511.14617): 400 prompts of 8 samples for 32 GPUs, so 100 samples for each
 engine; a limit that a few samples reach; lengths alike within a group. Log-lengths are normal, the group having the

@@ -16,10 +16,13 @@ from transformers import AutoTokenizer
 from benchmarks.common.drafts import add_version
 from benchmarks.common.report import pick_prompts
 from serving.sglang.outside.launcher import adaptive_config
+from slipstream.children import running_child
+from slipstream.demo.servers import wait_until_ready
 from slipstream.demo.topics import Prompt
 from slipstream.models import resolve_model
 from speculator.draft.checkpoint import draft_state, model_key, target_fingerprint
 from speculator.draft.initialization import fresh_draft
+from speculator.host import free_port
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
@@ -32,6 +35,7 @@ LIVE_ID, FIXED_ID = "benchmark", "fixed"
 """Engine ids of the servers with the plugin."""
 IN_TURNS, UNSEEN, LEARNT_FROM = slice(96), slice(100, 148), slice(200, 2000)
 """Slices of the prompts: for turns, for unseen prompts, and for live traffic, from which the draft learns."""
+_READY_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,17 @@ class Scene:
     ) -> SglangServer:
         """A server with the plugin and fixed depth."""
         return self._drafting_server(name, name, version, flags, env)
+
+    @contextlib.contextmanager
+    def gateway(self, sglang_url: str, *flags: str, **settings: str) -> Iterator[str]:
+        """The URL of a gateway whose rollouts may use all slots: there are no other requests."""
+        url = f"http://127.0.0.1:{(port := free_port())}"
+        words = [*flags, "--sglang", sglang_url, "--model", str(self.model_dir), "--port", str(port)]
+        words += ["--store", str(self.store.root), "--redis-url", self.redis_url]
+        settings = {"SLIPSTREAM_GATEWAY_ROLLOUT_SLOTS_SHARE": "1", **settings}
+        with running_child("gateway", words, self.folder, **settings) as child:
+            wait_until_ready(url, [child], timeout_s=_READY_S)
+            yield url
 
     def _drafting_server(
         self, name: str, engine_id: str, version: int, flags: Sequence[str], env: Mapping[str, str] | None = None

@@ -38,10 +38,7 @@ from benchmarks.sglang_cpu_phases import SILENT, accept_length, training
 from benchmarks.sglang_cpu_scene import Scene, prepared
 from benchmarks.sglang_hybrid import SUFFIX_DEPTH
 from serving.sglang.outside.weights import update_weights
-from slipstream.children import running_child
 from slipstream.client import Group, Rollouts
-from slipstream.demo.servers import wait_until_ready
-from speculator.host import free_port
 from speculator.redis.embedded import EmbeddedRedis
 from tests.sglang.server import SglangServer
 
@@ -204,17 +201,11 @@ def _staged(scene: Scene, arguments: argparse.Namespace) -> Iterator[Stage]:
     served = scene.live_server(1, flags, name=ROLLOUT, suffix_depth=SUFFIX_DEPTH)
     plain = scene.plain_server("--max-running-requests", str(arguments.slots), name=PLAIN)
     with served, plain:
-        url = f"http://127.0.0.1:{(port := free_port())}"
-        words = ["--engine-id", ROLLOUT, "--sglang", served.url, "--model", str(scene.model_dir), "--port", str(port)]
-        words += ["--store", str(scene.store.root), "--redis-url", scene.redis_url]
         settings = {
             "SLIPSTREAM_GATEWAY_ADMIN_KEY": _ADMIN_KEY,
             "SLIPSTREAM_GATEWAY_TARGETS_DIR": str(arguments.policies.resolve()),
-            # Rollouts may use all slots: there are no other requests.
-            "SLIPSTREAM_GATEWAY_ROLLOUT_SLOTS_SHARE": "1",
         }
-        with running_child("gateway", words, scene.folder, **settings) as gateway:
-            wait_until_ready(url, [gateway], timeout_s=_UPDATE_S)
+        with scene.gateway(served.url, "--engine-id", ROLLOUT, **settings) as url:
             yield Stage(arguments, scene, {ROLLOUT: served, PLAIN: plain}, url)
 
 

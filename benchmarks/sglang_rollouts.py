@@ -28,7 +28,6 @@ import json
 import os
 import random
 import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -51,7 +50,6 @@ from tests.sglang.server import SglangServer
 
 DRAFTING, PLAIN = ("first", "second"), ("plain-first", "plain-second")
 WAYS = PLAIN_FIFO, FIFO, ROLLOUT = ("fifo plain", "fifo", "rollout")
-_READY_S = 120.0
 _HTTP = httpx.Timeout(None, connect=10.0)
 
 
@@ -209,40 +207,22 @@ def _staged(scene: Scene, version: int, slots: int) -> Iterator[Stage]:
         cores = sorted(os.sched_getaffinity(0))
         for number, server in enumerate(servers.values()):
             pin(opened.enter_context(server).pid, cores[number % 2 % len(cores)])
-        ports = {name: free_port() for name in ("router", "metrics", "gateway")}
+        port = free_port()
         workers = [servers[name].url for name in DRAFTING]
-        router_url, url = (f"http://127.0.0.1:{ports[name]}" for name in ("router", "gateway"))
-        gateway = [
-            *(sys.executable, "-m", "slipstream", "gateway", "--pool", "--sglang", router_url),
-            *("--model", str(scene.model_dir), "--store", str(scene.store.root), "--redis-url", scene.redis_url),
-            *("--port", str(ports["gateway"])),
-        ]
-        router = router_command(command, port=ports["router"], metrics_port=ports["metrics"], workers=workers)
-        for words in (router, gateway):
-            opened.enter_context(_running(words, scene.folder / "front.log"))
-        deadline = time.monotonic() + _READY_S
-        while not _has_engines(url):
-            assert time.monotonic() < deadline, (scene.folder / "front.log").read_text()[-3000:]
-            time.sleep(0.2)
+        words = router_command(command, port=port, metrics_port=free_port(), workers=workers)
+        opened.enter_context(_running(words, scene.folder / "router.log"))
+        url = opened.enter_context(scene.gateway(f"http://127.0.0.1:{port}", "--pool"))
         models = httpx.get(f"{url}/v1/models", trust_env=False).raise_for_status().json()
         yield Stage(servers, url, models["data"][0]["id"])
 
 
 @contextlib.contextmanager
 def _running(words: Sequence[str], log: Path) -> Iterator[None]:
-    # Rollouts may use all slots, as the other ways do: there are no other requests.
-    env = {**os.environ, "SLIPSTREAM_GATEWAY_ROLLOUT_SLOTS_SHARE": "1"}
-    with log.open("ab") as output, subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=env) as process:
+    with log.open("wb") as output, subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT) as process:
         try:
             yield
         finally:
             process.terminate()
-
-
-def _has_engines(url: str) -> bool:
-    with contextlib.suppress(httpx.TransportError):
-        return httpx.get(f"{url}/ready", timeout=5, trust_env=False).status_code == 200
-    return False
 
 
 def _arguments() -> argparse.Namespace:
