@@ -67,10 +67,9 @@ _FLUSH_S = 20.0
 """How long the engine may take to write its last traces before the restart."""
 _HEAD_OFF_SHARE = 0.25
 """Share of drafting rounds without the draft head, for the A/B of the head beside remembered text."""
-_PLAIN_SHARE = 0.06
-_MOST_PLAIN_SHARE = 0.2
-"""Share of rounds in plain stretches: twice a server's default, and more below three minutes, since their speedup's
-interval needs five stretches before the restart.
+_PLAIN_SHARE, _MOST_PLAIN_SHARE = 0.06, 0.2
+"""Share of rounds in plain stretches: twice a server's default, and more in a shorter demo than `_PLAIN_MINUTES`, since
+the interval of the end-to-end speedup needs five stretches before the restart.
 """
 _PLAIN_MINUTES = 3
 _MLP_WIDTH = 512

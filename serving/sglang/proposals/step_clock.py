@@ -108,10 +108,10 @@ class RoundTally:
         seconds: float,
         accepted: Sequence[int],
         from_text: Sequence[bool],
-        sources: np.ndarray | None = None,
+        sources: np.ndarray | None,
     ) -> None:
         """Add a step, with the accepted proposals of each request; `from_text` says whose proposals were earlier text,
-        and `sources` [B] whose text that was (a `TextSource`).
+        and `sources` [B] whose text that was (a `TextSource`), None where there was none.
 
         `depths` are the proposals of a request from the head, and from earlier text.
         """
