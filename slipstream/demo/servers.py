@@ -14,8 +14,10 @@ from serving.speedup import HEAD_AB_ARMS, Sums
 from slipstream.children import Child
 from speculator.errors import ConfigError
 
+_READY_TIMEOUT_S = 180.0
 
-def wait_until_ready(url: str, children: Sequence[Child], *, timeout_s: float) -> None:
+
+def wait_until_ready(url: str, children: Sequence[Child], *, timeout_s: float = _READY_TIMEOUT_S) -> None:
     """Wait until the gateway accepts requests.
 
     Raises ChildError where one of the children ends, ConfigError where it takes too long.
