@@ -135,7 +135,8 @@ def create_passthrough_app(
 
         @asynccontextmanager
         async def running() -> AsyncIterator[None]:
-            async with rollout_registry.running(), pool.running(rollout_registry.driver.set_engines):
+            # The driver closes its streams before the pool closes the connections.
+            async with pool.running(rollout_registry.driver.set_engines), rollout_registry.running():
                 yield
 
     if targets is not None:

@@ -90,6 +90,7 @@ class Driver:
             self._on_engine_lost(name)
         self._engines = found
         self._lost &= found.keys()
+        self._resting &= found.keys()
         # A new engine that is not alive yet counts as lost until `tick` finds it alive.
         self._lost |= {name for name, engine in found.items() if not engine.is_alive}
         self.dispatch()
@@ -134,11 +135,10 @@ class Driver:
         """Move to a newer target: end samples that are too old for it, and stop the engines on them.
 
         Engines must already serve the new target: samples that begin from now on carry its number. A version that is
-        not newer, such as one that a chunk has reported before, changes nothing.
+        not newer changes nothing.
         """
-        if version > self._scheduler.target_version:
-            self._end_all(self._scheduler.announce_target(version))
-            self.dispatch()
+        self._end_all(self._scheduler.announce_target(version))
+        self.dispatch()
 
     @property
     def counts(self) -> Counter[SampleState]:
@@ -178,10 +178,11 @@ class Driver:
         """Give engines as much work as they have slots for, and take back work for which they have no slot left."""
         if not self._works:
             return
-        names = sorted(self._engines.keys() - self._lost - self._resting)
+        alive = self._engines.keys() - self._lost
+        names = sorted(name for name in alive - self._resting if self._engines[name].takes_new)
         for name in names:
             self._preempt_excess(name)
-        for name in self._resting - self._lost:
+        for name in alive.difference(names):
             # The scheduler must not leave samples to an engine that takes none now.
             self._request_work(name, 0)
         while (lease := self._next_lease(names)) is not None:
@@ -192,7 +193,8 @@ class Driver:
                 self._start(lease)
 
     async def close(self) -> None:
-        """Close every stream; what had not ended is forgotten."""
+        """Close every stream; what had not ended is forgotten, so that nothing begins again."""
+        self._works.clear()
         tasks = [task for _, task in self._live.values()]
         self._live.clear()
         for task in tasks:
@@ -296,6 +298,11 @@ class Driver:
             self._end_all(too_old)
             self.dispatch()
         if lease.number not in self._live:
+            return False
+        if self._scheduler.is_behind(lease, chunk.target_version):
+            self._resting.add(lease.engine)
+            self._scheduler.preempted(lease)
+            self._stop(lease.number)
             return False
         self._answers[lease.sample_id].add(chunk, lease.engine)
         self.num_tokens += len(chunk.token_ids)

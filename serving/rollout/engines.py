@@ -39,6 +39,10 @@ class RolloutEngine(Protocol):
         """Samples that may run here now; it may change at any time (`Driver.dispatch`)."""
 
     @property
+    def takes_new(self) -> bool:
+        """Whether samples may begin here now, in as far as there are slots. What runs goes on in any case."""
+
+    @property
     def memory_tokens(self) -> int:
         """Tokens that all its samples together may hold."""
 
@@ -82,6 +86,10 @@ class InProcessEngine:
         return max(0, min(self._share.slots(num_slots), num_slots - self._num_interactive()))
 
     @property
+    def takes_new(self) -> bool:
+        return True
+
+    @property
     def memory_tokens(self) -> int:
         """Every slot has a whole context for itself."""
         info = self._engine.info
@@ -113,6 +121,8 @@ class EngineCapacity:
     """Memory of all its samples, each to the end of its chunk."""
     num_read: int = 0
     """Tokens that its samples have read, each counted when its next token came."""
+    target_version: int = 0
+    """The newest of the tokens that it has sent."""
 
     def end_of_chunk(self, sample: Sample) -> int:
         """The number of tokens at which a chunk ends that begins now."""

@@ -115,7 +115,7 @@ class Sample:
     read_mark: int = 0
     """`EngineCapacity.num_read` when its last tokens came."""
     target_version: int | None = None
-    """The target's version at its first tokens; until they come, the newest one at its lease."""
+    """The target's version at its first tokens; until they come, that of its lease."""
     turns: list[tuple[int, int]] = field(default_factory=list)
     """(begin, end) of each finished turn of the model among its tokens; its environment has said the rest."""
     turn_start: int = 0
@@ -191,6 +191,7 @@ class Lease:
     seed: int
     max_tokens: int
     target_version: int
+    """The least that its tokens may have: announced for all engines, or seen of this one, when it began."""
 
 
 @dataclass(frozen=True, kw_only=True)

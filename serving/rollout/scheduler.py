@@ -46,6 +46,8 @@ class Policy:
 class Scheduler:
     def __init__(self, policy: Policy, *, target_version: int = 0) -> None:
         self._policy, self.target_version = policy, target_version
+        self._announced = target_version
+        """The newest target version that all engines serve; `target_version` is the newest that any has shown."""
         self._groups: dict[str, Group] = {}
         self._num_groups = 0
         self._shares = FairShares()
@@ -243,30 +245,42 @@ class Scheduler:
     # -- versions and time --------------------------------------------------------------------------------------------
 
     def announce_target(self, version: int) -> list[SampleEnd]:
-        """Move to a newer target; end samples that are too old for it, with their tokens or without, as their group
-        asks.
+        """Move all engines to a target; end samples that are too old for it, with their tokens or without, as their
+        group asks. A version that is not newer changes nothing.
         """
-        assert version > self.target_version
-        self.target_version = version
-        # Samples without tokens are judged when their first tokens come (`target_seen`).
-        old = [sample for sample in self._all_under_way() if sample.tokens and is_stale(sample, version)]
-        return [self._end_stale(sample) for sample in old]
+        self._announced = max(self._announced, version)
+        return self._move_target(version)
 
     def target_seen(self, lease: Lease, version: int) -> list[SampleEnd]:
-        """Note the target version of tokens that a lease is about to report.
+        """Note the target version of tokens that a lease is about to report, and end the samples that it makes too old,
+        the lease's own too, without these tokens.
 
-        An engine may decode under a new target before that is announced. Samples that are then too old end, the lease's
-        own too, without these tokens.
+        An engine may decode under a new target before that is announced, and before the others do.
         """
         sample = self._leases.get(lease.number)
         if sample is None:
             return []
+        capacity = self._capacities[lease.engine]
+        capacity.target_version = max(capacity.target_version, version)
         if not sample.tokens:
             sample.target_version = max(version, lease.target_version)
-        ended = self.announce_target(version) if version > self.target_version else []
-        if lease.number in self._leases and is_stale(sample, self.target_version):
-            ended.append(self._end_stale(sample))
-        return ended
+        return self._move_target(version)
+
+    def is_behind(self, lease: Lease, version: int) -> bool:
+        """Whether tokens of this target version are too old for a lease's sample, which is not: an engine had sent them
+        before it moved, or has yet to move. The sample can go on elsewhere without them.
+        """
+        sample = self._leases.get(lease.number)
+        limit = None if sample is None else sample.group.request.max_staleness
+        return limit is not None and self.target_version - max(version, lease.target_version) > limit
+
+    def _move_target(self, version: int) -> list[SampleEnd]:
+        if version <= self.target_version:
+            return []
+        self.target_version = version
+        # What has no tokens yet may still get new ones (`is_behind`).
+        old = [sample for sample in self._all_under_way() if sample.tokens and is_stale(sample, version)]
+        return [self._end_stale(sample) for sample in old]
 
     def expire(self, now_s: float) -> list[SampleEnd]:
         """End what is past its deadline."""
@@ -333,8 +347,9 @@ class Scheduler:
         sample.lease = next(self._lease_numbers)
         self._leases[sample.lease] = sample
         self._shares.count_running(sample.job, 1)
-        if sample.target_version is None or not sample.tokens:
-            sample.target_version = self.target_version
+        served = max(self._announced, capacity.target_version)
+        if not sample.tokens:
+            sample.target_version = served
         request = sample.group.request
         return Lease(
             sample_id=sample.sample_id,
@@ -344,7 +359,7 @@ class Scheduler:
             num_generated=len(sample.tokens) - sample.turn_start,
             seed=sample.seed,
             max_tokens=sample.tokens_left,
-            target_version=sample.target_version,
+            target_version=served,
         )
 
     def _next_chunk(self, sample: Sample, engine: str) -> Verdict:

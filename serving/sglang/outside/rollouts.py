@@ -149,11 +149,13 @@ class SglangRolloutEngine:
 
     @property
     def num_slots(self) -> int:
-        if self._num_behind:
-            # Start nothing new. What runs goes on: the new weights may only be a moment late.
-            return self._num_open
         most = self._load.max_running_requests
         return max(0, min(self._settings.share.slots(most), most - min(self._others)))
+
+    @property
+    def takes_new(self) -> bool:
+        # Where the weights are older than another server's, the new ones may only be a moment late.
+        return not self._num_behind
 
     @property
     def memory_tokens(self) -> int:
@@ -383,6 +385,9 @@ class ServerPool:
     settings: PoolSettings
     poll_s: float = POLL_S
     _engines: dict[str, SglangRolloutEngine] = field(default_factory=dict)
+    _polls: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    """The last poll of each server, which may be under way: one that does not answer holds up no other."""
+    _closing: set[asyncio.Task[None]] = field(default_factory=set)
     _http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=_TIMEOUT_S, trust_env=False))
 
     @asynccontextmanager
@@ -391,24 +396,37 @@ class ServerPool:
         try:
             yield
         finally:
-            looking.cancel()
-            await asyncio.gather(looking, return_exceptions=True)
-            await asyncio.gather(*(engine.close() for engine in self._engines.values()))
+            under_way = [looking, *self._polls.values()]
+            for task in under_way:
+                task.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
+            await asyncio.gather(*self._closing, *(engine.close() for engine in self._engines.values()))
             self._http.close()
 
     async def poll(self, on_change: Callable[[Iterable[RolloutEngine]], None]) -> None:
         urls = await self._servers() if self.is_routed else self.urls
-        gone = [self._engines.pop(url) for url in self._engines.keys() - urls]
+        gone = {url: self._engines.pop(url) for url in self._engines.keys() - urls}
         new = {url: SglangRolloutEngine(url, self.settings) for url in urls if url not in self._engines}
         self._engines |= new
-        await asyncio.gather(*(engine.poll() for engine in self._engines.values()))
+        for url, engine in gone.items():
+            self._polls.pop(url).cancel()
+            closing = asyncio.create_task(engine.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        for url, engine in self._engines.items():
+            if url not in self._polls or self._polls[url].done():
+                self._polls[url] = asyncio.create_task(engine.poll())
+        if self._engines:
+            await asyncio.wait([self._polls[url] for url in self._engines], timeout=self.poll_s)
         newest = max((engine.target_label for engine in self._engines.values()), default=0)
         for engine in self._engines.values():
             engine.check_weights(newest)
         if gone or new:
             log.info("rollout_servers", servers=sorted(engine.name for engine in self._engines.values()))
             on_change(self._engines.values())
-        await asyncio.gather(*(engine.close() for engine in gone))
+        for task in self._polls.values():
+            if task.done():
+                task.result()
 
     async def _servers(self) -> Sequence[str]:
         """The addresses of the servers; those known so far where no router answers."""

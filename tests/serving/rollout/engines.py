@@ -51,6 +51,7 @@ class SeededEngine:
     num_slots: int = 4
     memory_tokens: int = 10**6
     is_alive: bool = True
+    takes_new: bool = True
     dies_after: int | None = None
     """Chunks, of all streams together; until then it lives."""
     holds_after: int | None = None

@@ -336,6 +336,64 @@ def test_a_target_that_moves_before_it_is_announced_mixes_nothing() -> None:
     }
 
 
+def test_what_an_engine_with_an_older_target_sends_is_not_taken_for_the_new_one() -> None:
+    moved, behind = (SeededEngine(name, num_slots=1, holds_after=1) for name in "xy")
+
+    async def talk(driver: Driver, results: Results) -> None:
+        driver.submit([work("a", samples=2, max_tokens=6, max_staleness=0)])
+        await until(lambda: moved.num_chunks == behind.num_chunks == 1)
+        driver.submit([work("b", samples=4, max_tokens=6, max_staleness=0)])
+        moved.target_version = 1
+        moved.release.set()
+        await until(lambda: len(behind.requests) > 1)
+        behind.release.set()
+        await until(lambda: len(results.by_sample) >= 4)
+        behind.target_version = 1
+        await results.wait_for(6)
+
+    results = drive(talk, moved, behind).by_sample
+    assert {name: result.state for name, result in results.items() if name[0] == "b"} == {
+        f"b{number}": SampleState.FINISHED for number in range(4)
+    }
+    assert {result.target_version for name, result in results.items() if name[0] == "b"} == {1}
+    assert not [
+        name for name, result in results.items() if result.state is SampleState.FINISHED and result.engine == "y"
+    ]
+
+
+def test_an_engine_that_takes_nothing_new_keeps_what_it_runs() -> None:
+    engine, other = SeededEngine("x", num_slots=2, holds_after=1), SeededEngine("y", num_slots=1, holds_after=1)
+
+    async def talk(driver: Driver, results: Results) -> None:
+        driver.submit([work("a", samples=3, max_tokens=6)])
+        await until(lambda: engine.num_chunks == 2 and other.num_chunks == 1)
+        driver.submit([work("b", samples=3, max_tokens=6)])
+        engine.takes_new = False
+        driver.tick()
+        assert engine.num_open == 2
+        engine.release.set()
+        other.release.set()
+        await results.wait_for(6)
+
+    drive(talk, engine, other)
+    assert [len(engine.requests), len(other.requests)] == [2, 4]
+
+
+def test_an_engine_that_leaves_while_it_rests_is_forgotten() -> None:
+    leaving = SeededEngine("x", failures=[EngineBusyError("full", retry_after_s=1)])
+    staying = SeededEngine("y", num_slots=0)
+
+    async def talk(driver: Driver, results: Results) -> None:
+        driver.submit([work("a", samples=1)])
+        await until(lambda: leaving.requests and not leaving.num_open)
+        driver.set_engines([staying])
+        staying.num_slots = 1
+        driver.tick()
+        await results.wait_for(1)
+
+    assert drive(talk, leaving, staying).by_sample["a0"].engine == "y"
+
+
 def test_a_deadline_ends_what_is_late_with_the_tokens_that_it_has() -> None:
     engine, clock = SeededEngine("x", num_slots=1, holds_after=1), Clock()
 

@@ -148,8 +148,12 @@ def test_a_sample_is_as_old_as_its_first_tokens() -> None:
     assert [one.stop for one in scheduler.target_seen(fresh, 1)] == [("x", old.number)]
     scheduler.progressed(fresh, (1,))
     assert sample(scheduler, "a2").target_version == 1
-    assert [one.sample_id.number for one in scheduler.target_seen(late, 0)] == [1], "on its way since before the move"
-    assert scheduler.target_seen(late, 0) == scheduler.target_seen(old, 2) == []
+    assert not scheduler.is_behind(fresh, 1)
+    assert scheduler.target_seen(late, 0) == [] == scheduler.target_seen(old, 2)
+    assert scheduler.is_behind(late, 0), "on its way since before the move"
+    scheduler.preempted(late)
+    (late,) = scheduler.next_for("x", 1, ROOMY)
+    assert late.target_version == 1
     scheduler.preempted(thrown_out)
     (again,) = scheduler.next_for("x", 1, ROOMY)
     assert (names([again]), again.target_version) == (["a3"], 1)

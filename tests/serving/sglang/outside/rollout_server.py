@@ -43,6 +43,9 @@ class RolloutServer:
     """So many requests find its queue full (`--max-queued-requests`)."""
     is_down: bool = False
     """Breaks every connection, and answers nothing."""
+    is_silent: bool = False
+    """Does not answer how much load it has, and breaks no connection."""
+    num_polls: int = 0
     refusal: Response | None = None
     events: list[bytes] | None = None
     """Said instead of an answer."""
@@ -96,7 +99,10 @@ class RolloutServer:
             "incremental_streaming_output": self.is_incremental,
         }
 
-    def _loads(self) -> Response:
+    async def _loads(self) -> Response:
+        self.num_polls += 1
+        while self.is_silent:  # noqa: ASYNC110 - a test's
+            await asyncio.sleep(0.001)
         if self.is_down:
             return Response(status_code=503)
         counts = {"num_running_reqs": self.others + len(self.running), "num_waiting_reqs": 0}

@@ -310,6 +310,24 @@ def test_a_server_that_has_no_load_to_report_holds_up_no_other(tokenizer: LocalT
     run(scene)
 
 
+def test_a_server_that_hangs_holds_up_no_other(tokenizer: LocalTokenizer, size: int) -> None:
+    hanging, other = RolloutServer(size), RolloutServer(size)
+
+    async def scene() -> None:
+        async with staged(wiring(tokenizer), hanging, other) as stage:
+            await stage.until(lambda: stage.alive() == [True, True])
+            hangs, answers = (stage.pool._engines[url] for url in stage.workers)
+            hanging.is_silent, hanging.num_polls = True, 0
+            await stage.until(lambda: hanging.num_polls)
+            for others, num_slots in ((other.most, 0), (0, other.most)):
+                other.others = others
+                await stage.until(lambda expected=num_slots: answers.num_slots == expected)
+            assert (hanging.num_polls, hangs._num_missed) == (1, 0), "its poll still waits"
+            hanging.is_silent = False
+
+    run(scene)
+
+
 def test_ranks_that_a_router_lists_are_one_server(tokenizer: LocalTokenizer, size: int) -> None:
     """With `--dp-aware` it lists `http://host:port@rank`, which is no address (sgl-project/sglang#26237)."""
     server = RolloutServer(size)
@@ -463,24 +481,50 @@ def test_a_server_with_older_weights_than_another_gets_no_samples(tokenizer: Loc
     run(scene)
 
 
+def test_a_server_that_falls_behind_is_given_nothing_for_what_ends_there(tokenizer: LocalTokenizer, size: int) -> None:
+    newer, older = (RolloutServer(size, label="1", most=4, pause_s=0.01) for _ in range(2))
+
+    async def scene() -> None:
+        async with staged(wiring(tokenizer), newer, older) as stage:
+            stage.driver.submit([group("a", n=8, max_tokens=1000)])
+            await stage.until(lambda: len(older.running) == 4)
+            newer.label = "2"
+            await stage.until(lambda: not stage.pool._engines[stage.workers[1]].takes_new)
+            stage.driver.submit([group("b", n=8)])
+            stage.driver.cancel(["a"])
+            await stage.until(lambda: len(stage.results.by_sample) == 16)
+            assert {body["rid"].partition("/")[0] for body in older.bodies} == {"a"}
+
+    run(scene)
+
+
+def test_a_gateway_that_stops_aborts_what_runs(tokenizer: LocalTokenizer, size: int) -> None:
+    server = RolloutServer(size, pause_s=0.01)
+    groups = [{"prompt": list(PROMPT), "n": 2, "max_tokens": 4000, "temperature": 1.0}]
+
+    async def scene() -> None:
+        async with serve(server.app(), grace_s=0) as behind:
+            async with _gateway(ServerPool((behind.url,), False, wiring(tokenizer)), behind.url) as client:
+                waiting = _ready(client, {"model": host().info.model, "id": "one", "groups": groups})
+                asking = asyncio.ensure_future(anext(waiting))
+                while len(server.running) < 2:  # noqa: ASYNC110 - a test's
+                    await asyncio.sleep(0.001)
+            await asyncio.gather(asking, return_exceptions=True)
+            assert len(server.aborted) == 2
+
+    run(scene)
+
+
 def test_the_gateway_has_the_route_in_front_of_sglang(tokenizer: LocalTokenizer, size: int) -> None:
     server = RolloutServer(size)
 
     async def scene() -> None:
         async with AsyncExitStack() as opened:
             behind = await opened.enter_async_context(serve(server.app(), grace_s=0))
-            draft, pool = host(), ServerPool((behind.url,), False, wiring(tokenizer))
-            app = create_passthrough_app(
-                draft,
-                Upstream(behind.url),
-                settings=GatewaySettings(),
-                registry=CollectorRegistry(),
-                rollouts=Rollouts(pool=pool, slots_share=pool.settings.share, tokenizer=tokenizer),
-            )
-            front = await opened.enter_async_context(serve(app, grace_s=0))
-            client = await opened.enter_async_context(httpx.AsyncClient(base_url=front.url, timeout=20))
+            pool = ServerPool((behind.url,), False, wiring(tokenizer))
+            client = await opened.enter_async_context(_gateway(pool, behind.url))
             groups = [{"prompt": list(PROMPT), "n": 2, "max_tokens": 12, "temperature": 1.0}]
-            body = {"model": draft.info.model, "id": "one", "groups": groups}
+            body = {"model": host().info.model, "id": "one", "groups": groups}
             async for _ in _ready(client, body):
                 pass
             answer = await client.get("/v1/rollouts/one/samples")
@@ -492,6 +536,20 @@ def test_the_gateway_has_the_route_in_front_of_sglang(tokenizer: LocalTokenizer,
             assert "slipstream_rollout_tokens_total 24.0" in metrics
 
     run(scene)
+
+
+@asynccontextmanager
+async def _gateway(pool: ServerPool, url: str) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a gateway in front of the pool."""
+    app = create_passthrough_app(
+        host(),
+        Upstream(url),
+        settings=GatewaySettings(),
+        registry=CollectorRegistry(),
+        rollouts=Rollouts(pool=pool, slots_share=pool.settings.share, tokenizer=pool.settings.tokenizer),
+    )
+    async with serve(app, grace_s=0) as front, httpx.AsyncClient(base_url=front.url, timeout=20) as client:
+        yield client
 
 
 async def _ready(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterator[httpx.Response]:
