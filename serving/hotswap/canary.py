@@ -226,6 +226,16 @@ class VersionRecord:
         """Whether the version's state allows to serve it. Raises StoreError, as its installation would."""
         return self._lifecycle is None or self._lifecycle.state(version) in SERVABLE
 
+    def may_return_to(self, version: int) -> bool:
+        """Whether the version may serve again: it may have been removed since. True also where the store cannot be
+        read, since a rollback must not wait for it.
+        """
+        try:
+            return self.may_serve(version)
+        except StoreError as error:
+            log.warning("state of draft version %d not read: %s", version, error)
+            return True
+
     def is_promoted(self, version: int) -> bool:
         """Whether the version is promoted. Raises StoreError."""
         return self._lifecycle is not None and self._lifecycle.state(version) is VersionState.PROMOTED

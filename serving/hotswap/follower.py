@@ -350,7 +350,7 @@ class Installer:
     def _fallback(self, bad: int) -> int | None:
         """The version before, else the last good one."""
         for version in (self._incumbent, self._record.last_good(other_than=bad)):
-            if version not in (None, bad) and version not in self._log.refused and not self._record.is_barred(version):
+            if version not in (None, bad) and version not in self._log.refused and self._record.may_return_to(version):
                 return version
         return None
 

@@ -13,7 +13,7 @@ from serving.engine import SwapReport, WatchedRound
 from serving.hotswap.breaker import MOVING_TARGET_PATIENCE_S, LiveWatch, WatchRules
 from serving.hotswap.follower import DraftFollower
 from serving.sglang.report import swap_fields
-from speculator.errors import DraftFileError, EngineBusyError, StoreError, StreamError
+from speculator.errors import DraftFileError, EngineBusyError, StoreError, StreamError, UnknownDraftError
 from speculator.redis.control_plane import CanaryHolder, CanarySlot
 from speculator.versions.lifecycle import Lifecycle, Number, VersionState
 from tests.fixtures.doubles import DoubleEngine
@@ -78,9 +78,12 @@ class SwappingEngine(DoubleEngine):
         super().__init__(draft_version=1)
         self.asked: list[int] = []
         self.refusal: Exception | None = None
+        self.removed: int | None = None
 
     def install_draft(self, version: int) -> SwapReport:
         self.asked.append(version)
+        if version == self.removed:
+            raise UnknownDraftError(f"draft version {version} is not in the store")
         if self.refusal is not None:
             raise self.refusal
         return super().install_draft(version)
@@ -367,6 +370,19 @@ def test_a_rollback_that_fails_is_tried_again(scene: Scene) -> None:
     scene.engine.refusal = None
     scene.follower.poll()
     assert scene.engine.draft_version == 1
+    assert scene.states.state(2) is VersionState.QUARANTINED
+
+
+def test_a_rollback_passes_over_an_incumbent_that_was_removed(scene: Scene) -> None:
+    scene.pointer.pin = 3
+    scene.follower.poll()
+    scene.pointer.pin = None
+    scene.on_trial()
+    assert scene.states.forget(3)
+    scene.engine.removed = 3
+    scene.serve(1.0, 200)
+    scene.follower.poll()
+    assert (scene.engine.draft_version, scene.pointer.version) == (1, 1)
     assert scene.states.state(2) is VersionState.QUARANTINED
 
 
