@@ -166,6 +166,7 @@ class Trainer:
         self.source.observe_lag()
         self._forgetting.report()
         self._sum_replays()
+        self.restart_after_rollback()
 
     @property
     def learner(self) -> Learner:

@@ -2,7 +2,7 @@
 
 **Weights** descend from a version of the store. `resume` loads them from the trainer's checkpoint, or from that version
 where there is no checkpoint. Where engines or the review rolled that version back, training goes on from the last good
-one: `restart_from` in a running trainer, `resume` after a restart.
+one: `restart_from`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from speculator.draft.checkpoint import read_target_tensor
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.errors import ConfigError, DraftMismatchError
-from speculator.versions.lifecycle import BARRED
 from speculator.versions.lineage import TenantCounts, counts_of, ensure_lineage, load_draft
 from speculator.versions.store import DraftStore
 from trainer.checkpoint import Progress, load_checkpoint
@@ -66,7 +65,7 @@ class Training:
         self._suspects: list[Stored] = []
 
     def resume(self) -> Progress:
-        """Load the last checkpoint, where there is one; not its weights where their version is barred meanwhile."""
+        """Load the last checkpoint, where there is one. Its version may be barred meanwhile."""
         saved = load_checkpoint(self._config.state_dir)
         num_steps = -1 if saved is None else int(saved[0]["num_steps"])
         if not self._ranks.all_equal(num_steps):
@@ -87,13 +86,11 @@ class Training:
             )
         self.learnt_tokens, self.tokens_since_news = progress.learnt_tokens, progress.tokens_since_news
         self.curve = LearningCurve(progress.curve)
-        states = self._store.lifecycle
-        if self._ranks.run_on_leader(lambda: states.state(progress.version) in BARRED):
-            good = self._ranks.run_on_leader(lambda: states.last_good() or self.version)
-            self.restart_from(good)
-        else:
-            self.learner.load_state(state)
-            self.tenants = self._tenants_of(progress)
+        # Not where the store was emptied: it counts its versions anew.
+        if self._ranks.run_on_leader(lambda: self._store.lifecycle.state(progress.version) is not None):
+            self.version = progress.version
+        self.learner.load_state(state)
+        self.tenants = self._tenants_of(progress)
         log.info("trainer resumed", num_steps=self.learner.num_steps, num_traces=progress.num_traces)
         return progress
 

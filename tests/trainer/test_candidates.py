@@ -16,6 +16,7 @@ from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_stream import TraceStream
 from speculator.trace import Trace
 from speculator.versions.lifecycle import VersionState
+from speculator.versions.lineage import admit
 from speculator.versions.store import DraftStore
 from tests.fixtures.traces import send
 from tests.trainer.answers import answer_traces, different, renamed
@@ -42,6 +43,30 @@ def test_killed_right_after_publishing_it_knows_what_it_published(
     resumed = start(decide=promote)
     assert metric(resumed, "started_over_total") == 1.0, "its weights are those that were rolled back"
     assert metric(resumed, "published_version") == 1.0
+    resumed.close()
+
+
+def test_restarted_it_descends_from_the_version_of_its_checkpoint(
+    start: MakeTrainer, stream: TraceStream, traces: list[Trace], tmp_path: Path
+) -> None:
+    killed = start(decide=promote)
+    send(stream, traces[:4])
+    learn(killed, 4)
+    killed.publish()
+    killed.close()
+    store, fingerprint = DraftStore(tmp_path / "store"), traces[0].header.target_fingerprint
+    store.write(store.load(2), store.config(2), parent=2, target_fingerprint=fingerprint, info={})
+    admit(store, 3, target_fingerprint=fingerprint, actor="trainer", reason="better")  # and a crash
+    resumed = start(decide=promote)
+    assert (resumed.training.version, resumed.learner.num_steps) == (2, 4)
+    resumed.close()
+    roll_back(store, 2)
+    resumed = start(decide=promote)
+    assert metric(resumed, "started_over_total") == 1.0
+    assert resumed.training.version == 1
+    saved = load_checkpoint(tmp_path / "state")
+    assert saved is not None
+    assert (saved[1].version, int(saved[0]["num_steps"])) == (1, 0), "weights that are restored are not the barred ones"
     resumed.close()
 
 
