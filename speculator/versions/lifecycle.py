@@ -202,7 +202,7 @@ class Lifecycle:
 
     def forget(self, version: int) -> bool:
         """Delete the state of a version whose files are to be removed. Returns False, and keeps it, for the last good
-        version, and for one that went live after it, whose trial may still be running.
+        version, and for the two that went live last after it: the trial of one against the other may be running.
 
         Raises StoreError.
         """
@@ -210,8 +210,13 @@ class Lifecycle:
             histories = self._histories()
             good = _last_good(histories)
             promoted_at = 0 if good is None else histories[good][-1].sequence
-            came = [one.sequence for one in histories.get(version, [])[-1:] if one.state is VersionState.LIVE]
-            if version == good or max(came, default=0) > promoted_at:
+            came = {
+                one: history[-1].sequence
+                for one, history in histories.items()
+                if history[-1].state is VersionState.LIVE and history[-1].sequence > promoted_at
+            }
+            # Not all of them: while a target moves, version after version stays without a verdict.
+            if version == good or version in sorted(came, key=came.__getitem__)[-2:]:
                 return False
             # Even if the disk is too full for events: pruning is what frees it.
             with contextlib.suppress(StoreError):

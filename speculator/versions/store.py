@@ -189,7 +189,7 @@ class DraftStore:
     def prune(self, keep: int, *, pinned: int | None = None) -> list[int]:
         """Remove all but the newest `keep` versions and return the removed ones.
 
-        The last good one, those that went live after it, and the pinned one stay. Raises StoreError.
+        The last good one, the two that went live last after it, and the pinned one stay. Raises StoreError.
         """
         removed = []
         for version in self.versions()[: -max(keep, 1)]:
