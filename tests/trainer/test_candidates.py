@@ -128,14 +128,15 @@ def test_a_candidate_that_was_judged_waits_for_something_new(
     trainer.close()
 
 
+@pytest.mark.parametrize("damaged", ["model.safetensors", "manifest.json"])
 def test_an_incumbent_that_cannot_be_loaded_is_a_failure_and_no_promotion(
-    start: MakeTrainer, stream: TraceStream, traces: list[Trace], fresh: list[Trace], tmp_path: Path
+    start: MakeTrainer, stream: TraceStream, traces: list[Trace], fresh: list[Trace], tmp_path: Path, damaged: str
 ) -> None:
     trainer = start(golden=record(tmp_path / "golden.rec", fresh), golden_traces=24)
     send(stream, traces[:2])
     learn(trainer, 2)
-    weights = tmp_path / "store" / "versions" / "000001" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
+    file = tmp_path / "store" / "versions" / "000001" / damaged
+    file.write_bytes(file.read_bytes()[:-1])
     trainer.publish()
     assert DraftStore(tmp_path / "store").versions() == [1]
     assert metric(trainer, "publish_errors_total") == 1.0

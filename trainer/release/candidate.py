@@ -18,7 +18,7 @@ import structlog
 
 from speculator.draft.checkpoint import draft_config_json, draft_state
 from speculator.draft.eagle3 import Eagle3Draft
-from speculator.errors import SlipstreamError, StoreError, StreamError
+from speculator.errors import DraftError, SlipstreamError, StoreError, StreamError
 from speculator.redis.control_plane import DraftPointer
 from speculator.tracing import prefixed, span
 from speculator.versions.lifecycle import SERVABLE
@@ -122,7 +122,7 @@ class Candidates:
                 decision = self._gate.judge(averaged, incumbent=incumbent, has_moved=has_moved)
                 if decision is not None:
                     judging.set_attributes(prefixed(outcome=decision.outcome.value))
-        except StoreError as error:
+        except (StoreError, DraftError) as error:
             self._failed(error)
             return False
 
