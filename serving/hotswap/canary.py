@@ -256,6 +256,20 @@ class VersionRecord:
             log.warning("last good draft version not read: %s", error)
             return None
 
+    def promoted_since(self, version: int, *, other_than: int) -> int | None:
+        """The last good version where it was promoted after `version` went live, or was promoted itself.
+
+        None also for a `version` that never went live, as one that an operator pinned. Raises StoreError.
+        """
+        good = self.last_good(other_than=other_than)
+        if self._lifecycle is None or good is None:
+            return None
+        histories = self._lifecycle.histories()
+        in_service = (VersionState.LIVE, VersionState.PROMOTED)
+        came = [one.sequence for one in histories.get(version, [])[-1:] if one.state in in_service]
+        is_later = came and any(one.sequence > came[0] for one in histories.get(good, []))
+        return good if is_later else None
+
     def mark_live(self, version: int) -> None:
         if (states := self._lifecycle) is not None:
             self._owe(lambda: states.move(version, VersionState.LIVE, actor=self._actor, reason="in service"))

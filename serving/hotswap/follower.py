@@ -212,11 +212,8 @@ class DraftFollower:
 
     def _missed(self, desired: int) -> int | None:
         """The version that others have confirmed while this engine was away, waited, or had no traffic."""
-        in_service = self._engine.draft_version
-        if not self._record.is_promoted(in_service):
-            return None
-        good = self._record.last_good(other_than=desired)
-        return None if good == in_service or good in self.log.refused else good
+        good = self._record.promoted_since(self._engine.draft_version, other_than=desired)
+        return None if good in self.log.refused else good
 
     def _refuse(self, version: int) -> None:
         """Refuse a version that is barred or that nobody has verified; move the pointer away from a barred one."""

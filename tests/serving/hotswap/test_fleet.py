@@ -256,6 +256,22 @@ def test_a_version_whose_trial_a_moving_target_ended_is_tried_by_others(scene: S
     assert c.installed == []
 
 
+def test_an_engine_on_a_version_without_a_verdict_gets_what_others_confirmed_since(scene: Scene) -> None:
+    a, b = scene.start("a", "b")
+    scene.pointer.publish(2)
+    scene.follow()
+    a.serve(100, target_version=5)
+    scene.pointer.publish(3)
+    scene.follow()
+    assert (scene.drafts, scene.canary) == ([2, 3], "b")
+    scene.pointer.publish(4)
+    scene.follow()
+    b.serve(600)
+    scene.follow(2)
+    assert scene.states.last_good() == 3
+    assert a.installed == [2, 3]
+
+
 # -- engines that join, end, or have no traffic --------------------------------------------------------------------
 
 
