@@ -344,6 +344,8 @@ class RollbackWatch:
         self._first_pause_s, self._clock = first_pause_s, clock
         self._looked = self._trial = (0, -math.inf)
         """(version, time): of the last check; and when that version's trial was first seen."""
+        self._seen_s: dict[int, float] | None = None
+        """When each rollback was first seen, by its sequence number: an engine's clock may be hours wrong."""
         self.paused = False
         """No version may be published."""
         metrics.publishing_paused.set(0)
@@ -367,9 +369,13 @@ class RollbackWatch:
 
     def _pause_after_rollbacks(self, version: int, now_s: float) -> None:
         rollbacks = self._lifecycle.rollbacks_in_a_row()
+        if self._seen_s is None:
+            # A pause survives a restart, and where a clock is ahead begins anew.
+            self._seen_s = {one.sequence: min(one.at_ms / 1000, now_s) for one in rollbacks}
+        self._seen_s = {one.sequence: self._seen_s.get(one.sequence, now_s) for one in rollbacks}
         until_s = 0.0
         if len(rollbacks) >= 2:
-            until_s = rollbacks[-1].at_ms / 1000 + pause_s(len(rollbacks), self._first_pause_s)
+            until_s = self._seen_s[rollbacks[-1].sequence] + pause_s(len(rollbacks), self._first_pause_s)
         on_trial = len(rollbacks) >= 2 and self._is_on_trial(version, now_s, len(rollbacks))
         paused = now_s < until_s or on_trial
         if paused == self.paused:

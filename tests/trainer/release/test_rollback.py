@@ -9,6 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from speculator.errors import StreamError
+from speculator.versions import lifecycle
 from speculator.versions.lifecycle import Lifecycle, VersionState
 from trainer.metrics import TrainerMetrics
 from trainer.release.live_review import MAX_PAUSE_S, POLL_INTERVAL_S, RollbackWatch, pause_s
@@ -118,7 +119,7 @@ def test_two_rollbacks_in_a_row_pause_publishing_and_it_begins_again_with_one_on
     assert desk.watch.paused, "one at a time"
     desk.roll_back(4)
     assert desk.poll(4) == 1
-    last_s = desk.lifecycle.history(4)[-1].at_ms / 1000
+    last_s = desk.now_s
     desk.now_s = last_s + 1.9 * PAUSE_S
     desk.poll(1)
     assert desk.watch.paused, "twice as long"
@@ -196,6 +197,23 @@ def test_rollbacks_by_the_trainers_own_look_count_and_the_promotions_before_them
     desk.lifecycle.bar(3, actor="trainer:review", reason="worse after all")
     assert desk.poll(3) == 1
     assert desk.watch.paused
+
+
+@pytest.mark.parametrize("is_seen_at_start", [True, False])
+@pytest.mark.parametrize("ahead_s", [6 * 3600, -6 * 3600])
+def test_a_pause_is_as_long_where_an_engines_clock_is_wrong(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, ahead_s: int, is_seen_at_start: bool
+) -> None:
+    if not is_seen_at_start:
+        desk.poll(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(lifecycle, "now_ms", lambda: int(1000 * (desk.now_s + ahead_s)))
+        desk.roll_back(2)
+        desk.roll_back(3)
+    desk.poll(1)
+    assert desk.watch.paused == (ahead_s > 0 or not is_seen_at_start), "nobody knows when a slow clock meant"
+    desk.poll(1, after_s=PAUSE_S + 20)
+    assert not desk.watch.paused
 
 
 def test_a_pause_survives_a_restart(desk: Desk) -> None:
