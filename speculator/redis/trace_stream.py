@@ -100,7 +100,7 @@ class TraceStream:
     @redis_errors
     def expire(self, ttl_s: float) -> None:
         """Remove and count entries and dead letters older than `ttl_s`."""
-        before_ms = now_ms() - int(1000 * ttl_s)
+        before_ms = self._redis_ms() - int(1000 * ttl_s)
         self._accounts.expire(before_ms)
         self._redis.xtrim(self._keys.dead_letters, minid=f"{before_ms}-0", approximate=False)
 
@@ -188,16 +188,27 @@ class TraceStream:
     @redis_errors
     def memory_share(self) -> float | None:
         """Share of `maxmemory` that Redis uses; None where it has no limit, or refuses INFO."""
+        memory = self._info("memory")
+        limit = memory.get("maxmemory")
+        return float(memory["used_memory"] / limit) if limit else None
+
+    def _redis_ms(self) -> int:
+        """The time by Redis's clock, as in its ids: one machine whose clock is ahead would remove the traces of all.
+        By this machine's clock where Redis refuses INFO.
+        """
+        time_us = self._info("server").get("server_time_usec")
+        return now_ms() if time_us is None else int(time_us) // 1000
+
+    def _info(self, section: str) -> dict[str, Any]:
+        """A section of INFO; {} where Redis refuses it."""
         if not self._may_ask:
-            return None
+            return {}
         try:
-            memory = self._redis.info("memory")
+            return dict(self._redis.info(section))
         except redis.exceptions.ResponseError:
             # Do not ask again: Redis logs each denied command.
             self._may_ask = False
-            return None
-        limit = memory.get("maxmemory")
-        return float(memory["used_memory"] / limit) if limit else None
+            return {}
 
     def _expire_when_due(self) -> None:
         if self._ttl_s and time.monotonic() - self._expired_s > EXPIRE_EVERY_S:

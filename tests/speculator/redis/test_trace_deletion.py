@@ -13,6 +13,7 @@ import redis
 
 from speculator.errors import ConfigError, TraceError
 from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
+from speculator.redis import trace_stream
 from speculator.redis.client import RedisKeys, connect
 from speculator.redis.embedded import EmbeddedRedis
 from speculator.redis.stream_accounting import StreamLag
@@ -165,6 +166,14 @@ def test_old_entries_go_by_themselves(redis_client: redis.Redis) -> None:
     young.ack([third.id])
     assert young.lag().acked == 2, "what is lost is not acked as well"
     assert [entry.trace_id for entry in young.read(10, 0)] == ["young"]
+
+
+def test_a_clock_that_is_ahead_ages_no_entries(redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(open_stream(redis_client, ttl_s=3600), ["bo"] * 2)
+    monkeypatch.setattr(trace_stream, "now_ms", lambda: int(1000 * (time.time() + 2 * 3600)))
+    ahead = open_stream(redis_client, ttl_s=3600)
+    ahead.append(encode_trace(trace_of(9, "bo")), trace_id="third")
+    assert ahead.lag().length == 3
 
 
 def recording(path: Path, traces: list[Trace]) -> Path:
