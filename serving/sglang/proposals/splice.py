@@ -120,10 +120,14 @@ class TextSplice:
 
     def splice(self, verify_input: Any, batch: Any) -> None:
         """Put text into the rows of SGLang's input of a verification."""
-        if (staged := self._staged) is None:
-            return
         num_tokens = verify_input.draft_token_num
         tokens_BN = verify_input.draft_token.view(-1, num_tokens)
+        if (staged := self._staged) is None:
+            if self.leaves_out_passes and num_tokens > 2:
+                # No row has text, and all but the first proposal of each is filler.
+                nowhere_BP = torch.zeros_like(tokens_BN[:, 1:], dtype=torch.bool)
+                self.rows = TextRows(nowhere_BP, nowhere_BP.float(), num_of_head=1)
+            return
         text_BP, logprobs_BP, is_text_BP = self._aligned(batch, staged, num_tokens - 1)
         tokens_BP = torch.where(is_text_BP, text_BP, tokens_BN[:, 1:])
         verify_input.draft_token = torch.cat([tokens_BN[:, :1], tokens_BP], 1).flatten()

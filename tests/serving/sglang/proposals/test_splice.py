@@ -205,3 +205,13 @@ def test_what_fills_a_row_without_passes_is_nobodys() -> None:
     spliced(splice, [10, 11])
     assert splice.rows is not None
     assert splice.rows.num_proposals().tolist() == [2, 1]
+
+
+def test_what_fills_rows_without_passes_is_nobodys_where_no_row_has_text() -> None:
+    splice = make_splice()
+    splice.leaves_out_passes = True
+    splice.stage(plan_of(False, False, uses_head=False), text_of([1], [2], first=[11, 12]))
+    assert spliced(splice, [10, 11]) == [HEADS, HEADS]
+    assert splice.rows is not None
+    assert splice.rows.is_text.tolist() == [False, False]
+    assert splice.rows.num_proposals().tolist() == [1, 1]
