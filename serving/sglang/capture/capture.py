@@ -185,7 +185,9 @@ class StepCapture:
         for index, request in enumerate(batch.reqs):
             ticket: CaptureState | None = getattr(request, _ATTRIBUTE, None)
             # `CaptureState.growing` inlined, which saves a call for each request and step.
-            if ticket is not None and ticket.span is not None and not ticket.dropped:
+            if ticket is None or (span := ticket.span) is None:
+                continue
+            if not (ticket.dropped or span.is_cut):
                 tickets[index] = ticket
         self._launched.append(self._staged(tickets, batch, before, result, accept_index, draft_version, text))
         if len(self._launched) > _MOST_LAUNCHED:

@@ -205,6 +205,7 @@ class RequestSpan:
     rejected: list[BranchRows] = field(default_factory=list)
     num_rounds: int = 0
     is_cut: bool = False
+    """Set by the assembler's thread; the scheduler's then copies no more of the request."""
 
     def add_rows(self, rows: Rows) -> None:
         """Take the next positions; they must follow the ones before them. Raises InconsistentSpanError."""
@@ -347,5 +348,6 @@ class CaptureState:
 
     @property
     def growing(self) -> RequestSpan | None:
-        """The span, unless its trace was dropped."""
-        return None if self.dropped else self.span
+        """The span, unless it takes no more: its trace was dropped, or is cut, as the assembler may just have found."""
+        span = self.span
+        return None if self.dropped or (span is not None and span.is_cut) else span

@@ -32,6 +32,7 @@ from serving.sglang.plugin import hooks
 from speculator.draft.sampling_params import SamplingParams
 from speculator.host import now_ms
 from speculator.trace import NO_DRAFT, Trace, check_trace, decode_trace, encode_trace
+from tests.fixtures.waiting import wait_until
 from tests.serving.sglang.harness import KEPT, VOCAB, WIDTH, Request, end, make_capture, prefill, settle, verify
 from tests.serving.sglang.slow_device import SlowDevice
 
@@ -205,6 +206,28 @@ def test_an_order_to_erase_covers_what_waits_for_its_first_prefill_or_for_anothe
         end(capture, request)
     settle(capture)
     assert [abs(trace.header.created_ms - received_ms) < 30_000 for trace in traces] == [True, True]
+
+
+def test_beyond_the_longest_answer_of_a_trace_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.sglang.capture.request.MAX_COMPLETION_TOKENS", 4)
+    traces: list[Trace] = []
+    capture = make_capture(traces, gathering=Gathering(seconds=0))
+    request = Request([1, 2, 3])
+    prefill(capture, [request])
+    request.output_ids = [10]
+    for position in (3, 5):
+        verify(capture, [request], [position], [[21, 22]], [1])
+    span = vars(request)["_slipstream_ticket"].span
+    wait_until(lambda: span.is_cut)
+    monkeypatch.setattr(capture.assembler, "hand_over", lambda _: pytest.fail("rows were copied"))
+    for position in range(7, 43, 2):
+        verify(capture, [request], [position], [[21, 22]], [1])
+    end(capture, request)
+    settle(capture)
+    (trace,) = traces
+    assert trace.token_ids.tolist() == [1, 2, 3, 10, 21, 30, 21]
+    assert trace.rounds.position.tolist() == [3, 5]
+    assert not capture.assembler.dropped
 
 
 def test_a_step_after_the_end_is_ignored() -> None:
