@@ -32,6 +32,10 @@ from speculator.proposals.suffix_index import NEW_TEXT
 _LEAST_BLOCK = 512
 ARENA_TOKENS = 1 << 22
 """Tokens in all windows, requests' own text included; each takes 52 bytes once it was used."""
+_ANSWER_ROOM = 4096
+"""Most tokens for which a request's own window has room beside its prompt: few answers come near to their limit, and
+a longer one only forgets its oldest text.
+"""
 
 
 class _Blocks:
@@ -120,7 +124,8 @@ class ChainDrafter:
         answers = _retained(owner.answers)
         group = _retained(self._group(owner, group_id)) if shared and group_id else None
         tokens = np.array(prompt[-REQUEST_WINDOW:], np.int64)
-        windows = [self._window(min(len(tokens) + max_answer, REQUEST_WINDOW)), group, answers]
+        num_own = min(len(tokens) + min(max_answer, _ANSWER_ROOM), REQUEST_WINDOW)
+        windows = [self._window(num_own), group, answers]
         slot, requests = self._slot(), self._requests
         context = tokens[-MAX_MATCH:]
         requests.tenant[slot], requests.num_context[slot], requests.sums[slot] = owner.number, len(context), WEIGHT
@@ -209,8 +214,11 @@ class ChainDrafter:
     # -- windows and slots
 
     def _tenant_of(self, name: str) -> _Tenant:
-        if name not in self._tenants:
+        if (owner := self._tenants.get(name)) is None:
             self._tenants[name] = self._new_tenant(self._window(TENANT_WINDOW))
+        elif owner.answers is None:
+            # There was no room when it came. It takes what is free: an eviction might drop this tenant itself.
+            owner.answers = self._window(TENANT_WINDOW, evicts=False)
         self._tenants.move_to_end(name)
         while len(self._tenants) > self._config.max_tenants:
             self._drop(self._tenants.popitem(last=False)[1])
@@ -235,11 +243,15 @@ class ChainDrafter:
             self._release(owner.groups.popitem(last=False)[1])
         return owner.groups[name]
 
-    def _window(self, num_tokens: int) -> _Window | None:
-        """A window for `num_tokens`, made by eviction where the arena is full; None where that does not help."""
+    def _window(self, num_tokens: int, *, evicts: bool = True) -> _Window | None:
+        """A window for `num_tokens`, made by eviction where the arena is full; None where that does not help, or
+        where `evicts` is false.
+        """
         size = max(1 << max(num_tokens - 1, 0).bit_length(), _LEAST_BLOCK)
         place = self._blocks.allocate(size)
         while place is None:
+            if not evicts:
+                return None
             self.num_evicted += 1
             if not self._evict():
                 return None

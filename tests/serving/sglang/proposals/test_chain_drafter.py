@@ -70,7 +70,8 @@ def test_a_window_forgets_its_oldest_text() -> None:
     compiled, python = ChainDrafter(width=WIDTH), SuffixDrafter(SuffixConfig(width=1, learns=False))
     dice = random.Random(1)
     phrases = [[dice.randrange(3000) for _ in range(40)] for _ in range(1000)]
-    slot, request = compiled.start([1], max_answer=40_000, tenant="t"), python.start([1], tenant="t")
+    prompt = [3000] * 30_000
+    slot, request = compiled.start(prompt, max_answer=40_000, tenant="t"), python.start(prompt, tenant="t")
     for _ in range(400):
         tokens = [token for _ in range(3) for token in dice.choice(phrases)]
         request.commit(tokens)
@@ -111,6 +112,33 @@ def test_memory_is_bounded_and_the_least_used_text_makes_room() -> None:
     everything = drafter.start([1], max_answer=1 << 17, tenant="x")
     assert drafter.num_tokens > 0
     drafter.end(everything)
+
+
+def test_answers_without_a_limit_leave_room_for_more_requests() -> None:
+    text = list(range(100, 140))
+    drafter = ChainDrafter(width=WIDTH, arena_tokens=1 << 17)
+    slots = [drafter.start([*text, 5], max_answer=100_000, tenant="t") for _ in range(4)]
+    _, _, counts, _ = advanced(drafter, slots[3:], [text[:16]], [WIDTH])
+    assert counts[0] == WIDTH
+    assert drafter.num_evicted == 0
+
+
+def test_a_tenant_that_came_when_all_was_full_is_remembered_once_there_is_room() -> None:
+    text = list(range(100, 140))
+    drafter = ChainDrafter(width=WIDTH, arena_tokens=1 << 17)
+    others = [drafter.start([1] * length, max_answer=1000, tenant="a") for length in (30_000, 30_000, 15_000)]
+    running = drafter.start([9], max_answer=100, tenant="b")
+    assert drafter.num_evicted > 0
+    for slot in others:
+        drafter.end(slot)
+    writing, reading = (drafter.start([9], max_answer=100, tenant="b") for _ in range(2))
+    advanced(drafter, [writing], [text], [0])
+    found, _, counts, _ = advanced(drafter, [reading], [text[:16]], [WIDTH])
+    assert found[0, : counts[0]].tolist() == text[16 : 16 + WIDTH]
+    for slot in (running, writing, reading):
+        drafter.end(slot)
+    drafter.forget(["b"])
+    assert drafter.num_tokens == 0
 
 
 def test_who_shares_nothing_is_continued_from_its_own_text_and_leaves_none() -> None:
