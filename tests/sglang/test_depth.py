@@ -8,9 +8,15 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_context
+from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 
+from serving.sglang.plugin import contract, hooks
 from slipstream.models import BUNDLED_MODEL, resolve_model
 from speculator.draft.checkpoint import draft_state
 from speculator.draft.initialization import fresh_draft
@@ -47,6 +53,29 @@ def _decode(plugged: Plugged, rounds: int = 1) -> tuple[int, int]:
     report = plugged.wait_for(lambda report: int(report["steps"]) >= steps + decoded)
     drafted = int(report["verifications"]) - int(before["verifications"])
     return int(report["steps"]) - steps, drafted
+
+
+def test_changes_of_the_depth_leave_no_growing_list_behind() -> None:
+    """SGLang's own list of overrides, which `/server_info` reads on the scheduler's thread."""
+    hooked: dict[str, Any] = {}
+
+    class Registry(HookRegistry):
+        @classmethod
+        def register(cls, target: str, hook: Any, *_: Any, **__: Any) -> None:
+            hooked[target] = hook
+
+    hooks.add_hooks(hooks.load_settings(), Registry, HookType)
+    worker = MagicMock(speculative_num_steps=0)
+    context = get_context()
+    with context.override_server_args():
+        context.override("elsewhere", speculative_num_steps=0)
+        for change in range(1000):
+            state = MagicMock(speculative_num_steps=1 + change % 2, speculative_num_draft_tokens=2 + change % 2)
+            result = EAGLEWorkerV2.apply_runtime_state(worker, state)
+            assert hooked[contract.DEPTH_CHANGE.path](result, worker, state) is None
+        notes = context.overrides_log()
+    assert [source for source, _ in notes] == ["elsewhere", hooks.DEPTH_NOTE]
+    assert notes[-1][1] == {"speculative_num_steps": 2, "speculative_num_draft_tokens": 3}
 
 
 def test_it_takes_as_many_requests_as_a_server_that_does_not_draft(plugged: Plugged) -> None:

@@ -78,6 +78,9 @@ RELEASE = SglangFunction("sglang.srt.mem_cache.common.release_kv_cache", ("req",
 STEPS = SglangFunction(
     "sglang.srt.speculative.adaptive_spec_params.AdaptiveSpeculativeParams.get_steps_for_batch", ("self", "batch_size")
 )
+DEPTH_CHANGE = SglangFunction(f"{_EAGLE}.apply_runtime_state", ("self", "state"))
+CONTEXT = SglangFunction("sglang.srt.runtime_context.get_context", ())
+"""Called, not hooked: it keeps a list of all changes of the depth."""
 PROCESSED = SglangFunction(
     "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
     ".process_batch_result_decode",
@@ -141,6 +144,8 @@ SGLANG_FUNCTIONS = (
     ARRIVAL,
     RELEASE,
     STEPS,
+    DEPTH_CHANGE,
+    CONTEXT,
     PROCESSED,
     *WEIGHT_UPDATES,
     WEIGHTS_UPDATED,

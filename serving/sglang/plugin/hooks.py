@@ -31,6 +31,7 @@ from serving.sglang.plugin.contract import (
     COMPLETION,
     CPU_EXTEND,
     CPU_PLAN,
+    DEPTH_CHANGE,
     DRAFT,
     DRAFT_BACKEND,
     DRAFT_GRAPHS,
@@ -67,7 +68,8 @@ from serving.sglang.sampled_verify import SampledVerify
 from serving.sglang.settings import PluginSettings, is_enabled, load_settings
 
 Kind = Literal["before", "after", "around"]
-
+DEPTH_NOTE = "adaptive_spec.restore"
+"""What SGLang names as the source of a change of the depth."""
 
 _runtimes: dict[int, Any] = {}
 """The runtime of each EAGLE worker of this process, by the worker's id; there is one."""
@@ -142,6 +144,7 @@ def add_hooks(settings: PluginSettings, registry: Any, hook_type: Any) -> None:
     add(ARRIVAL, _before_arrival, "before")
     add(RELEASE, _before_release, "before")
     add(STEPS, _around_steps, "around")
+    add(DEPTH_CHANGE, _after_depth_change, "after")
     for update in WEIGHT_UPDATES:
         add(update, _around_weight_update, "around")
     add(WEIGHTS_UPDATED, _before_weights_updated, "before")
@@ -272,6 +275,15 @@ def _after_processed(_: Any, processor: Any, batch: Any, *args: Any, **kwargs: A
 def _around_steps(run: Any, params: Any, batch_size: int) -> int:
     depth: int = _the_runtime().steps_for(lambda: run(params, batch_size), batch_size)
     return depth
+
+
+def _after_depth_change(*_: Any, **__: Any) -> None:
+    """Keep the newest of SGLang's notes of a changed depth: it would keep all, and `/server_info` reads each."""
+    from sglang.srt.runtime_context import get_context
+
+    notes: Any = getattr(get_context(), "_overrides_log", ())
+    if len(notes) > 1 and notes[-1][0] == notes[-2][0] == DEPTH_NOTE:
+        del notes[-2]
 
 
 def _around_weight_update(run: Any, updater: Any, request: Any) -> Any:
