@@ -15,6 +15,7 @@ Shape letters: B requests, P proposals a round, D draft vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -144,6 +145,10 @@ class DraftLogprobRecorder:
         output, self._extended = self._extended, None
         if output is not None and self._topk == 1 and len(output.next_token_logits) == len(req_pool_indices):
             self._first[req_pool_indices.long()] = _best_logprob(output.next_token_logits)
+
+    def on_skip(self, req_pool_indices: Tensor) -> None:
+        """Keep for these that the draft, which has read nothing, would hardly have proposed what stands there."""
+        self._first.index_fill_(0, req_pool_indices.long(), math.log(LEAST_PROBABILITY))
 
     def on_tree(self, scores: list[Tensor], chosen: Tensor) -> None:
         """Keep the scores of a round's tree: cumulative probabilities of all candidates, and which became its nodes [B,

@@ -304,6 +304,10 @@ class EngineRuntime:
         if self.probe is not None and not batch.forward_mode.is_idle():
             self.probe.on_extend(batch.req_pool_indices)
 
+    def _on_skip(self, batch: Any) -> None:
+        if self.probe is not None and not batch.forward_mode.is_idle():
+            self.probe.on_skip(batch.req_pool_indices)
+
     def _skip_reading(self, batch: Any, result: Any) -> bool:
         """Skip the draft's reading of this step's tokens where it gains nothing; returns whether it was skipped."""
         if not self._is_headless or not self.depth.needs_no_reading(batch.reqs or ()):
@@ -324,6 +328,7 @@ class EngineRuntime:
     def _stub_proposals(self, batch: Any, result: Any) -> None:
         """Put a stub in place of the draft's next proposals."""
         self._worker._stub_skipped_draft_extend(batch, result)
+        self._capturing(self._on_skip, batch)
         if self._is_rejecting:
             # The stub's token was not drawn from the draft: with probability 0 it is rejected, and the target draws its
             # own.

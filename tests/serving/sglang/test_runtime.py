@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from serving.group_cache.texts import HEAD_BYTES, GroupKey, decode_pieces
+from serving.sglang.capture.device_reads import LEAST_PROBABILITY
 from serving.sglang.plugin.part_guard import PartGuard
 from serving.sglang.plugin.runtime import EngineRuntime
 from serving.sglang.report import EngineReport
@@ -263,7 +265,13 @@ def test_the_draft_that_cannot_be_looked_at_goes_on(scene: Scene) -> None:
 
 @pytest.mark.parametrize("unstarted", [1, REJECTING], indirect=True)
 def test_what_the_draft_has_not_read_was_drawn_from_nothing(scene: Scene) -> None:
-    """SGLang puts a token in the place of the next proposal. Rejection sampling asks what it was drawn from."""
+    """SGLang puts a token in the place of the next proposal. Rejection sampling asks what it was drawn from, and a
+    trace its probability.
+    """
+    probe, slots = scene.runtime.probe, torch.arange(2)
+    assert probe is not None
+    probe.on_forward(SimpleNamespace(next_token_logits=torch.zeros(2, VOCAB)))
+    probe.on_extend(slots)
 
     def stub(batch: Any, result: Any) -> None:
         result.next_draft_input.topk_p = torch.zeros(len(batch.reqs), 1)
@@ -273,6 +281,7 @@ def test_what_the_draft_has_not_read_was_drawn_from_nothing(scene: Scene) -> Non
     result = SimpleNamespace(next_draft_input=SimpleNamespace(draft_probs=None))
     batch = scene.batch("decode", [Request([1, 2, 3]), Request([4, 5, 6])])
     assert scene.runtime.catch_up(lambda: pytest.fail("a fresh draft reads nothing"), batch, result) is None
+    assert probe.logprobs(slots, 1).flatten().tolist() == pytest.approx([math.log(LEAST_PROBABILITY)] * 2)
     drawn_from = result.next_draft_input.draft_probs
     is_rejecting = scene.worker.server_args.speculative_use_rejection_sampling
     assert (drawn_from is not None) == is_rejecting
