@@ -1,7 +1,7 @@
 """SGLang seen from the gateway: its health over HTTP, and its draft through what the plugin reports to Redis.
 
 A thread of its own polls both about once a second, so that no caller waits for either. When Redis is away the last
-report stands until it would have expired; when SGLang is slow to answer it counts as alive for a while.
+report stands until it would have expired; when SGLang is slow to answer it counts as ready for a while.
 """
 
 from __future__ import annotations
@@ -93,13 +93,13 @@ class SglangClient:
         return self._report
 
     def health(self) -> EngineHealth:
-        alive, detail = self._is_process_alive(), ""
-        if not alive:
-            detail = "SGLang has ended"
-        elif time.monotonic() - self._answered_s > _ANSWER_LASTS_S:
-            alive, detail = False, "SGLang does not answer"
+        """Where SGLang only does not answer, the gateway lives: to end it too would not help."""
+        alive = ready = self._is_process_alive()
+        detail = "" if alive else "SGLang has ended"
+        if alive and time.monotonic() - self._answered_s > _ANSWER_LASTS_S:
+            ready, detail = False, "SGLang does not answer"
         return EngineHealth(
-            alive=alive, ready=alive, num_running=self._num_running, num_waiting=self._num_waiting, detail=detail
+            alive=alive, ready=ready, num_running=self._num_running, num_waiting=self._num_waiting, detail=detail
         )
 
     def set_depth(self, depth: int) -> None:

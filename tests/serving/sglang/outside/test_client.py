@@ -142,7 +142,7 @@ def test_health_counts_requests_and_notices_the_end_of_the_process(scene: Scene)
     assert (state.alive, state.ready, state.num_running, state.num_waiting) == (True, True, 2, 1)
     scene.alive[0] = False
     state = scene.client.health()
-    assert (state.alive, state.detail) == (False, "SGLang has ended")
+    assert (state.alive, state.ready, state.detail) == (False, False, "SGLang has ended")
 
 
 def test_a_target_that_somebody_has_moved_is_in_service_once_the_plugin_says_so(scene: Scene) -> None:
@@ -213,22 +213,23 @@ def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 def test_an_sglang_without_load_figures_is_healthy(scene: Scene, pass_time: Callable[[float], None]) -> None:
     scene.fake.loads = {"detail": "Not Found"}
     pass_time(1000)
-    assert not scene.client.health().alive
+    assert not scene.client.health().ready
     scene.client.poll()
-    assert scene.client.health().alive
+    assert scene.client.health().ready
 
 
 def test_health_lasts_over_a_pause_and_not_for_ever(scene: Scene, pass_time: Callable[[float], None]) -> None:
     scene.fake.status = 503
     scene.client.poll()
-    assert scene.client.health().alive
+    assert scene.client.health().ready
     pass_time(client_module._ANSWER_LASTS_S)
     scene.client.poll()
     assert scene.client.health().detail == "SGLang does not answer"
     scene.fake.status = 200
-    assert not scene.client.health().alive
+    assert not scene.client.health().ready
+    assert scene.client.health().alive, "the process has not ended"
     scene.client.poll()
-    assert scene.client.health().alive
+    assert scene.client.health().ready
 
 
 def test_a_thread_looks_by_itself(scene: Scene) -> None:

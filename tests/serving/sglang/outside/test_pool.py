@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -15,6 +16,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from redis.exceptions import NoPermissionError
 from structlog.testing import capture_logs
 
+from serving.gateway.app import create_passthrough_app
+from serving.gateway.config import GatewaySettings
+from serving.gateway.upstream import Upstream
 from serving.request_metadata import HEADER, OTHER_TARGET
 from serving.sglang.gateway_metrics import PoolCollector, SglangCollector
 from serving.sglang.outside.pool import PoolClient, check_routers, list_servers
@@ -24,6 +28,7 @@ from speculator.errors import ConfigError, DraftError, EngineDeadError, EngineEr
 from speculator.redis.client import RedisKeys
 from speculator.redis.control_plane import POOL_METRICS_TTL_S, DraftPointer
 from tests.fixtures.waiting import wait_until
+from tests.serving.gateway.client import serve
 from tests.serving.sglang.outside.fake_sglang import MODEL, FakeSglang, flat_error, in_background
 from tests.serving.sglang.outside.rollout_server import RolloutServer
 
@@ -266,6 +271,38 @@ def test_a_pool_is_ready_while_one_of_its_routers_is(redis_client: redis.Redis) 
     client.stop()
     stop_one()
     stop_other()
+
+
+def test_a_gateway_without_engines_lives_and_says_when_to_ask_again(redis_client: redis.Redis) -> None:
+    """Kubernetes asks for /health: an answer of 503 there would end the gateway, and clients would be refused."""
+    fakes = [FakeSglang(status=503, refusal=flat_error(503, "no workers")) for _ in range(2)]
+    with ExitStack() as opened:
+        urls = []
+        for fake in fakes:
+            url, stop = in_background(fake)
+            opened.callback(stop)
+            urls.append(url)
+        pointer = DraftPointer(redis_client, "target-abc")
+        pointer.report_engine("a", report("a:1"))
+        client = PoolClient((urls[0], urls[1]), pointer, draft_version=1)
+        opened.callback(client.stop)
+        client._answered_s = float("-inf")
+        client.poll()
+
+        async def ask() -> tuple[httpx.Response, ...]:
+            upstream = Upstream(*urls)
+            app = create_passthrough_app(client, upstream, settings=GatewaySettings(), registry=CollectorRegistry())
+            async with serve(app) as server, httpx.AsyncClient(base_url=server.url) as http:
+                body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
+                answers = await http.get("/health"), await http.get("/ready")
+                chat = await http.post("/v1/chat/completions", json=body)
+            await upstream.close()
+            return *answers, chat
+
+        health, ready, chat = asyncio.run(ask())
+    assert (health.status_code, ready.status_code, chat.status_code) == (200, 503, 503)
+    assert "SGLang does not answer" in ready.text
+    assert int(chat.headers["retry-after"]) > 0
 
 
 def test_depth_is_set_for_every_engine(scene: Scene) -> None:
