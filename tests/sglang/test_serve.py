@@ -178,7 +178,12 @@ def test_no_request_for_what_the_model_lacks_ends_sglang(served: Served, client:
     for ids in ([-1], [10**6]):
         with pytest.raises(openai.BadRequestError, match="token ids must lie in"):
             client.completions.create(model=NAME, prompt=ids, max_tokens=1)
-    for asked in ({"logprobs": 10**6}, {"logprobs": 1, "extra_body": {"ebnf": "root ::= root"}}):
+    bodies: tuple[dict[str, Any], ...] = (
+        {"logprobs": 10**6},
+        {"logprobs": 1, "extra_body": {"ebnf": "root ::= root"}},
+        {"extra_body": {"min_tokens": 1, "stop_token_ids": [10**9]}},
+    )
+    for asked in bodies:
         with pytest.raises(openai.BadRequestError):
             client.completions.create(model=NAME, prompt="hello", max_tokens=1, **asked)
     assert served.answers()

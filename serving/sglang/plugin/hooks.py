@@ -328,6 +328,9 @@ def check_tokens(manager: Any, request: Any, *_: Any) -> None:
     ids = request.input_ids
     if ids is not None and len(ids) and not 0 <= min(ids) <= max(ids) < num_tokens:
         raise ValueError(f"token ids must lie in 0…{num_tokens - 1}")
+    stops = (getattr(request, "sampling_params", None) or {}).get("stop_token_ids") or ()
+    if not all(0 <= int(token) < num_tokens for token in stops if token is not None):
+        raise ValueError(f"stop_token_ids must lie in 0…{num_tokens - 1}")
     if (getattr(request, "top_logprobs_num", None) or 0) > num_tokens:
         raise ValueError(f"at most {num_tokens} logprobs can be given for a token: the model has no more tokens")
 

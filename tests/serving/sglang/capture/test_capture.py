@@ -746,3 +746,13 @@ def test_tokens_that_the_target_lacks_are_refused_before_they_end_the_scheduler(
         hooks.check_tokens(manager, SimpleNamespace(input_ids=taken), [0])
     with pytest.raises(ValueError, match="at most 8 logprobs"):
         hooks.check_tokens(manager, SimpleNamespace(input_ids=None, top_logprobs_num=9), [0])
+
+
+@pytest.mark.parametrize("ids", [[-1], [7, 8], [10**9]])
+def test_stop_tokens_that_the_target_lacks_are_refused_before_they_end_the_scheduler(ids: list[int]) -> None:
+    """With `min_tokens` it looks them up in a table of the target's tokens."""
+    manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=8))
+    with pytest.raises(ValueError, match="stop_token_ids must lie in 0…7"):
+        hooks.check_tokens(manager, SimpleNamespace(input_ids=[0], sampling_params={"stop_token_ids": ids}), [0])
+    for taken in ({}, None, {"stop_token_ids": None}, {"stop_token_ids": []}, {"stop_token_ids": [0, None, 7]}):
+        hooks.check_tokens(manager, SimpleNamespace(input_ids=[0], sampling_params=taken), [0])
