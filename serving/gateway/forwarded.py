@@ -55,7 +55,22 @@ def _template_values(value: object) -> object:
     return value
 
 
+def _response_format(value: object) -> object:
+    """Refuse a structural tag that holds a grammar, which may be as bad as `ebnf`."""
+    rest = [value] if isinstance(value, dict) and value.get("type") == "structural_tag" else []
+    while rest:
+        one = rest.pop()
+        if isinstance(one, dict):
+            if one.get("type") == "grammar":
+                raise invalid("unsupported_parameter", "no client may use a grammar here; use a regex or a JSON schema")
+            rest += one.values()
+        elif isinstance(one, list):
+            rest += one
+    return value
+
+
 TemplateValues = Annotated[Any, PlainValidator(_template_values, json_schema_input_type=dict[str, Any])]
+ResponseFormat = Annotated[Any, PlainValidator(_response_format, json_schema_input_type=dict[str, Any])]
 CustomParams = Annotated[dict[str, Any], PlainValidator(_custom_params, json_schema_input_type=dict[str, Any])]
 
 
@@ -120,6 +135,7 @@ class SampledBody(ForwardedBody):
     temperature: Any = None
     stream_options: Any = None
     return_spec_tokens_details: Any = None
+    response_format: ResponseFormat = None
     custom_params: CustomParams = Field(default_factory=dict)
 
     @property

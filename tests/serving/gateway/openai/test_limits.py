@@ -299,6 +299,24 @@ def test_sglangs_own_levers_are_not_for_clients() -> None:
     passage.talk(fake, talk)
 
 
+def test_no_client_hides_a_grammar_in_a_structural_tag() -> None:
+    fake, grammar = FakeSglang(), {"type": "grammar", "grammar": "root ::= root"}
+    tag = {"type": "tag", "begin": "<a>", "content": grammar, "end": "</a>"}
+    for within in (grammar, tag, {"type": "triggered_tags", "triggers": ["<a>"], "tags": [tag]}):
+        asked = {"response_format": {"type": "structural_tag", "format": within}}
+        for response in (passage.chat(fake, **asked), passage.complete(fake, **asked)):
+            refused = error_of(response)
+            assert (response.status_code, refused["code"]) == (400, "unsupported_parameter")
+            assert refused["param"] == "response_format"
+    assert fake.bodies == []
+    regex = {"type": "structural_tag", "format": {**tag, "content": {"type": "regex", "pattern": "a+"}}}
+    named = {"type": "object", "properties": {"type": {"const": "grammar"}}, "example": {"type": "grammar"}}
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": named}}
+    for taken in (regex, schema, None):
+        assert passage.chat(fake, response_format=taken).status_code == 200
+        assert fake.bodies[-1].get("response_format") == taken
+
+
 @pytest.mark.parametrize("stop", ["x" * 1000, ["a", "x" * 999], [chr(at) for at in range(65, 97)]])
 def test_stop_strings_may_be_many(stop: Any) -> None:
     """Continue sends 14 for each completion in an editor."""
