@@ -62,28 +62,30 @@ def _messages_error(envelope: Any) -> bytes:
 @dataclass(frozen=True)
 class Endpoint:
     body: type[ForwardedBody]
+    generates: bool = True
+    """Whether answers have generated text, and can be streams; others are whole even if a stream is asked for."""
     ends: tuple[bytes, ...] = (DONE,)
     """Beginning of a stream's last event. No answer's text can contain it: JSON escapes its line breaks."""
     framing: Framing = EVENTS
 
 
-_TEXT = Endpoint(TextBody)
+_TEXT = Endpoint(TextBody, generates=False)
 ENDPOINTS = {
     CHAT: Endpoint(SampledBody),
     COMPLETIONS: Endpoint(SampledBody),
     "/v1/responses": Endpoint(
         ResponsesBody,
-        tuple(b"event: response.%s\n" % how for how in (b"completed", b"incomplete", b"failed")),
-        replace(EVENTS, frame=_responses_error),
+        ends=tuple(b"event: response.%s\n" % how for how in (b"completed", b"incomplete", b"failed")),
+        framing=replace(EVENTS, frame=_responses_error),
     ),
     # Anthropic's own keep-alive: Claude Code gives up where it sees comments alone.
     MESSAGES: Endpoint(
         MessagesBody,
-        (b"event: message_stop\n",),
-        replace(EVENTS, frame=_messages_error, silence=b"event: ping\n" + event({"type": "ping"})),
+        ends=(b"event: message_stop\n",),
+        framing=replace(EVENTS, frame=_messages_error, silence=b"event: ping\n" + event({"type": "ping"})),
     ),
-    f"{MESSAGES}/count_tokens": Endpoint(ForwardedBody),
-    "/v1/embeddings": Endpoint(ForwardedBody),
+    f"{MESSAGES}/count_tokens": Endpoint(ForwardedBody, generates=False),
+    "/v1/embeddings": Endpoint(ForwardedBody, generates=False),
     **dict.fromkeys(("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"), _TEXT),
 }
 
@@ -124,7 +126,7 @@ def passthrough_routes(
             max_tokens=None if limit is None else body.limit_to_add(limit, exchange.route, host.info),
         )
         response: Response
-        if body.stream:
+        if body.stream and endpoint.generates:
             response = EventStream(exchange, call.stream, endpoint.framing)
         else:
             response = await until_disconnect(request.receive, call.whole())
@@ -179,7 +181,8 @@ class _UpstreamCall:
     async def _whole(self, max_tokens: int | None) -> Response:
         body = self.body(max_tokens=max_tokens)
         async with self.upstream.answer(self.exchange.route, body, self.headers) as response:
-            content = self.notes.whole(whole_characters(await response.aread()))
+            content = await response.aread()
+            content = self.notes.whole(whole_characters(content) if self.endpoint.generates else content)
         self._count(0.0)
         return Response(content, media_type=response.headers.get("content-type", "application/json"))
 

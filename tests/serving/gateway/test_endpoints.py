@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from serving.request_metadata import HEADER, RequestMetadata
 from tests.serving.gateway.client import error_of, openai_client
 from tests.serving.gateway.passage import HELLO, chat, passing, post
-from tests.serving.sglang.outside.fake_sglang import CONTEXT_LENGTH, MODEL, FakeSglang, chunk, flat_error
+from tests.serving.sglang.outside.fake_sglang import CONTEXT_LENGTH, MODEL, NEVER_STREAMS, FakeSglang, chunk, flat_error
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 HALF = "\N{REPLACEMENT CHARACTER}"
@@ -72,6 +72,16 @@ def test_a_body_goes_on_with_what_its_endpoint_takes(path: str, asked: dict[str,
         assert sent.pop("request_id") == f"resp_{marks(fake).rid}"
         assert sent.pop("cache_salt") == marks(fake).cache_salt == "default"
     assert sent == {"model": MODEL, **asked, **added}
+
+
+@pytest.mark.parametrize("path", NEVER_STREAMS)
+def test_what_is_never_streamed_passes_whole_and_unchanged(path: str) -> None:
+    """A text of a client's may end in what marks half a character in an answer."""
+    fake = FakeSglang(whole=f'{{"text":"a{HALF}","tokens":[1]}}'.encode())
+    for asked in ({"stream": True}, {}):
+        answer = post(fake, path, {"messages": HELLO, "prompt": "x", "input": "x", "tokens": [1], **asked})
+        assert (answer.status_code, answer.content) == (200, fake.whole)
+        assert answer.headers["content-type"] == "application/json"
 
 
 def test_tokens_need_no_models_name() -> None:

@@ -49,7 +49,11 @@ WHOLE = json.dumps(
     ensure_ascii=False,
 ).encode()
 DONE = b"data: [DONE]\n\n"
-GENERATES = ("chat/completions", "completions", "responses", "messages", "messages/count_tokens", "embeddings")
+GENERATES = tuple(f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages"))
+NEVER_STREAMS = (
+    *(f"/v1/{name}" for name in ("messages/count_tokens", "embeddings", "tokenize", "detokenize")),
+    *("/tokenize", "/detokenize"),
+)
 
 
 def chunk(text: str, finish_reason: str | None = None) -> bytes:
@@ -129,7 +133,7 @@ class FakeSglang:
         app.add_api_route("/v1/loads", lambda: self.loads)
         app.add_api_route("/workers", lambda: {"workers": [{"url": url} for url in self.workers]})
         app.add_api_route("/server_info", lambda: {"speculative_num_steps": self.depth})
-        for path in ("/tokenize", *(f"/v1/{name}" for name in GENERATES)):
+        for path in (*GENERATES, *NEVER_STREAMS):
             app.add_api_route(path, self._generate, methods=["POST"], response_model=None)
         app.add_api_route("/{path:path}", self._other, methods=["GET", "POST"], response_model=None)
         return app
@@ -153,7 +157,7 @@ class FakeSglang:
         asked = self.bodies[-1].get("max_tokens") or self.bodies[-1].get("max_output_tokens") or 0
         if self.num_prompt_tokens + asked > CONTEXT_LENGTH:
             return flat_error(400, _too_many(self.num_prompt_tokens, asked))
-        if self.bodies[-1].get("stream"):
+        if self.bodies[-1].get("stream") and request.url.path in GENERATES:
             return StreamingResponse(self._stream(), media_type="text/event-stream")
         if self.hold:
             self.holding.set()
