@@ -85,10 +85,14 @@ def load_defaults(context: typer.Context, path: Path | None) -> Path | None:
         given[fields[key]] = str(name), value
     if any(field in given for field in _SECRET):
         check_private(path, "--config")
-    context.default_map = {
-        field: value if isinstance(value, bool | list) or value is None else str(value)
-        for field, (_, value) in given.items()
-    }
+    repeatable = {parameter.name for parameter in context.command.params if getattr(parameter, "multiple", False)}
+
+    def default(field: str, value: Any) -> Any:
+        if isinstance(value, bool | list) or value is None:
+            return value
+        return [str(value)] if field in repeatable else str(value)
+
+    context.default_map = {field: default(field, value) for field, (_, value) in given.items()}
     return path
 
 

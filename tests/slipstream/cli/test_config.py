@@ -54,6 +54,11 @@ def test_every_service_takes_one_and_no_secret_is_shown(file: Path) -> None:
     assert "http://a" in text
 
 
+def test_one_value_of_an_option_that_may_be_repeated_needs_no_list(file: Path) -> None:
+    file.write_text("model: M\nsglang: http://a\n")
+    assert shown("gateway", "--config", file)["sglang"] == (["http://a"], "file")
+
+
 def test_an_option_by_either_of_its_names(file: Path) -> None:
     file.write_text("model: M\nserved-model-name: other\n")
     assert shown("serve", "--config", file)["name"] == ("other", "file")
