@@ -1,4 +1,4 @@
-"""The gateway in front of SGLang: what it tells engines while Redis is away."""
+"""The gateway in front of SGLang: what it waits for, and what it tells engines while Redis is away."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import errno
 import os
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -33,6 +35,14 @@ class _Present:
 
     def add(self, tenant: str, group_id: str) -> None:
         self.added.append((tenant, group_id))
+
+
+@pytest.mark.parametrize("bad", ["sglang:30000", "http://sglang:3000O", "http://:1", "localhost"])
+def test_no_start_waits_for_what_is_no_address(
+    refused: Callable[..., str], toy_model: Path, tmp_path: Path, bad: str
+) -> None:
+    words = ("--model", toy_model, "--store", tmp_path, "--pool", "--sglang", "https://good", "--sglang", bad)
+    assert f"--sglang {bad} is not an address" in refused("gateway", *words)
 
 
 def test_a_groups_end_is_told_once_for_all_servers() -> None:
