@@ -138,7 +138,9 @@ class AnswerStreams:
                 prompt, completion, accepted = self._num_prompt_tokens, self._num_tokens, self.acceptance.num_accepted
                 counted = prefixed(prompt_tokens=prompt, completion_tokens=completion, accepted_tokens=accepted)
                 self._exchange.span.set_attributes(counted)
-                self._gateway.metrics.count_tokens(self._exchange.tenant, prompt=prompt, generated=completion)
+                # A request that the engine refused has computed nothing.
+                computed = prompt if any(sample.parts for sample in self.samples) else 0
+                self._gateway.metrics.count_tokens(self._exchange.tenant, prompt=computed, generated=completion)
         if failures:
             raise failures[0]
 

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from speculator.errors import EngineDeadError
+from speculator.errors import EngineBusyError, EngineDeadError
 from tests.fixtures.doubles import DoubleEngine, says
 from tests.serving.gateway.client import CHAT, HELLO, ask, gateway
 from tests.serving.gateway.keyfile import KeyFile
@@ -83,6 +83,17 @@ def test_tokens_are_counted_by_tenant_and_the_pace_of_every_sample(tmp_path: Pat
     assert tokens("generation", "tenant-of-63") == 1
     assert tokens("generation", "tenant-of-64") is None, "labels are bounded"
     assert tokens("generation", "other") == 6
+
+
+def test_the_prompt_of_a_request_that_never_ran_is_not_counted() -> None:
+    registry, engine = CollectorRegistry(), DoubleEngine(failure=EngineBusyError("full"))
+    labels = {"model_name": "double", "tenant": "default"}
+
+    async def talk(client: httpx.AsyncClient) -> None:
+        assert (await client.post(CHAT, json=BODY)).status_code == 429
+
+    ask(gateway(engine, registry), talk)
+    assert not registry.get_sample_value("slipstream_gateway_prompt_tokens_total", labels)
 
 
 def test_two_gateways_do_not_share_a_registry() -> None:
