@@ -57,7 +57,7 @@ def _template_values(value: object) -> object:
 
 def _response_format(value: object) -> object:
     """Refuse a structural tag that holds a grammar, which may be as bad as `ebnf`."""
-    rest = [value] if isinstance(value, dict) and value.get("type") == "structural_tag" else []
+    rest: list[Any] = [value] if isinstance(value, dict) and value.get("type") == "structural_tag" else []
     while rest:
         one = rest.pop()
         if isinstance(one, dict):
