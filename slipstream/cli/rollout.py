@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +19,7 @@ from speculator.errors import ConfigError, SlipstreamError
 from speculator.host import json_line, load_function, read_json_lines
 
 if TYPE_CHECKING:
-    from slipstream.rollout import Factory
+    from slipstream.rollout import Environment
 
 
 def read_groups(path: Path, defaults: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -96,12 +97,12 @@ def rollout(
             writing.flush()
             count(states.total(), None)
 
-        async def converse(make: Factory) -> None:
+        async def converse(make: Callable[[], Environment]) -> None:
             async with AsyncRollouts(**server) as rollouts:
                 played = Conversations(
                     rollouts,
                     [*groups.values()],
-                    make,
+                    lambda _: make(),
                     step_timeout_s=step_timeout_s,
                     retries=retries,
                     logprobs=logprobs,

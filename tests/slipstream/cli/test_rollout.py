@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import httpx
@@ -102,6 +103,26 @@ def test_samples_are_printed_or_written_as_they_end(groups: Path, tmp_path: Path
         assert rollout(groups, "--url", url, "--out", out) == (0, [])
     written = [json.loads(line) for line in out.read_text().splitlines()]
     assert names(written) == ["10", "a0", "a1", "a2"]
+
+
+def test_an_environment_is_a_class_whose_objects_need_nothing(
+    groups: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = """
+        from slipstream.rollout import Step
+
+
+        class Calculator:
+            async def reset(self, sample): ...
+            async def step(self, text):
+                return Step(reward=1.0, done=True) if "4" in text else Step(observation="Try again.")
+    """
+    (tmp_path / "calculating.py").write_text(dedent(module))
+    monkeypatch.syspath_prepend(tmp_path)
+    with served(DoubleEngine(answer=says("2 + 2 = 4"))) as url:
+        code, samples = rollout(groups, "--url", url, "--environment", "calculating:Calculator")
+    assert (code, names(samples)) == (0, ["10", "a0", "a1", "a2"])
+    assert {sample["reward"] for sample in samples} == {1.0}
 
 
 def test_no_text_ends_a_line_but_the_line_feed(tmp_path: Path) -> None:
