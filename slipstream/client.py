@@ -34,7 +34,7 @@ from slipstream.rollout_protocol import (
     Turn,
     body_of,
     decoded,
-    message_of,
+    refusal_of,
 )
 from speculator.errors import ConfigError, EngineError
 from speculator.host import asplit_lines, split_lines
@@ -59,7 +59,7 @@ def _check(response: httpx.Response, *, or_gone: bool = False) -> httpx.Response
     """Raises ConfigError for a 4xx response, EngineError for another failure; `or_gone` accepts 410."""
     if response.is_success or (or_gone and response.status_code == 410):
         return response
-    raise (ConfigError if response.is_client_error else EngineError)(message_of(response))
+    raise (ConfigError if response.is_client_error else EngineError)(refusal_of(response).message)
 
 
 @contextmanager
@@ -123,9 +123,9 @@ class _Options:
 
     def _served(self, response: httpx.Response) -> str:
         if response.status_code in LATER:
-            raise NotNow(message_of(response))
+            raise NotNow(refusal_of(response).message)
         if response.status_code != 200:
-            raise ConfigError(f"{self.url}/v1/models does not list the model: {message_of(response)}")
+            raise ConfigError(f"{self.url}/v1/models does not list the model: {refusal_of(response).message}")
         return decoded(response.content, _Models, self.url).data[0].id
 
 

@@ -168,12 +168,13 @@ class Progress:
     def on_refusal(self, call: Call, response: httpx.Response) -> None:
         """Process a response that is not 200. Raises ConfigError or EngineError where a retry would not help."""
         self._was_there = True
-        self.why = message_of(response)
-        is_new, code = call.method == "POST", (_error_of(response) or {}).get("code")
+        is_new = call.method == "POST"
         if response.status_code in LATER:
             self._is_known = not is_new
             self.on_later(response)
-        elif response.status_code == 404 and not is_new and not self._num_heard:
+            return
+        self.why, code = refusal_of(response)
+        if response.status_code == 404 and not is_new and not self._num_heard:
             self._is_known = False  # the first request never reached the server
         elif is_new and code != "rollout_exists":
             raise ConfigError(self._refusal(self.why))
@@ -214,7 +215,7 @@ class Progress:
 
     def on_later(self, response: httpx.Response) -> None:
         """Process a status after which the client retries: for `retry_s`, but for as long as a server is full."""
-        self.why = message_of(response)
+        self.why = refusal_of(response).message
         if response.status_code == 429:
             self._failing_since_s, wait_s = None, response.headers.get("retry-after", "")
             self._wait_s = min(float(wait_s), SHORT_S) if wait_s.isdecimal() else 0.0
@@ -283,20 +284,20 @@ def decoded(raw: bytes, kind: type[T], url: str) -> T:
         raise ConfigError(f"{url} does not answer like a Slipstream server: check --url") from None
 
 
-def message_of(response: httpx.Response) -> str:
-    """The server's error message, with the field at fault."""
-    if (error := _error_of(response)) is None:
-        return f"status {response.status_code}"
-    return f"{error['message']} ({error['param'] or error['code']})"
+class Refusal(NamedTuple):
+    message: str
+    """The server's, with the field at fault."""
+    code: str | None
+    """None where the response is none of ours, such as a proxy's."""
 
 
-def _error_of(response: httpx.Response) -> dict[str, Any] | None:
-    """The server's error; None where the response has none of ours, such as a proxy's."""
+def refusal_of(response: httpx.Response) -> Refusal:
+    """What a response says that is not 200."""
     try:
         error = response.json()["error"]
-        return {name: error[name] for name in ("message", "param", "code")}
+        return Refusal(f"{error['message']} ({error['param'] or error['code']})", error["code"])
     except (ValueError, KeyError, TypeError):
-        return None
+        return Refusal(f"status {response.status_code}", None)
 
 
 def body_of(groups: Sequence[Group | Mapping[str, Any]], rollout_id: str | None, *, logprobs: bool) -> dict[str, Any]:
