@@ -55,11 +55,10 @@ class _Models(msgspec.Struct):
     data: Annotated[list[_Model], msgspec.Meta(min_length=1)]
 
 
-def _check(response: httpx.Response, *, or_gone: bool = False) -> httpx.Response:
-    """Raises ConfigError for a 4xx response, EngineError for another failure; `or_gone` accepts 410."""
-    if response.is_success or (or_gone and response.status_code == 410):
-        return response
-    raise (ConfigError if response.is_client_error else EngineError)(refusal_of(response).message)
+def _check(response: httpx.Response) -> None:
+    """Raises ConfigError for a 4xx response, EngineError for another failure."""
+    if not response.is_success:
+        raise (ConfigError if response.is_client_error else EngineError)(refusal_of(response).message)
 
 
 @contextmanager
@@ -196,11 +195,15 @@ class Rollout:
                 _check(self._client.http.post(f"/v1/rollouts/{self.rollout_id}/rewards", json=body))
 
     def cancel(self, groups: Iterable[str] | None = None) -> None:
-        """Abort the running samples of these groups, or of all; each still arrives, as aborted."""
+        """Abort the running samples of these groups, or of all; each still arrives, as aborted, unless a restart of the
+        server lost it.
+        """
         if (query := self._progress.cancelled(groups)) is not None:
             with _away(self._client.url):
                 url = f"/v1/rollouts/{self.rollout_id}"
-                _check(self._client.http.delete(url, params=query, timeout=SHORT_S), or_gone=True)
+                response = self._client.http.delete(url, params=query, timeout=SHORT_S)
+            if not self._progress.on_cancelled(response):
+                _check(response)
 
 
 class AsyncRollouts(_Options):
@@ -300,4 +303,6 @@ class AsyncRollout:
         if (query := self._progress.cancelled(groups)) is not None:
             with _away(self._client.url):
                 url = f"/v1/rollouts/{self.rollout_id}"
-                _check(await self._client.http.delete(url, params=query, timeout=SHORT_S), or_gone=True)
+                response = await self._client.http.delete(url, params=query, timeout=SHORT_S)
+            if not self._progress.on_cancelled(response):
+                _check(response)

@@ -136,6 +136,8 @@ class Progress:
         """The server has answered at least once."""
         self._is_known = False
         """The server may know the rollout."""
+        self._may_begin = True
+        """The server has not yet answered the request that begins the rollout."""
         self.has_ended = False
         self.why = ""
         """Why the current connection ended early."""
@@ -144,12 +146,12 @@ class Progress:
         self.why = "the stream ended too early"
         if self._is_known:
             return Call("GET", f"/v1/rollouts/{self.rollout_id}/samples?after={self._num_heard}")
-        self._is_known = True
+        self._is_known = self._may_begin = True
         return Call("POST", "/v1/rollouts", self._asked)
 
     def on_line(self, line: bytes) -> Sample | Turn | None:
         """Process a line of the response stream; returns the sample or turn in it."""
-        self._was_there = True
+        self._was_there, self._may_begin = True, False
         said = decoded(line, dict[str, Any], self._url) if line else {}
         kind = said.get("object")
         if kind != "rollout" and "error" not in said:
@@ -167,21 +169,22 @@ class Progress:
 
     def on_refusal(self, call: Call, response: httpx.Response) -> None:
         """Process a response that is not 200. Raises ConfigError or EngineError where a retry would not help."""
-        self._was_there = True
+        self._was_there, self._may_begin = True, False
         is_new = call.method == "POST"
         if response.status_code in LATER:
             self._is_known = not is_new
             self.on_later(response)
             return
         self.why, code = refusal_of(response)
-        if response.status_code == 404 and not is_new and not self._num_heard:
-            self._is_known = False  # the first request never reached the server
-        elif is_new and code != "rollout_exists":
-            raise ConfigError(self._refusal(self.why))
-        elif not is_new and code == "rollout_not_found":
-            self._begin_again()
-        elif not is_new:
+        if is_new:
+            if code != "rollout_exists":
+                raise ConfigError(self._refusal(self.why))
+        elif code != "rollout_not_found" and (response.status_code != 404 or self._num_heard):
             raise EngineError(self._lost())
+        elif self._num_heard or self._cancelled:
+            self._begin_again()
+        else:
+            self._is_known = False  # the first request never reached the server
 
     def _on_sample(self, heard: Sample) -> Sample:
         """The sample as the first request would have it numbered."""
@@ -190,11 +193,11 @@ class Progress:
         return msgspec.structs.replace(heard, sample=number, number=self._num_all - 1)
 
     def _begin_again(self) -> None:
-        """Ask for what had not ended when the server lost the rollout, as by a restart. Raises EngineError where
-        environments answer: what they were told is gone.
+        """Ask for what had neither ended nor been cancelled when the server lost the rollout, as by a restart. Raises
+        EngineError where environments answered: what they were told is gone.
         """
         groups = dict(zip(_names(self._body), self._body["groups"], strict=True))
-        if any(group.get("environment") for group in groups.values()):
+        if self._num_all and any(group.get("environment") for group in groups.values()):
             raise EngineError(self._lost())
         asked, self._asked_for = [], {}
         for name, group in groups.items():
@@ -224,6 +227,7 @@ class Progress:
         """Process a broken connection. Raises ConfigError where the server has never answered."""
         if not self._was_there and isinstance(failure, httpx.ConnectError | httpx.UnsupportedProtocol):
             raise ConfigError(f"nothing answers at {self._url}: start the server, or check --url") from None
+        self._may_begin = False
         self.why = str(failure) if isinstance(failure, NotNow) else type(failure).__name__
 
     def pause_s(self) -> float:
@@ -264,11 +268,27 @@ class Progress:
 
     def cancelled(self, groups: Iterable[str] | None) -> dict[str, list[str]] | None:
         """Query parameters of a request to cancel these groups, or all; None where there is nothing to cancel."""
+        all_names = _names(self._body)
         names = None if groups is None else [*groups]
-        self._cancelled.update(_names(self._body) if names is None else names)
+        self._cancelled.update(all_names if names is None else names)
         if names is None:
             return {}
+        if self._asked_for is not None:
+            # A restarted server would refuse to cancel any group because of one that ended before.
+            ended = set(all_names) - self._asked_for.keys()
+            names = [name for name in names if name not in ended]
         return {"group_id": names} if names else None
+
+    def on_cancelled(self, response: httpx.Response) -> bool:
+        """Process the response to such a request; returns whether a refusal means that nothing is left to cancel."""
+        if response.status_code != 404:
+            return response.status_code == 410
+        if self._may_begin or refusal_of(response).code != "rollout_not_found":
+            return False
+        if not self._is_known:
+            # The next request would begin what is cancelled; a known rollout is missed when its samples are asked for.
+            self._begin_again()
+        return True
 
 
 def _names(body: Mapping[str, Any]) -> list[str]:

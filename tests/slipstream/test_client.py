@@ -234,15 +234,199 @@ def test_a_restarted_server_is_asked_for_what_had_not_ended(
     assert [group.rewards for group in rewarded] == [{1: 2.0}]
 
 
+Cancels = dict[str, list[str] | None]
+"""Groups to cancel, or all, after so many samples ("heard 2") or in a pause before a request ("pause 1")."""
+
+
+class ScriptedGateway:
+    """Answers in this order, a cancellation with `to_cancel`."""
+
+    def __init__(self, answers: list[httpx.Response], to_cancel: httpx.Response) -> None:
+        self._answers, self._to_cancel = iter(answers), to_cancel
+        self.asked: list[tuple[str, object]] = []
+        """Samples of each group in POST, names of groups in DELETE."""
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "DELETE":
+            self.asked.append(("DELETE", request.url.params.get_list("group_id")))
+        elif request.method == "POST":
+            body = msgspec.json.decode(request.content)
+            self.asked.append(("POST", {group["id"]: group["n"] for group in body["groups"]}))
+        answer = self._to_cancel if request.method == "DELETE" else next(self._answers)
+        return httpx.Response(answer.status_code, content=answer.content)  # a client binds what it is given to itself
+
+
+def hear_in_step(
+    gateway: ScriptedGateway, groups: list[Group], cancels: Cancels, monkeypatch: pytest.MonkeyPatch
+) -> list[SampleKey]:
+    pauses, heard = itertools.count(1), list[SampleKey]()
+    with Rollouts("http://gateway", model="m") as rollouts:
+        rollouts.http = httpx.Client(base_url="http://gateway", transport=httpx.MockTransport(gateway))
+        rollout = rollouts.start(groups)
+
+        def cancel_at(moment: str) -> None:
+            if moment in cancels:
+                rollout.cancel(cancels[moment])
+
+        monkeypatch.setattr(time, "sleep", lambda _: cancel_at(f"pause {next(pauses)}"))
+        for sample in rollout:
+            heard.append(sample.key)
+            cancel_at(f"heard {len(heard)}")
+    return heard
+
+
+def hear_on_a_loop(
+    gateway: ScriptedGateway, groups: list[Group], cancels: Cancels, monkeypatch: pytest.MonkeyPatch
+) -> list[SampleKey]:
+    async def run() -> list[SampleKey]:
+        pauses, heard = itertools.count(1), list[SampleKey]()
+        async with AsyncRollouts("http://gateway", model="m") as rollouts:
+            rollouts.http = httpx.AsyncClient(base_url="http://gateway", transport=httpx.MockTransport(gateway))
+            rollout = rollouts.start(groups)
+
+            async def cancel_at(moment: str) -> None:
+                if moment in cancels:
+                    await rollout.cancel(cancels[moment])
+
+            monkeypatch.setattr(asyncio, "sleep", lambda _: cancel_at(f"pause {next(pauses)}"))
+            async for sample in rollout:
+                heard.append(sample.key)
+                await cancel_at(f"heard {len(heard)}")
+        return heard
+
+    return asyncio.run(run())
+
+
+def said(*keys: tuple[str, int], is_all: bool = False) -> httpx.Response:
+    """A stream of these samples, which breaks off unless they are all."""
+    lines: list[Any] = [{"object": "rollout"}] if keys else []
+    lines += [
+        Sample(
+            number=number,
+            group_id=group_id,
+            sample=sample,
+            seed=0,
+            state="finished",
+            finish_reason="stop",
+            tokens=(),
+            text="",
+            logprobs=None,
+            target_version=None,
+            engine=None,
+            num_leases=1,
+        )
+        for number, (group_id, sample) in enumerate(keys)
+    ]
+    if is_all:
+        lines.append({"object": "rollout.end", "num_ended": len(keys), "num_samples": len(keys)})
+    return httpx.Response(200, content=b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+
+
+def lost() -> httpx.Response:
+    error = {"message": "There is no such rollout.", "param": "rollout_id", "code": "rollout_not_found"}
+    return httpx.Response(404, json={"error": error})
+
+
+def done() -> httpx.Response:
+    return httpx.Response(200, json={"object": "rollout"})
+
+
+ASKED = ("POST", {"a": 2, "b": 2})
+
+
+@pytest.mark.parametrize("environment", [None, "e"])
+@pytest.mark.parametrize("hear", [hear_in_step, hear_on_a_loop])
+@pytest.mark.parametrize(
+    ("answers", "to_cancel", "cancels", "asked"),
+    [
+        ([said(), lost(), said(("a", 0), ("a", 1), is_all=True)], done(), {"pause 1": ["b"]}, [("POST", {"a": 2})]),
+        ([said(), lost()], done(), {"pause 1": None}, []),
+        ([said(), lost(), said(("a", 0), ("a", 1), is_all=True)], lost(), {"pause 2": ["b"]}, [("POST", {"a": 2})]),
+        ([said(), lost()], lost(), {"pause 2": None}, []),
+        (
+            [httpx.Response(502), said(("a", 0), ("a", 1), is_all=True)],
+            lost(),
+            {"pause 1": ["b"]},
+            [("POST", {"a": 2})],
+        ),
+    ],
+)
+def test_what_is_cancelled_before_a_restart_is_not_asked_for_after_it(
+    hear: Callable[..., list[SampleKey]],
+    environment: str | None,
+    answers: list[httpx.Response],
+    to_cancel: httpx.Response,
+    cancels: Cancels,
+    asked: list[object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Even where nothing has been heard: then environments have been told nothing, either."""
+    gateway = ScriptedGateway(answers, to_cancel)
+    groups = [Group(id=name, prompt=name, n=2, environment=environment) for name in "ab"]
+    assert hear(gateway, groups, cancels, monkeypatch) == ([("a", 0), ("a", 1)] if asked else [])
+    ((_, names),) = [(method, names) for method, names in gateway.asked if method == "DELETE"]
+    assert names == (["b"] if asked else [])
+    assert [call for call in gateway.asked if call[0] == "POST"] == [ASKED, *asked]
+
+
+@pytest.mark.parametrize("hear", [hear_in_step, hear_on_a_loop])
+@pytest.mark.parametrize("moment", ["heard 1", "heard 2", "pause 1", "pause 2"])
+def test_a_rollout_that_a_restart_lost_needs_no_cancelling(
+    hear: Callable[..., list[SampleKey]], moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client still reads what it had received, and asks for the rest without what it cancelled."""
+    answers = [said(("a", 0), ("b", 0)), lost(), said(("a", 0), is_all=True)]
+    gateway = ScriptedGateway(answers, to_cancel=lost())
+    groups = [Group(id=name, prompt=name, n=2) for name in "ab"]
+    assert hear(gateway, groups, {moment: ["b"]}, monkeypatch) == [("a", 0), ("b", 0), ("a", 1)]
+    assert gateway.asked == [ASKED, ("DELETE", ["b"]), ("POST", {"a": 1})]
+
+
+@pytest.mark.parametrize("hear", [hear_in_step, hear_on_a_loop])
+@pytest.mark.parametrize(
+    ("names", "deletes"), [(["a", "b"], [("DELETE", ["b"])]), (["a"], []), (["a", "no"], [("DELETE", ["no"])])]
+)
+def test_groups_that_ended_before_a_restart_are_cancelled_no_more(
+    hear: Callable[..., list[SampleKey]], names: list[str], deletes: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The restarted server does not know them, and would refuse to cancel the others with them."""
+    answers = [said(("a", 0), ("a", 1)), lost(), said(("b", 0), ("b", 1), is_all=True)]
+    gateway = ScriptedGateway(answers, to_cancel=done())
+    groups = [Group(id=name, prompt=name, n=2) for name in "ab"]
+    assert len(hear(gateway, groups, {"heard 3": names}, monkeypatch)) == 4
+    assert gateway.asked == [ASKED, ("POST", {"b": 2}), *deletes]
+
+
+def test_a_rollout_that_may_be_about_to_begin_is_not_taken_for_cancelled() -> None:
+    """The server does not know it yet, and would then run all of it."""
+
+    async def run() -> None:
+        async with AsyncRollouts("http://gateway", model="m") as rollouts:
+
+            async def answer(request: httpx.Request) -> httpx.Response:
+                if request.method == "DELETE":
+                    return lost()
+                with pytest.raises(ConfigError, match="no such rollout"):
+                    await rollout.cancel()
+                return said(("a", 0), is_all=True)
+
+            rollouts.http = httpx.AsyncClient(base_url="http://gateway", transport=httpx.MockTransport(answer))
+            rollout = rollouts.start([Group(id="a", prompt="a")])
+            with pytest.raises(ConfigError, match="no such rollout"):
+                await rollout.cancel()
+            assert [sample.key async for sample in rollout] == [("a", 0)]
+
+    asyncio.run(run())
+
+
 def test_what_environments_were_told_is_lost_with_the_server() -> None:
     lines = b'{"object": "rollout"}\n' + msgspec.json.encode(
         Turn(number=0, group_id="0", sample=0, turn=0, finish_reason="stop", tokens=(1,), text="a")
     )
-    lost = {"error": {"message": "There is no such rollout.", "param": "rollout_id", "code": "rollout_not_found"}}
 
     def answer(request: httpx.Request) -> httpx.Response:
         is_new = request.method == "POST"
-        return httpx.Response(200, content=lines + b"\n") if is_new else httpx.Response(404, json=lost)
+        return httpx.Response(200, content=lines + b"\n") if is_new else lost()
 
     async def run() -> None:
         async with AsyncRollouts("http://gateway", model="m") as rollouts:
