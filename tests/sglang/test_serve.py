@@ -182,10 +182,16 @@ def test_no_request_for_what_the_model_lacks_ends_sglang(served: Served, client:
         {"logprobs": 10**6},
         {"logprobs": 1, "extra_body": {"ebnf": "root ::= root"}},
         {"extra_body": {"min_tokens": 1, "stop_token_ids": [10**9]}},
+        {"extra_body": {"top_k": 2**40}},
+        {"extra_body": {"repetition_penalty": 1e-42}},
+        {"logit_bias": {"5": 1e39}},
     )
     for asked in bodies:
         with pytest.raises(openai.BadRequestError):
             client.completions.create(model=NAME, prompt="hello", max_tokens=1, **asked)
+    circle = {"type": "json_schema", "json_schema": {"name": "circle", "schema": {"$ref": "#"}}}
+    with pytest.raises(openai.InternalServerError):
+        client.chat.completions.create(model=NAME, messages=_messages("hello"), response_format=circle)  # type: ignore[call-overload]
     assert served.answers()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,6 +18,9 @@ from speculator.tracing import is_enabled
 from speculator.versions.store import DraftStore, Manifest
 
 EXIT_CODE = 2
+_NO_TOP_K = 1 << 31
+_MOST_BIAS, _LEAST_PENALTY = 1e30, 1e-6
+"""SGLang divides by temperatures down to 1e-6, in float32."""
 VERSIONS = ("0.5.17", "0.5.22", "0.5.23")
 """Versions of SGLang that have everything that the plugin uses. On a CPU only the last one is tested."""
 INSTALL = f"install sglang=={VERSIONS[-1]}"
@@ -26,6 +30,24 @@ def refuse(reason: str) -> NoReturn:
     """End the process. SGLang swallows exceptions of plugins, and a server that runs unhooked would look healthy."""
     print(f"slipstream: {' '.join(reason.split())}", file=sys.stderr, flush=True)  # noqa: T201
     os._exit(EXIT_CODE)
+
+
+def check_sampling(params: Mapping[str, Any], num_tokens: int) -> None:
+    """Refuse a request's sampling parameters that are no numbers of SGLang's tensors, or would make probabilities NaN.
+
+    `num_tokens`: the size of the target's vocabulary. Raises ValueError.
+    """
+    stops = params.get("stop_token_ids") or ()
+    if not all(0 <= int(token) < num_tokens for token in stops if token is not None):
+        raise ValueError(f"stop_token_ids must lie in 0…{num_tokens - 1}")
+    if (params.get("top_k") or 0) >= _NO_TOP_K:
+        raise ValueError(f"top_k must be below {_NO_TOP_K}")
+    if (params.get("temperature") or 0) > _MOST_BIAS:
+        raise ValueError(f"temperature must be at most {_MOST_BIAS:g}")
+    if 0 < (params.get("repetition_penalty") or 0) < _LEAST_PENALTY:
+        raise ValueError(f"repetition_penalty must be at least {_LEAST_PENALTY:g}")
+    if not all(abs(bias) <= _MOST_BIAS for bias in (params.get("logit_bias") or {}).values()):
+        raise ValueError(f"logit_bias must lie between {-_MOST_BIAS:g} and {_MOST_BIAS:g}")
 
 
 def sglang_version() -> str:

@@ -121,6 +121,9 @@ TOKENIZED = SglangFunction(
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request", ("self", "obj", "input_ids")
 )
 """SGLang's own checks of a request of any endpoint, once its prompt is token ids."""
+GRAMMAR_MASK = SglangFunction(
+    "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.fill_vocab_mask", ("self", "vocab_mask", "idx")
+)
 SGLANG_FUNCTIONS = (
     CHECK_ARGS,
     SPECULATIVE_ARGS,
@@ -153,6 +156,7 @@ SGLANG_FUNCTIONS = (
     COMPLETION,
     RESPONSE,
     TOKENIZED,
+    GRAMMAR_MASK,
 )
 CPU_FUNCTIONS = (CPU_PLAN, CPU_EXTEND, CPU_DECODE)
 """Needed on a CPU only, as `GPU_FUNCTIONS` on a GPU only."""

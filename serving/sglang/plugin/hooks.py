@@ -7,6 +7,7 @@ all hooks are in place or the server does not start (serving/sglang/plugin/contr
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import MutableMapping
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from serving.sglang import one_token
 from serving.sglang.capture.request import attach_metadata, attach_metadata_to_generation, is_for_another_target
 from serving.sglang.plugin.checks import (
     check_draft_options,
+    check_sampling,
     check_server,
     refuse,
     refusing,
@@ -39,6 +41,7 @@ from serving.sglang.plugin.contract import (
     EXTEND_DECODE,
     EXTEND_GRAPH,
     EXTEND_PREFILL,
+    GRAMMAR_MASK,
     PROCESSED,
     RELEASE,
     RESPONSE,
@@ -158,7 +161,8 @@ def add_hooks(settings: PluginSettings, registry: Any, hook_type: Any) -> None:
     for endpoint in (CHAT, COMPLETION):
         add(endpoint, before_conversion, "before")
     add(RESPONSE, before_response, "before")
-    add(TOKENIZED, check_tokens, "before")
+    add(TOKENIZED, check_request, "before")
+    add(GRAMMAR_MASK, after_grammar_mask, "after")
 
 
 def _check(args: Any, settings: PluginSettings) -> None:
@@ -319,8 +323,9 @@ def before_response(
     _check_target(endpoint, params.get("custom_params"))
 
 
-def check_tokens(manager: Any, request: Any, *_: Any) -> None:
-    """Refuse token ids that the target lacks, and more logprobs than it has tokens: they would end SGLang's scheduler.
+def check_request(manager: Any, request: Any, *_: Any) -> None:
+    """Refuse what SGLang's own checks let through and what would end its scheduler: token ids that the target lacks,
+    more logprobs than it has tokens, and numbers that overflow.
 
     Raises ValueError, which SGLang answers with status 400.
     """
@@ -328,11 +333,24 @@ def check_tokens(manager: Any, request: Any, *_: Any) -> None:
     ids = request.input_ids
     if ids is not None and len(ids) and not 0 <= min(ids) <= max(ids) < num_tokens:
         raise ValueError(f"token ids must lie in 0…{num_tokens - 1}")
-    stops = (getattr(request, "sampling_params", None) or {}).get("stop_token_ids") or ()
-    if not all(0 <= int(token) < num_tokens for token in stops if token is not None):
-        raise ValueError(f"stop_token_ids must lie in 0…{num_tokens - 1}")
+    check_sampling(getattr(request, "sampling_params", None) or {}, num_tokens)
     if (getattr(request, "top_logprobs_num", None) or 0) > num_tokens:
         raise ValueError(f"at most {num_tokens} logprobs can be given for a token: the model has no more tokens")
+
+
+def after_grammar_mask(_: Any, grammar: Any, mask: Any, row: int) -> None:
+    """Let one token through where a grammar lets none: SGLang then ends that request, and not itself.
+
+    JSON schemas such as `{"$ref": "#"}` lead there. SGLang refuses the token once it was drawn. It fails where a
+    proposal is that token, so nobody can choose it; all ranks choose the same.
+    """
+    bits = mask[row]
+    if bits.any():
+        return
+    runtime = _the_runtime()
+    text = f"{0 if runtime is None else runtime.random_seed} {grammar.accepted_tokens}"
+    word, bit = divmod(zlib.crc32(text.encode()) % grammar.vocab_size, 32)
+    bits[word] = 1 << bit if bit < 31 else -(1 << 31)
 
 
 def _check_target(endpoint: Any, params: Any) -> None:

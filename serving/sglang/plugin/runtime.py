@@ -60,6 +60,8 @@ class EngineRuntime:
         group = tensor_parallel_group()
         self._is_writer = group.rank_in_group == 0
         manifest, store = version_of(args, settings), DraftStore(settings.store)
+        self.random_seed = int(args.random_seed)
+        """Drawn by SGLang at its start where nobody chose it, and the same on all ranks."""
         self._engine_id = settings.engine_id or default_engine_id(args.port)
         key = settings.model_key or model_key(Path(args.model_path), manifest.target_fingerprint)
         self._pointer = LazyPointer(settings.redis_url, key) if self._is_writer else None

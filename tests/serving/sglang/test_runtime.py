@@ -157,6 +157,7 @@ def unstarted(
         "speculative_eagle_topk": None,
         "speculative_use_rejection_sampling": asked == REJECTING,
         "enable_deterministic_inference": False,
+        "random_seed": 1,
         "disable_overlap_schedule": True,
     }
     worker = SimpleNamespace(

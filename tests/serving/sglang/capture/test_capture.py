@@ -739,13 +739,13 @@ def test_tokens_that_the_target_lacks_are_refused_before_they_end_the_scheduler(
     """Also those of rollouts, which another engine would be given next."""
     manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=8))
     with pytest.raises(ValueError, match="token ids must lie in 0…7"):
-        hooks.check_tokens(manager, SimpleNamespace(input_ids=ids, top_logprobs_num=0), ids)
+        hooks.check_request(manager, SimpleNamespace(input_ids=ids, top_logprobs_num=0), ids)
     for taken in (None, [], [0, 7]):
-        hooks.check_tokens(manager, SimpleNamespace(input_ids=taken, top_logprobs_num=8), [0])
+        hooks.check_request(manager, SimpleNamespace(input_ids=taken, top_logprobs_num=8), [0])
         # A request for an embedding.
-        hooks.check_tokens(manager, SimpleNamespace(input_ids=taken), [0])
+        hooks.check_request(manager, SimpleNamespace(input_ids=taken), [0])
     with pytest.raises(ValueError, match="at most 8 logprobs"):
-        hooks.check_tokens(manager, SimpleNamespace(input_ids=None, top_logprobs_num=9), [0])
+        hooks.check_request(manager, SimpleNamespace(input_ids=None, top_logprobs_num=9), [0])
 
 
 @pytest.mark.parametrize("ids", [[-1], [7, 8], [10**9]])
@@ -753,6 +753,39 @@ def test_stop_tokens_that_the_target_lacks_are_refused_before_they_end_the_sched
     """With `min_tokens` it looks them up in a table of the target's tokens."""
     manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=8))
     with pytest.raises(ValueError, match="stop_token_ids must lie in 0…7"):
-        hooks.check_tokens(manager, SimpleNamespace(input_ids=[0], sampling_params={"stop_token_ids": ids}), [0])
+        hooks.check_request(manager, SimpleNamespace(input_ids=[0], sampling_params={"stop_token_ids": ids}), [0])
     for taken in ({}, None, {"stop_token_ids": None}, {"stop_token_ids": []}, {"stop_token_ids": [0, None, 7]}):
-        hooks.check_tokens(manager, SimpleNamespace(input_ids=[0], sampling_params=taken), [0])
+        hooks.check_request(manager, SimpleNamespace(input_ids=[0], sampling_params=taken), [0])
+
+
+@pytest.mark.parametrize(
+    ("params", "name"),
+    [
+        ({"top_k": 2**31}, "top_k"),
+        ({"temperature": 1e31}, "temperature"),
+        ({"repetition_penalty": 1e-42}, "repetition_penalty"),
+        ({"logit_bias": {"1": 0.5, "2": -1e39}}, "logit_bias"),
+        ({"logit_bias": {"1": float("nan")}}, "logit_bias"),
+    ],
+)
+def test_numbers_that_overflow_are_refused_before_they_end_the_scheduler(params: dict[str, Any], name: str) -> None:
+    manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=8))
+    with pytest.raises(ValueError, match=name):
+        hooks.check_request(manager, SimpleNamespace(input_ids=[0], sampling_params=params), [0])
+    plain = {"top_k": -1, "temperature": None, "repetition_penalty": 1.0, "logit_bias": {"1": -100}}
+    hooks.check_request(manager, SimpleNamespace(input_ids=[0], sampling_params=plain), [0])
+
+
+def test_a_grammar_that_lets_no_token_through_does_not_end_the_scheduler() -> None:
+    grammar = SimpleNamespace(accepted_tokens=[3], vocab_size=70)
+    mask = torch.zeros(3, 3, dtype=torch.int32)
+    mask[0, 1] = 6
+    for row in (0, 1):
+        hooks.after_grammar_mask(None, grammar, mask, row)
+    assert mask[0].tolist() == [0, 6, 0], "it lets some through"
+    assert mask[2].tolist() == [0, 0, 0], "it was not asked"
+    bits = [bit for word in mask[1].tolist() for bit in f"{word & 0xFFFFFFFF:032b}"]
+    assert bits.count("1") == 1
+    other = torch.zeros(1, 3, dtype=torch.int32)
+    hooks.after_grammar_mask(None, grammar, other, 0)
+    assert torch.equal(other[0], mask[1]), "as on another rank"
