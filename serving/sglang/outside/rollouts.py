@@ -42,6 +42,8 @@ from speculator.errors import EngineBusyError, EngineDeadError, EngineError, Req
 log = structlog.get_logger(__name__)
 
 POLL_S = 0.5
+_PATIENCE_S = 0.5
+"""How long a poll of all servers waits for each."""
 _TIMEOUT_S = 5.0
 _MISSED_POLLS = 6
 """Failed polls in a row after which a server counts as dead: one that reads a long prompt may answer late."""
@@ -417,7 +419,7 @@ class ServerPool:
             if url not in self._polls or self._polls[url].done():
                 self._polls[url] = asyncio.create_task(engine.poll())
         if self._engines:
-            await asyncio.wait([self._polls[url] for url in self._engines], timeout=self.poll_s)
+            await asyncio.wait([self._polls[url] for url in self._engines], timeout=_PATIENCE_S)
         newest = max((engine.target_label for engine in self._engines.values()), default=0)
         for engine in self._engines.values():
             engine.check_weights(newest)

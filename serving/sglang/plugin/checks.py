@@ -18,6 +18,7 @@ from speculator.tracing import is_enabled
 from speculator.versions.store import DraftStore, Manifest
 
 EXIT_CODE = 2
+_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 _NO_TOP_K = 1 << 31
 _MOST_BIAS, _LEAST_PENALTY = 1e30, 1e-6
 """SGLang divides by temperatures down to 1e-6, in float32."""
@@ -33,13 +34,16 @@ def refuse(reason: str) -> NoReturn:
 
 
 def check_sampling(params: Mapping[str, Any], num_tokens: int) -> None:
-    """Refuse a request's sampling parameters that are no numbers of SGLang's tensors, or would make probabilities NaN.
+    """Refuse a request's sampling parameters that are no numbers of SGLang's tensors, or may make probabilities NaN.
 
     `num_tokens`: the size of the target's vocabulary. Raises ValueError.
     """
     stops = params.get("stop_token_ids") or ()
     if not all(0 <= int(token) < num_tokens for token in stops if token is not None):
         raise ValueError(f"stop_token_ids must lie in 0…{num_tokens - 1}")
+    if params.get("min_new_tokens") and (any(params.get(name) for name in _GRAMMARS) or len(stops) >= num_tokens):
+        # Until then SGLang forbids what ends an answer, and a complete one may end only.
+        raise ValueError("min_tokens may leave no token here: leave out min_tokens, or the grammar or stop_token_ids")
     if (params.get("top_k") or 0) >= _NO_TOP_K:
         raise ValueError(f"top_k must be below {_NO_TOP_K}")
     if (params.get("temperature") or 0) > _MOST_BIAS:

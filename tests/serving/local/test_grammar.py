@@ -11,9 +11,10 @@ import pytest
 from serving.grammar import json_grammar
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import RequestError
+from tests.fixtures.decoding import FixedPlanner, WholeTrees
 from tests.fixtures.schemas import DIGITS, SCHEMAS, WORD, entity
 from tests.fixtures.toy import byte_tokenizer, make_toy_model
-from tests.serving.local.harness import GREEDY, Answer, toy_engine
+from tests.serving.local.harness import GREEDY, Answer, fixed_engine, toy_engine
 
 TOO_COMPLEX = "\n".join(
     ["start: " + " | ".join(f"a{n}" for n in range(3000)), *(f"a{n}: /[a-z]/ /[a-z]*{n}/" for n in range(3000))]
@@ -31,8 +32,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_toy_model(tmp_path_factory.mktemp("toy"), tokenizer=byte_tokenizer())
 
 
-def _answers(model_dir: Path, sampling: SamplingParams, depth: int) -> list[Answer]:
-    with toy_engine(model_dir, depth=depth, dtype="float64") as harness:
+def _answers(model_dir: Path, sampling: SamplingParams, planner: FixedPlanner, suffix_depth: int) -> list[Answer]:
+    with fixed_engine(model_dir, planner=planner, suffix_depth=suffix_depth) as harness:
         requests = [
             harness.request("write:", grammar=json_grammar(schema), sampling=sampling, seed=5, max_tokens=240)
             for schema in SCHEMAS
@@ -43,13 +44,19 @@ def _answers(model_dir: Path, sampling: SamplingParams, depth: int) -> list[Answ
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_fifty_schemas_are_followed_and_drafts_change_no_text(model_dir: Path, sampling: SamplingParams) -> None:
-    plain, drafted = (_answers(model_dir, sampling, depth) for depth in (0, 3))
+    plain, head, text = (
+        _answers(model_dir, sampling, planner, suffix_depth)
+        for planner, suffix_depth in ((FixedPlanner(min_confidence=2.0), 0), (FixedPlanner(), 0), (WholeTrees(), 8))
+    )
     for schema, answer in zip(SCHEMAS, plain, strict=True):
         assert answer.finish_reason == "stop", (schema, answer.text)
         jsonschema.validate(json.loads(answer.text), schema)
-    assert [answer.token_ids for answer in drafted] == [answer.token_ids for answer in plain]
-    assert [answer.text for answer in drafted] == [answer.text for answer in plain]
-    assert sum(answer.num_accepted for answer in drafted) > 50
+    for drafted in (head, text):
+        assert [answer.token_ids for answer in drafted] == [answer.token_ids for answer in plain]
+        assert [answer.text for answer in drafted] == [answer.text for answer in plain]
+    assert sum(answer.num_accepted for answer in plain) == 0
+    assert sum(answer.num_accepted for answer in head) > 0
+    assert sum(answer.num_accepted for answer in text) > 50
     assert len({answer.text for answer in plain}) > 30
 
 

@@ -766,14 +766,19 @@ def test_stop_tokens_that_the_target_lacks_are_refused_before_they_end_the_sched
         ({"repetition_penalty": 1e-42}, "repetition_penalty"),
         ({"logit_bias": {"1": 0.5, "2": -1e39}}, "logit_bias"),
         ({"logit_bias": {"1": float("nan")}}, "logit_bias"),
+        ({"min_new_tokens": 1, "regex": "a"}, "min_tokens"),
+        ({"min_new_tokens": 1, "stop_token_ids": list(range(8))}, "min_tokens"),
     ],
 )
-def test_numbers_that_overflow_are_refused_before_they_end_the_scheduler(params: dict[str, Any], name: str) -> None:
+def test_what_may_leave_no_probabilities_is_refused_before_it_ends_the_scheduler(
+    params: dict[str, Any], name: str
+) -> None:
     manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=8))
     with pytest.raises(ValueError, match=name):
         hooks.check_request(manager, SimpleNamespace(input_ids=[0], sampling_params=params), [0])
-    plain = {"top_k": -1, "temperature": None, "repetition_penalty": 1.0, "logit_bias": {"1": -100}}
-    hooks.check_request(manager, SimpleNamespace(input_ids=[0], sampling_params=plain), [0])
+    plain = {"top_k": -1, "temperature": None, "repetition_penalty": 1.0, "logit_bias": {"1": -100}, "regex": "a"}
+    for taken in (plain | {"min_new_tokens": 0}, {"min_new_tokens": 3, "regex": None, "stop_token_ids": [1]}):
+        hooks.check_request(manager, SimpleNamespace(input_ids=[0], sampling_params=taken), [0])
 
 
 def test_a_grammar_that_lets_no_token_through_does_not_end_the_scheduler() -> None:
