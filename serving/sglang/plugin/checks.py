@@ -1,4 +1,4 @@
-"""Checks that refuse to start a server, each with one line that says why and what to change."""
+"""Checks that refuse to start a server, or to take a request, each with one line that says why and what to change."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from speculator.versions.store import DraftStore, Manifest
 
 EXIT_CODE = 2
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
-_NO_TOP_K = 1 << 31
-_MOST_BIAS, _LEAST_PENALTY = 1e30, 1e-6
+_TOP_K_END = 1 << 31
+_MOST, _LEAST_PENALTY = 1e30, 1e-6
 """SGLang divides by temperatures down to 1e-6, in float32."""
 VERSIONS = ("0.5.17", "0.5.22", "0.5.23")
 """Versions of SGLang that have everything that the plugin uses. On a CPU only the last one is tested."""
@@ -44,14 +44,14 @@ def check_sampling(params: Mapping[str, Any], num_tokens: int) -> None:
     if params.get("min_new_tokens") and (any(params.get(name) for name in _GRAMMARS) or len(stops) >= num_tokens):
         # Until then SGLang forbids what ends an answer, and a complete one may end only.
         raise ValueError("min_tokens may leave no token here: leave out min_tokens, or the grammar or stop_token_ids")
-    if (params.get("top_k") or 0) >= _NO_TOP_K:
-        raise ValueError(f"top_k must be below {_NO_TOP_K}")
-    if (params.get("temperature") or 0) > _MOST_BIAS:
-        raise ValueError(f"temperature must be at most {_MOST_BIAS:g}")
+    if (params.get("top_k") or 0) >= _TOP_K_END:
+        raise ValueError(f"top_k must be below {_TOP_K_END}")
+    if (params.get("temperature") or 0) > _MOST:
+        raise ValueError(f"temperature must be at most {_MOST:g}")
     if 0 < (params.get("repetition_penalty") or 0) < _LEAST_PENALTY:
         raise ValueError(f"repetition_penalty must be at least {_LEAST_PENALTY:g}")
-    if not all(abs(bias) <= _MOST_BIAS for bias in (params.get("logit_bias") or {}).values()):
-        raise ValueError(f"logit_bias must lie between {-_MOST_BIAS:g} and {_MOST_BIAS:g}")
+    if not all(abs(bias) <= _MOST for bias in (params.get("logit_bias") or {}).values()):
+        raise ValueError(f"logit_bias must lie between {-_MOST:g} and {_MOST:g}")
 
 
 def sglang_version() -> str:
