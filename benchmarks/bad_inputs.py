@@ -1,6 +1,6 @@
 """Fuzz every input surface with thousands of hostile inputs, and count failures and hangs.
 
-    python -m benchmarks.bad_inputs [--quick] [--json FILE] [--seed N]
+    python -m benchmarks.bad_inputs [--quick] [--json FILE] [--seed N] [--url URL]
 
 Real parts: the gateway on a loopback port with every route (the engine is the tests' double, then a local engine over a
 toy model), a Redis, draft stores on disk, a local engine over a toy model. What is sent stands in tests/hostile/:
@@ -10,10 +10,11 @@ toy model), a Redis, draft stores on disk, a local engine over a toy model. What
 * damaged traces, recordings and stream entries; broken files of prompts and of rollout groups;
 * damaged and forged draft versions, loaded as an engine does and installed into a running one;
 * folders of a target with one thing broken, as doctor, train, drafts init and serve read them;
-* Redis URLs with options of other clients.
+* Redis URLs with options of other clients;
+* with `--url`, to that running `slipstream serve --engine sglang` alone: an extreme value in each of SGLang's fields.
 
 A failure is an answer of 500 or above, or an exception that nobody meant to raise; a hang is an input that has no
-answer after ten seconds. Targets: no failure, no hang, at least 10,000 generated inputs (1,000 with `--quick`).
+answer after ten seconds. Targets: no failure, no hang, at least 10,000 inputs (1,000 with `--quick` or `--url`).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from speculator.redis.client import connect
 from speculator.redis.embedded import EmbeddedRedis
 from tests.fixtures.drafts import make_draft
 from tests.fixtures.toy import make_toy_model, random_draft
-from tests.hostile import api, bodies, drafts, line_files, model_folders, redis_urls, traces, wire
+from tests.hostile import api, bodies, drafts, extremes, line_files, model_folders, redis_urls, traces, wire
 from tests.hostile.api import API_KEY, KEYS, full_app, open_app
 from tests.hostile.judge import FailureError, Outcome, Tally, tallied
 
@@ -181,28 +182,44 @@ def hot_swap(folder: Path) -> Iterator[Tally]:
     yield tally
 
 
+def extreme_fields(url: str) -> Iterator[Tally]:
+    """An extreme value in each field of SGLang's, sent to a server that runs; it answers afterwards as before."""
+    tally = Tally("SGLang: extreme values")
+    with httpx.Client(base_url=url, trust_env=False, timeout=60) as client:
+        model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+        for name, attempt in extremes.inputs(client, model):
+            tally.take(name, attempt)
+        yield tally
+        yield tallied("SGLang: good requests afterwards", extremes.good_requests(client, model))
+
+
+def own_surfaces(folder: Path, counts: Mapping[str, int], seed: int) -> Iterator[Tally]:
+    with EmbeddedRedis(str(folder / "redis")) as server, connect(server.url) as client:
+        yield from gateway(folder, client, counts, seed)
+        yield from local_engine(folder, counts, seed)
+        yield from stream_and_files(folder, client, counts, seed)
+        yield from draft_files(folder, counts, seed)
+        yield from settings_and_files(folder, server.url, counts, seed)
+        yield from hot_swap(folder)
+
+
 def main() -> None:
     options = parser("What becomes of inputs that were made to do harm", has_prompts=False, has_model=False)
     options.add_argument("--seed", type=int, default=0, help="of everything that is generated")
+    options.add_argument("--url", help="of a `slipstream serve --engine sglang`, which alone is sent to")
     arguments = options.parse_args()
     counts = {name: pair[0 if arguments.quick else 1] for name, pair in COUNTS.items()}
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     logging.disable(logging.ERROR)
     started_s = time.monotonic()
     tallies: list[Tally] = []
-    with tempfile.TemporaryDirectory(prefix="slipstream-bad-") as scratch, EmbeddedRedis(f"{scratch}/redis") as server:
+    with tempfile.TemporaryDirectory(prefix="slipstream-bad-") as scratch:
         folder = Path(scratch)
-        with connect(server.url) as client:
-            for tally in itertools.chain(
-                gateway(folder, client, counts, arguments.seed),
-                local_engine(folder, counts, arguments.seed),
-                stream_and_files(folder, client, counts, arguments.seed),
-                draft_files(folder, counts, arguments.seed),
-                settings_and_files(folder, server.url, counts, arguments.seed),
-                hot_swap(folder),
-            ):
-                print(f"{tally.surface}: {tally.num_inputs}", flush=True)
-                tallies.append(tally)
+        for tally in (
+            own_surfaces(folder, counts, arguments.seed) if arguments.url is None else extreme_fields(arguments.url)
+        ):
+            print(f"{tally.surface}: {tally.num_inputs}", flush=True)
+            tallies.append(tally)
     _finish(tallies, arguments, time.monotonic() - started_s)
 
 
@@ -218,7 +235,7 @@ def _finish(tallies: list[Tally], arguments: Any, duration_s: float) -> None:
     hangs = sum(len(tally.hangs) for tally in tallies)
     rows.append(("all", f"{total:6}  {failures:8}  {hangs:5}  in {duration_s:.0f} s"))
     targets = [
-        Target("inputs", total, 1_000 if arguments.quick else 10_000),
+        Target("inputs", total, 1_000 if arguments.quick or arguments.url else 10_000),
         Target("failures", failures, 0, at_least=False),
         Target("hangs", hangs, 0, at_least=False),
     ]

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Annotated, Any, ClassVar
 
 import msgspec
-from pydantic import ConfigDict, Field, PlainValidator
+from pydantic import ConfigDict, Field, PlainValidator, model_validator
 
 from serving.engine import CapturePolicy, EngineInfo
 from serving.gateway.acceptance import ASK
@@ -30,9 +30,50 @@ _NOT_FOR_CLIENTS = frozenset(
 )
 """Refused fields: code to run, a pattern that can block SGLang's process for ever, a grammar that can end it since it
 allows no token (`root ::= root`), a machine to connect to, and a part of the cache key."""
+_NOT_FOR_TEMPLATES = frozenset(
+    (
+        *(
+            "chat_template",
+            "conversation",
+            "messages",
+            "tools",
+            "add_generation_prompt",
+            "tokenize",
+            "tokenizer_kwargs",
+        ),
+        *(
+            "padding",
+            "truncation",
+            "max_length",
+            "return_tensors",
+            "return_dict",
+            "return_assistant_tokens_mask",
+            "self",
+        ),
+    )
+)
+"""What SGLang itself gives `apply_chat_template`, or what changes what that returns. A template of the client's may
+block SGLang's process for ever."""
+_MAX_ITEMS = 10_000
+"""Of a request's lists, without token ids. For each bad item SGLang's validation makes up to thirty errors, and a text
+of all, during which its process does nothing else: an `input` of 50,000 numbers crashed it."""
+_LISTS = ("messages", "input", "system", "prompt", "stop", "include", "stop_token_ids", "input_ids", "tokens")
 _MAX_SALT_CHARS = 256
 _NULL, _NO_LIMIT = msgspec.Raw(b"null"), msgspec.Raw(b"-1")
 _SCALARS = (type(None), bool, int, float, str)
+
+
+def _num_items(value: object, *, with_ids: bool) -> int:
+    """How many items the lists of `value` have in all, at any depth; without token ids unless asked for."""
+    count, rest = 0, [value]
+    while rest:
+        one = rest.pop()
+        if isinstance(one, list):
+            count += len(one) if with_ids else sum(type(item) is not int for item in one)
+            rest += (item for item in one if isinstance(item, list | dict))
+        elif isinstance(one, dict):
+            rest += one.values()
+    return count
 
 
 def _custom_params(value: object) -> dict[str, Any]:
@@ -49,14 +90,16 @@ def _custom_params(value: object) -> dict[str, Any]:
 
 
 def _template_values(value: object) -> object:
-    """Refuse a chat template of the client's: rendering it may block SGLang's process for ever."""
-    if isinstance(value, dict) and "chat_template" in value:
-        raise invalid("unsupported_parameter", "no client may use this here; leave it out", "chat_template")
+    """Refuse values that are none of the chat template's own."""
+    if isinstance(value, dict) and (refused := sorted(_NOT_FOR_TEMPLATES & value.keys())):
+        raise invalid("unsupported_parameter", "no client may use this here; leave it out", refused[0])
     return value
 
 
 def _response_format(value: object) -> object:
-    """Refuse a structural tag that holds a grammar, which may be as bad as `ebnf`."""
+    """Refuse what is no object, and a structural tag that holds a grammar, which may be as bad as `ebnf`."""
+    if value is not None and not isinstance(value, dict):
+        raise invalid("response_format_type", "must be an object")
     rest: list[Any] = [value] if isinstance(value, dict) and value.get("type") == "structural_tag" else []
     while rest:
         one = rest.pop()
@@ -80,6 +123,7 @@ class ForwardedBody(Strict):
     model_config = ConfigDict(extra="ignore")
     limit_field: ClassVar[str] = "max_tokens"
     """The field into which the gateway writes its limit on completion tokens."""
+    input_may_be_ids: ClassVar[bool] = True
 
     model: str
     stream: bool = False
@@ -87,6 +131,21 @@ class ForwardedBody(Strict):
     """Separates prefix caches within the tenant."""
     chat_template_kwargs: TemplateValues = None
     slipstream: GroupCapture = GroupCapture()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_lists(cls, fields: object) -> object:
+        if not isinstance(fields, dict):
+            return fields
+        counts = {
+            name: _num_items(fields.get(name), with_ids=name == "input" and not cls.input_may_be_ids) for name in _LISTS
+        }
+        # The lists inside of a tool's schema may be long.
+        counts["tools"] = len(tools) if isinstance(tools := fields.get("tools"), list) else 0
+        for name, count in counts.items():
+            if count > _MAX_ITEMS:
+                raise invalid("too_many_items", f"may have at most {_MAX_ITEMS} items, token ids not counted", name)
+        return fields
 
     @property
     def num_samples(self) -> int:
@@ -201,6 +260,7 @@ Absent = Annotated[None, PlainValidator(_refuse_stored_answers, json_schema_inpu
 
 class ResponsesBody(ForwardedBody):
     limit_field = "max_output_tokens"
+    input_may_be_ids = False
 
     max_output_tokens: Count | None = None
     store: Annotated[None, PlainValidator(_refuse_store, json_schema_input_type=bool)] = None

@@ -143,6 +143,9 @@ def _large(path: str) -> dict[str, bytes]:
         "many prompts": _with(path, **{_prompt_field(path): many}),
         "many token ids": _with(path, **{_prompt_field(path): list(range(300_000))}),
         "many parts": _with(path, **{_prompt_field(path): [{"role": "user", "content": parts}]}),
+        "many broken calls": _with(
+            path, **{_prompt_field(path): [{"role": "assistant", "tool_calls": [0] * 1_300_000}]}
+        ),
         "many stop strings": _with(path, stop=["a"] * 100_000),
         "many white spaces": _with(path) + b" " * 3_000_000,
         "a little too large": b" " * (4 * 1024 * 1024) + _with(path),

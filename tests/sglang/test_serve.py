@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import random
 import shutil
 import signal
 import time
@@ -28,6 +30,8 @@ from speculator.versions.lineage import admit
 from speculator.versions.store import DraftStore
 from tests.fixtures.telemetry import LIVE, SGLANG, prometheus, questions, without_data
 from tests.fixtures.waiting import wait_until
+from tests.hostile import extremes
+from tests.hostile.judge import tallied
 from tests.page.conftest import Watched, browser, watched
 from tests.sglang.served import Served, serving
 
@@ -193,6 +197,18 @@ def test_no_request_for_what_the_model_lacks_ends_sglang(served: Served, client:
     circle = {"type": "json_schema", "json_schema": {"name": "circle", "schema": {"$ref": "#"}}}
     with pytest.raises(openai.InternalServerError):
         client.chat.completions.create(model=NAME, messages=_messages("hello"), response_format=circle)  # type: ignore[call-overload]
+    assert served.answers()
+
+
+def test_extreme_values_do_no_harm(served: Served) -> None:
+    """A few hundred of them; `benchmarks.bad_inputs --url` sends all."""
+    protocol = importlib.import_module("sglang.srt.entrypoints.openai.protocol")
+    names = ("ChatCompletionRequest", "CompletionRequest", "ResponsesRequest")
+    for name, listed in zip(names, extremes.FIELDS.values(), strict=True):
+        assert set(getattr(protocol, name).model_fields) == set(listed), "SGLang has other fields"
+    with httpx.Client(base_url=served.url, trust_env=False, timeout=60) as sender:
+        all_of_them = [*extremes.inputs(sender, NAME)]
+        tallied("SGLang: extreme values", iter(random.Random(0).sample(all_of_them, 400))).check()
     assert served.answers()
 
 

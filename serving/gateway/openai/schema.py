@@ -300,7 +300,7 @@ class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content
     name: str | None = None
-    tool_calls: list[MessageToolCall] = Field(default_factory=list)
+    tool_calls: Annotated[list[MessageToolCall], Field(fail_fast=True)] = Field(default_factory=list)
     tool_call_id: str | None = None
     """Id of the call that a message of the role `tool` answers."""
 

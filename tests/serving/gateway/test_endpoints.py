@@ -124,16 +124,56 @@ def test_numbers_that_are_no_tokens_are_the_clients_fault(tokens: list[Any]) -> 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", RESPONSES, MESSAGES, "/tokenize", f"{MESSAGES}/count_tokens"])
 def test_no_client_brings_a_chat_template(path: str) -> None:
-    """Rendering one may take for ever, and SGLang does not refuse it everywhere."""
+    """Rendering one may take for ever, and SGLang does not refuse it everywhere; its own values it answers with 500."""
     fake = FakeSglang(whole=b"{}")
     asked: dict[str, Any] = {"input": "hello", "messages": HELLO}
-    template = {"chat_template": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"}
-    error = post(fake, path, {**asked, "chat_template_kwargs": template}).json()["error"]
-    assert (error["type"], fake.bodies) == ("invalid_request_error", [])
-    assert "chat_template" in error["message"]
+    template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    for name, value in (("chat_template", template), ("messages", []), ("tokenize", True), ("tools", 7)):
+        error = post(fake, path, {**asked, "chat_template_kwargs": {name: value}}).json()["error"]
+        assert (error["type"], fake.bodies) == ("invalid_request_error", [])
+        assert name in error["message"]
     values = {"enable_thinking": False}
     assert post(fake, path, {**asked, "chat_template_kwargs": values}).status_code == 200
     assert fake.bodies[-1]["chat_template_kwargs"] == values
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_response_format_is_an_object(path: str) -> None:
+    """SGLang answers others with 500."""
+    fake = FakeSglang(whole=b"{}")
+    for value in ("json_object", True, 7, [{}]):
+        answer = post(fake, path, {"messages": HELLO, "prompt": "hello", "response_format": value})
+        assert (answer.status_code, error_of(answer)["param"], fake.bodies) == (400, "response_format", [])
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "value"),
+    [
+        (RESPONSES, "input", [0] * 20_000),
+        ("/v1/chat/completions", "messages", [{"role": "user", "content": [{}] * 20_000}]),
+        ("/v1/chat/completions", "tools", [{}] * 20_000),
+        ("/v1/completions", "prompt", [["x"] * 20_000]),
+        ("/v1/completions", "stop_token_ids", ["x"] * 20_000),
+        (MESSAGES, "system", [7.5] * 20_000),
+    ],
+)
+def test_no_list_is_longer_than_sglang_can_refuse(path: str, name: str, value: Any) -> None:
+    fake = FakeSglang(whole=b"{}")
+    answer = post(fake, path, {"messages": HELLO, "prompt": "hello", "max_tokens": 4, name: value})
+    assert (answer.status_code, fake.bodies) == (400, [])
+    assert answer.json()["error"]["message"].startswith(f"{name}: may have at most")
+
+
+def test_prompts_of_token_ids_may_be_as_long_as_the_context() -> None:
+    fake = FakeSglang(whole=b"{}")
+    schema = {"type": "string", "enum": [str(number) for number in range(20_000)]}
+    for path, asked in (
+        ("/v1/completions", {"prompt": [5] * 20_000}),
+        ("/v1/embeddings", {"input": [[5] * 20_000]}),
+        ("/v1/chat/completions", {"messages": HELLO, "tools": [{"function": {"parameters": schema}}]}),
+    ):
+        assert post(fake, path, asked).status_code == 200
+    assert len(fake.bodies) == 3
 
 
 def test_the_operators_limit_holds() -> None:
