@@ -25,8 +25,11 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.table import Table
 
 console = Console(stderr=True)
+_NO_LIMIT = 1_000_000
+"""Columns; a table takes those that it needs."""
 
 
 def prepare_streams() -> None:
@@ -73,6 +76,17 @@ def _progress(what: str, *columns: ProgressColumn) -> Progress:
 def print_status(line: str) -> None:
     """Print a line on standard error, without markup."""
     console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_table(table: Table, *, may_fold: bool = True) -> None:
+    """Print a table on standard output, without markup. No cell is cut.
+
+    A terminal's width folds cells, unless `may_fold` is false. In a pipe or a file, a row is one line.
+    """
+    for column in table.columns:
+        column.overflow = "fold"
+    width = None if may_fold and sys.stdout.isatty() else _NO_LIMIT
+    Console(width=width).print(table, highlight=False, markup=False)
 
 
 def print_json(document: Any) -> None:

@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from slipstream.cli.effects import DRAFT_INIT, check_options
 from slipstream.cli.options import AsJson, DraftVocab, InDataDir, Model, RedisUrl, Store, VocabFrom
 from slipstream.models import check_target, checked_fingerprint, resolve_head, resolve_model
 from slipstream.settings import DEFAULT_REDIS_URL
-from slipstream.terminal import print_json, spinner
+from slipstream.terminal import print_json, print_table, spinner
 from speculator.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -252,9 +251,11 @@ def _print(document: Any, as_json: bool, tables: Callable[[], list[Any]]) -> Non
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(document)).decode())
         return
-    console = Console()
-    for table in tables():
-        console.print(table, highlight=False, markup=False, soft_wrap=isinstance(table, str))
+    for each in tables():
+        if isinstance(each, Table):
+            print_table(each)
+        else:
+            typer.echo(each)
 
 
 def _say(what: str, outcome: DraftChange, as_json: bool) -> None:

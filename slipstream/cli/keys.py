@@ -9,11 +9,10 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from slipstream.cli.options import AsJson, finite
-from slipstream.terminal import print_json
+from slipstream.terminal import print_json, print_table
 from speculator.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="API keys of the gateway: make, list and revoke them.")
@@ -85,7 +84,8 @@ def list_keys(file: File, as_json: AsJson = False) -> None:
     if as_json:
         print_json(keys)
     else:
-        Console().print(_table(keys), highlight=False, markup=False)
+        # `slipstream keys revoke` needs a whole name.
+        print_table(_table(keys), may_fold=False)
 
 
 @app.command()
@@ -114,9 +114,9 @@ def _shown(key: Any) -> dict[str, Any]:
 
 
 def _table(keys: list[dict[str, Any]]) -> Table:
-    table = Table()
-    for column in ("name", "tenant", "may", "captured", "a minute", "at once", "made", "expires"):
-        table.add_column(column)
+    columns = ("name", "tenant", "may", "captured", "a minute", "at once", "made", "expires")
+    # Without borders, a row with usual names fits into 80 columns.
+    table = Table(*columns, box=None, pad_edge=False)
     for key in keys:
         expires = "never" if key["expires_s"] is None else _day(key["expires_s"])
         table.add_row(

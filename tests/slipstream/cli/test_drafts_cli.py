@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -54,9 +55,8 @@ def pointer(redis_client: redis.Redis, toy_model: Path) -> DraftPointer:
 
 
 @pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, invoke: Callable[..., SampleEnd], store: DraftStore) -> Cli:
+def cli(invoke: Callable[..., SampleEnd], store: DraftStore) -> Cli:
     """Run `slipstream drafts …` on the store, which must succeed; returns what it prints."""
-    monkeypatch.setenv("COLUMNS", "200")
 
     def run(*arguments: object) -> str:
         ended = invoke("drafts", *arguments, "--store", store.root)
@@ -89,6 +89,18 @@ def test_list_shows_states_and_what_is_served(cli: Cli, served: tuple[object, ..
     assert re.search(r"2 .* scored .* 1 .* published", table)
     assert re.search(r"engine-7 .* 1 .* canary .* 1\.500", table)
     assert "no Redis" not in table
+
+
+def test_in_a_pipe_a_row_is_one_line_and_a_terminal_folds_it(
+    cli: Cli, served: tuple[object, ...], pointer: DraftPointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pointer.report_engine("e" * 60, {"version": 1, "role": "canary", "draft_accept_length": 1.5})
+    monkeypatch.setenv("COLUMNS", "60")
+    assert re.search(r"1 .* promoted .* gain 0\.125 .* last good, e{60}", cli("list", *served))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    folded = re.sub(r"\x1b\[\d*m", "", cli("list", *served))
+    assert max(map(len, folded.splitlines())) <= 60
+    assert "…" not in folded
 
 
 def test_list_show_diff_and_export_work_without_redis(cli: Cli, tmp_path: Path, toy_model: Path) -> None:

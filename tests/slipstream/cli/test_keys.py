@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import stat
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from serving.gateway.keys import Keyring
 from slipstream.cli.main import app
+from tests.slipstream.conftest import SampleEnd
 
 Refused = Callable[..., str]
 
@@ -48,6 +50,17 @@ def test_a_key_is_made_listed_and_revoked(keys: Callable[..., str], tmp_path: Pa
     assert keys("revoke", "alice") == "revoked alice\n"
     assert ring.find(secret.encode()) is None
     assert json.loads(keys("list", "--json")) == []
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_listed_name_is_whole_for_revoke(
+    is_terminal: bool, keys: Callable[..., str], invoke: Callable[..., SampleEnd], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys("add", "n" * 60, "--tenant", "t" * 60)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    _, row = invoke("keys", "list").out.splitlines()
+    assert row.split()[:2] == ["n" * 60, "t" * 60]
 
 
 def test_every_option_is_in_the_file(keys: Callable[..., str]) -> None:

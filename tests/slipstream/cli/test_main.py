@@ -200,4 +200,4 @@ def test_a_command_runs_whatever_its_caller_did_to_its_streams(tmp_path: Path, c
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert ("| a " in done.stdout) == (">&- 2" not in closed)
+    assert ("\na  " in done.stdout) == (">&- 2" not in closed)
