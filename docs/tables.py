@@ -242,7 +242,7 @@ def _described(exposer: str, registry: CollectorRegistry) -> Iterator[Described]
 _PURPOSES = {
     "/v1/rollouts/{rollout_id}/observations": "answer turns of samples",
     "/v1/target-version": "bring new target weights into service",
-    "/health": "200 while the engine lives, else 503",
+    "/health": "200 while the gateway serves; 503 once its own engine has ended",
     "/ready": "200 while the engine takes requests, else 503",
     "/metrics": "Prometheus metrics",
     "/slipstream/live": "figures of the live page",

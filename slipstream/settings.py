@@ -54,7 +54,7 @@ def other_variables() -> dict[str, tuple[str, str, str]]:
     return {
         CACHE_VARIABLE: (
             "path",
-            "~/.cache/slipstream",
+            "~/.cache/slipstream, or in `XDG_CACHE_HOME`",
             "Folder of converted models, compiled kernels, benchmark data.",
         ),
         "SLIPSTREAM_REDIS_URL": ("text", "–", "Same as `--redis-url`."),
