@@ -422,10 +422,11 @@ class Scheduler:
 
     def _ends_sooner_elsewhere(self, sample: Sample, engine: str) -> bool:
         """Whether an engine with a free slot would end a sample clearly sooner, all that it has to read included."""
+        # One that has failed on it would leave it to this engine.
         free = [
             (name, capacity)
             for name, capacity in self._capacities.items()
-            if capacity.free_slots > 0 and name != engine
+            if capacity.free_slots > 0 and name not in (engine, sample.failed_at)
         ]
         most_s = _GAIN * self._expected_s(sample, engine) if free else 0.0
         return any(

@@ -106,6 +106,16 @@ def test_a_sample_moves_where_that_earns_more_than_reading_it_again(prompt: int,
     scheduler.check()
 
 
+def test_a_sample_is_not_left_to_a_faster_engine_that_has_failed_on_it() -> None:
+    scheduler = scheduler_of(slow=0.1, fast=0.01)
+    scheduler.next_for("slow", 1, ROOMY)
+    scheduler.submit(request("a", samples=1))
+    (lease,) = scheduler.next_for("fast", 1, ROOMY)
+    scheduler.preempted(lease, has_failed=True)
+    assert scheduler.next_for("fast", 1, ROOMY) == []
+    assert names(scheduler.next_for("slow", 1, ROOMY)) == ["a0"]
+
+
 def test_a_lost_engine_is_waited_for_by_nobody() -> None:
     scheduler = scheduler_of(slow=0.1, fast=0.01)
     scheduler.next_for("fast", 1, ROOMY)
