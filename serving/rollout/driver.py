@@ -84,15 +84,15 @@ class Driver:
         self.dispatch()
 
     def set_engines(self, engines: Iterable[RolloutEngine]) -> None:
-        """Replace the engines. Samples on one that is gone go on elsewhere."""
+        """Replace the engines. Samples on one that is gone or dead go on elsewhere."""
         found = {engine.name: engine for engine in engines}
-        for name in self._engines.keys() - found.keys() - self._lost:
+        alive = {name for name, engine in found.items() if engine.is_alive}
+        for name in self._engines.keys() - alive - self._lost:
             self._on_engine_lost(name)
         self._engines = found
-        self._lost &= found.keys()
-        self._resting &= found.keys()
         # A new engine that is not alive yet counts as lost until `tick` finds it alive.
-        self._lost |= {name for name, engine in found.items() if not engine.is_alive}
+        self._lost = found.keys() & self._lost | found.keys() - alive
+        self._resting &= found.keys()
         self.dispatch()
 
     def cancel(self, group_ids: Iterable[str]) -> None:
@@ -164,7 +164,8 @@ class Driver:
         does that loses its power. Call it a few times a second while groups run.
         """
         for name, engine in self._engines.items():
-            if not engine.is_alive and self._scheduler.num_running(name):
+            # An idle one, too: no sample may wait for it.
+            if self._works and not engine.is_alive and name not in self._lost:
                 self._on_engine_lost(name)
         if any(work.request.deadline_s is not None for work in self._works.values()):
             self._end_all(self._scheduler.expire(self._clock()))

@@ -48,7 +48,7 @@ class RolloutEngine(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Polled while samples run on it, and while it counts as lost: it may have come back."""
+        """Polled while groups run, and while it counts as lost: it may have come back."""
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """As `serving.engine.Engine.generate`."""

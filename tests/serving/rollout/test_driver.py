@@ -110,6 +110,26 @@ def test_a_machine_that_vanishes_holds_no_sample_for_ever() -> None:
         assert (result.engine, result.num_leases) == ("y", 2)
 
 
+@pytest.mark.parametrize("is_told", [True, False])
+def test_an_engine_that_dies_while_idle_is_waited_for_by_nobody(is_told: bool) -> None:
+    """One that would have had the memory, and took nothing new before it died."""
+    small, large = SeededEngine("x", memory_tokens=PROMPT + 1), SeededEngine("y")
+
+    async def talk(driver: Driver, results: Results) -> None:
+        driver.submit([work("a", samples=1, max_tokens=3)])
+        await results.wait_for(1)
+        large.takes_new = False
+        driver.submit([work("b", samples=1, max_tokens=LIMIT)])
+        assert driver.counts[SampleState.WAITING] == 1
+        large.is_alive = False
+        if is_told:
+            driver.set_engines([small, large])
+        driver.tick()
+        await results.wait_for(2)
+
+    assert drive(talk, small, large).by_sample["b0"].engine == "x"
+
+
 def test_a_conversation_goes_on_behind_what_its_environment_says() -> None:
     """Tokens depend on seed and position: those of a turn are what a plain sample has there."""
     engine = SeededEngine("x", num_slots=1, is_answered=True)
