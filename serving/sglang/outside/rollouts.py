@@ -164,9 +164,14 @@ class SglangRolloutEngine:
         return int(self._settings.share.most * self._load.max_total_num_tokens)
 
     @property
+    def is_answering(self) -> bool:
+        """Whether it has lately answered a poll."""
+        return self._num_missed < _MISSED_POLLS
+
+    @property
     def is_alive(self) -> bool:
         # What runs with older weights goes on.
-        return self._num_missed < _MISSED_POLLS and (self._num_behind < _MISSED_POLLS or self._num_open > 0)
+        return self.is_answering and (self._num_behind < _MISSED_POLLS or self._num_open > 0)
 
     def drop(self, tenant: str, group_id: str) -> None:
         self._settings.end_group(tenant, group_id)
@@ -181,7 +186,7 @@ class SglangRolloutEngine:
         """Poll how much room there is. Without an answer the last figures stand, until the server counts as dead."""
         num_open = self._num_open
         try:
-            if self._num_missed >= _MISSED_POLLS:
+            if not self.is_answering:
                 server = (await self._http.get("/server_info")).raise_for_status().json()
                 lowest = _LAST if server["schedule_low_priority_values_first"] else -_LAST
                 self._priority = lowest if server["enable_priority_scheduling"] else None
@@ -420,7 +425,7 @@ class ServerPool:
                 self._polls[url] = asyncio.create_task(engine.poll())
         if self._engines:
             await asyncio.wait([self._polls[url] for url in self._engines], timeout=_PATIENCE_S)
-        newest = max((engine.target_label for engine in self._engines.values()), default=0)
+        newest = max((engine.target_label for engine in self._engines.values() if engine.is_answering), default=0)
         for engine in self._engines.values():
             engine.check_weights(newest)
         if gone or new:

@@ -481,6 +481,21 @@ def test_a_server_with_older_weights_than_another_gets_no_samples(tokenizer: Loc
     run(scene)
 
 
+def test_a_dead_server_with_newer_weights_holds_up_no_other(tokenizer: LocalTokenizer, size: int) -> None:
+    dying, older = RolloutServer(size, label="2", seed=2), RolloutServer(size, label="1", seed=1)
+
+    async def scene() -> None:
+        async with staged(wiring(tokenizer), dying, older) as stage:
+            await stage.until(lambda: stage.alive() == [True, False])
+            dying.is_down = True
+            await stage.until(lambda: stage.alive() == [False, True])
+            stage.driver.submit([group(n=2)])
+            await stage.until(lambda: len(stage.results.by_sample) == 2)
+            assert {result.target_version for result in stage.results.by_sample.values()} == {1}
+
+    run(scene)
+
+
 def test_a_server_that_falls_behind_is_given_nothing_for_what_ends_there(tokenizer: LocalTokenizer, size: int) -> None:
     newer, older = (RolloutServer(size, label="1", most=4, pause_s=0.01) for _ in range(2))
 
