@@ -99,13 +99,13 @@ class Conversations:
                     self._finished.add(sample.key)
                 yield sample
             await reading
-        finally:
-            if not reading.done():
-                reading.cancel()
-                await asyncio.gather(reading, return_exceptions=True)
-                # Without this client nothing answers the samples' turns.
-                with suppress(SlipstreamError):
-                    await self._rollout.cancel()
+        except BaseException:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            # Without this client nothing answers the samples' turns.
+            with suppress(SlipstreamError):
+                await self._rollout.cancel()
+            raise
 
     async def cancel(self, groups: Iterable[str] | None = None) -> None:
         """As `AsyncRollout.cancel`; call after iteration began."""

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from slipstream.cli.main import app
-from slipstream.client import AsyncRollouts, Group, Rollouts, Sample, SampleKey
+from slipstream.client import AsyncRollout, AsyncRollouts, Group, Rollouts, Sample, SampleKey
 from slipstream.rollout import Conversations, Step
 from speculator.errors import ConfigError
 from speculator.redis.trace_stream import GroupRewards
@@ -354,3 +354,20 @@ def test_environments_are_closed_where_the_client_leaves(engine: DoubleEngine, u
     asyncio.run(asyncio.wait_for(run(), 30))
     assert open_now["now"] == 0
     assert open_now["closed"] > 0
+
+
+def test_a_rollout_whose_answers_are_refused_is_cancelled(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refused(*_: object, **__: object) -> None:
+        raise ConfigError("the key was revoked")
+
+    async def run() -> Any:
+        async with AsyncRollouts(url) as rollouts:
+            group = Group(prompt="Say.", n=3, max_tokens=60, turn_tokens=6)
+            played = Conversations(rollouts, [group], lambda _: Talker())
+            with pytest.raises(ConfigError, match="revoked"):
+                async for _ in played:
+                    pass
+            return (await rollouts.http.get(f"/v1/rollouts/{played._rollout.rollout_id}")).json()
+
+    monkeypatch.setattr(AsyncRollout, "observe", refused)
+    assert asyncio.run(asyncio.wait_for(run(), 30))["state"] == "cancelled"
