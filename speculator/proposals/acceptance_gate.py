@@ -76,7 +76,7 @@ class AcceptanceGate:
         weights = self._weights
         for cell in features:
             score += weights[cell]
-        learned = 1 / (1 + exp(-score))
+        learned = 1 / (1 + exp(-score)) if score > -700 else 0.0  # exp(710) overflows
         return (_LEAST if learned < _LEAST else learned if learned < _MOST else _MOST), features
 
     def add(self, calibrated: float, learned: float, features: Features, *, accepted: bool) -> None:

@@ -55,6 +55,13 @@ def test_it_tells_apart_what_differs_in_one_feature(good: dict[str, Any], bad: d
     assert probability(gate, **{**usual, **bad}) == pytest.approx(0.1, abs=0.12)
 
 
+@pytest.mark.parametrize(("weight", "bound"), [(-1000.0, 0.002), (1000.0, 0.998)])
+def test_weights_of_hundreds_of_thousands_of_equal_verdicts_stay_within_the_bounds(weight: float, bound: float) -> None:
+    gate = AcceptanceGate()
+    gate._weights[:] = [weight] * len(gate._weights)
+    assert probability(gate, 7) == bound
+
+
 def test_it_steps_back_while_calibration_is_the_better_one_and_returns() -> None:
     """Tokens whose fate turns around each time mislead it; calibration, which says a half of each, is not misled."""
     gate = AcceptanceGate()
