@@ -198,7 +198,7 @@ class Rollout:
         """Abort the running samples of these groups, or of all; each still arrives, as aborted, unless a restart of the
         server lost it.
         """
-        if (query := self._progress.cancelled(groups)) is not None:
+        for query in self._progress.cancelled(groups):
             with _away(self._client.url):
                 url = f"/v1/rollouts/{self.rollout_id}"
                 response = self._client.http.delete(url, params=query, timeout=SHORT_S)
@@ -300,7 +300,7 @@ class AsyncRollout:
 
     async def cancel(self, groups: Iterable[str] | None = None) -> None:
         """As `Rollout.cancel`."""
-        if (query := self._progress.cancelled(groups)) is not None:
+        for query in self._progress.cancelled(groups):
             with _away(self._client.url):
                 url = f"/v1/rollouts/{self.rollout_id}"
                 response = await self._client.http.delete(url, params=query, timeout=SHORT_S)

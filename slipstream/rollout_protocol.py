@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 from uuid import uuid4
 
@@ -19,6 +19,10 @@ PAUSE_S = 0.5
 SHORT_S = 10.0
 LATER = frozenset((408, 429, *range(502, 600)))
 """Statuses after which the client retries: the server is busy, or a proxy in front of it does not reach it."""
+
+
+_MOST_CANCELLED = 100
+"""Groups that one request cancels: a server takes 16 KiB of address and headers, and a name has up to 64 characters."""
 
 
 class NotNow(httpx.TransportError):
@@ -266,18 +270,24 @@ class Progress:
         numbers = self._asked_for.get(name, [])
         return numbers.index(number) if number in numbers else None
 
-    def cancelled(self, groups: Iterable[str] | None) -> dict[str, list[str]] | None:
-        """Query parameters of a request to cancel these groups, or all; None where there is nothing to cancel."""
+    def cancelled(self, groups: Iterable[str] | None) -> Iterator[dict[str, list[str]]]:
+        """Query parameters of the requests that cancel these groups, or all; none where there is nothing to cancel.
+        Take each when the response to the one before was processed.
+        """
         all_names = _names(self._body)
-        names = None if groups is None else [*groups]
-        self._cancelled.update(all_names if names is None else names)
-        if names is None:
-            return {}
-        if self._asked_for is not None:
-            # A restarted server would refuse to cancel any group because of one that ended before.
-            ended = set(all_names) - self._asked_for.keys()
-            names = [name for name in names if name not in ended]
-        return {"group_id": names} if names else None
+        names = all_names if groups is None else [*groups]
+        self._cancelled.update(names)
+        if groups is None:
+            yield {}
+            return
+        for start in range(0, len(names), _MOST_CANCELLED):
+            some = names[start : start + _MOST_CANCELLED]
+            if self._asked_for is not None:
+                # A restarted server would refuse to cancel any group because of one that ended before.
+                ended = set(all_names) - self._asked_for.keys()
+                some = [name for name in some if name not in ended]
+            if some:
+                yield {"group_id": some}
 
     def on_cancelled(self, response: httpx.Response) -> bool:
         """Process the response to such a request; returns whether a refusal means that nothing is left to cancel."""

@@ -247,6 +247,7 @@ class ScriptedGateway:
         """Samples of each group in POST, names of groups in DELETE."""
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
+        assert len(request.url.raw_path) < 8192, "more than a server takes"
         if request.method == "DELETE":
             self.asked.append(("DELETE", request.url.params.get_list("group_id")))
         elif request.method == "POST":
@@ -395,6 +396,26 @@ def test_groups_that_ended_before_a_restart_are_cancelled_no_more(
     groups = [Group(id=name, prompt=name, n=2) for name in "ab"]
     assert len(hear(gateway, groups, {"heard 3": names}, monkeypatch)) == 4
     assert gateway.asked == [ASKED, ("POST", {"b": 2}), *deletes]
+
+
+@pytest.mark.parametrize("hear", [hear_in_step, hear_on_a_loop])
+@pytest.mark.parametrize(("moment", "to_cancel", "num_deletes"), [("pause 1", done(), 3), ("pause 2", lost(), 1)])
+def test_many_groups_are_cancelled_by_several_requests(
+    hear: Callable[..., list[SampleKey]],
+    moment: str,
+    to_cancel: httpx.Response,
+    num_deletes: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """None of them is asked for once the server has lost the rollout."""
+    names = [f"{number:064}" for number in range(250)]
+    gateway = ScriptedGateway([said(("a", 0)), lost(), said(("a", 0), is_all=True)], to_cancel)
+    groups = [Group(id=name, prompt=name, n=2) for name in ["a", *names]]
+    assert hear(gateway, groups, {moment: names}, monkeypatch) == [("a", 0), ("a", 1)]
+    _, *deletes, again = gateway.asked
+    parts = [names[:100], names[100:200], names[200:]]
+    assert deletes == [("DELETE", part) for part in parts[:num_deletes]]
+    assert again == ("POST", {"a": 1})
 
 
 def test_a_rollout_that_may_be_about_to_begin_is_not_taken_for_cancelled() -> None:
