@@ -234,9 +234,10 @@ def test_redundant_samples_do_not_make_the_command_fail(url: str, tmp_path: Path
     assert "2 finished, 3 redundant" in ended.output
 
 
-def test_redundant_samples_without_an_environment(url: str) -> None:
+@pytest.mark.parametrize("more", [{"n": 2}, {"seeds": [1, 2, 3, 4, 5]}, {"n": 2, "seeds": [1, 2, 3, 4, 5]}])
+def test_redundant_samples_without_an_environment(url: str, more: dict[str, Any]) -> None:
     with Rollouts(url) as rollouts:
-        samples = list(rollouts.start([Group(prompt="Say.", n=2, redundant=3, max_tokens=20)]))
+        samples = list(rollouts.start([{"prompt": "Say.", "redundant": 3, "max_tokens": 20, **more}]))
     assert Counter(sample.finish_reason for sample in samples) == {"length": 2, "redundant": 3}
 
 

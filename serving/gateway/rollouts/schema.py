@@ -35,9 +35,9 @@ class GroupBody(SamplingBody):
     """Text or token ids; or `messages`."""
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
-    """Samples; default: as many as there are seeds, or 1."""
+    """Samples that are needed; default: as many as there are seeds, without the `redundant` ones, or 1."""
     seeds: Annotated[list[Seed], Field(min_length=1, max_length=MAX_SAMPLES)] | None = None
-    """One a sample; default: drawn at random, and each sample says its own."""
+    """One a sample, redundant ones included; default: drawn at random, and each sample says its own."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
     """Higher goes first."""
     deadline_s: Annotated[float, Field(gt=0, le=_MAX_DEADLINE_S)] | None = None
@@ -56,8 +56,9 @@ class GroupBody(SamplingBody):
     def _check_group(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise invalid("prompt_missing", "give either 'prompt' or 'messages'", "prompt")
-        if self.seeds is not None and self.n is not None and self.n != len(self.seeds):
-            raise invalid("seeds_count", f"{len(self.seeds)} seeds for {self.n} samples", "seeds")
+        if self.seeds is not None and self.n is not None and self.n + self.redundant != len(self.seeds):
+            message = f"{len(self.seeds)} seeds for {self.n} samples and {self.redundant} redundant ones: give one each"
+            raise invalid("seeds_count", message, "seeds")
         if self.redundant >= self.num_samples:
             message = f"of {self.num_samples} samples {self.redundant} cannot be more than are needed"
             raise invalid("redundant", message, "redundant")

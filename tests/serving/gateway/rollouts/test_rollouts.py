@@ -582,6 +582,8 @@ GROUP = {"prompt": "hello"}
         (body({**GROUP, "n": True}), "groups[0].n", "invalid_type"),
         (body({**GROUP, "seeds": []}), "groups[0].seeds", "invalid_value"),
         (body({**GROUP, "seeds": [1, 2], "n": 3}), "groups[0].seeds", "invalid_value"),
+        (body({**GROUP, "seeds": [1, 2, 3], "n": 3, "redundant": 1}), "groups[0].seeds", "invalid_value"),
+        (body({**GROUP, "seeds": [1, 2], "redundant": 2}), "groups[0].redundant", "invalid_value"),
         (body(GROUP, {**GROUP, "id": "x"}, {**GROUP, "id": "x"}), "groups[2].id", "invalid_value"),
         (body({**GROUP, "id": "a/b"}), "groups[0].id", "invalid_value"),
         ({"model": "double", "groups": []}, "groups", "invalid_value"),
