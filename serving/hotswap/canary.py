@@ -124,18 +124,21 @@ class Canary:
         self._asked_s = now_s
         self._release_owed()
         holder = CanaryHolder(engine_id=self._engine_id, process=self._process, version=desired)
+        # From here on Redis may have the claim. One that was not released would count as a crash.
+        self._to_release = holder, False
         slot = self._pointer.hold_canary(holder, ttl_s=INSTALL_S, on_probation=True)
         self._is_waiting = not slot.is_held
         if not slot.is_held:
+            self._to_release = None
             return False
         if slot.num_crashed >= MOST_CRASHES:
             self._bar(holder, slot.num_crashed)
             return False
         if not self._record.may_serve(desired) or self._record.is_promoted(desired):
             # The previous canary has judged it since this engine last looked.
-            self._to_release = holder, False
             self._release_owed()
             return False
+        self._to_release = None
         self._held, self._held_since_s, self._is_leaving = holder, now_s, False
         self._in_service_since_s, self._asked_s, self._polled_s = None, float("-inf"), float("-inf")
         return True

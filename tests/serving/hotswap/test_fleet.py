@@ -30,7 +30,7 @@ KEYS = RedisKeys(model_key=MODEL)
 class Line(DraftPointer):
     """One engine's connection to Redis, which may be cut; `on_hold` is called before the canary's slot is asked for."""
 
-    is_cut = False
+    is_cut = is_reply_lost = False
     on_hold: Callable[[], None] = staticmethod(lambda: None)
 
     def desired(self) -> int | None:
@@ -52,7 +52,10 @@ class Line(DraftPointer):
     def hold_canary(self, holder: CanaryHolder, *, ttl_s: float, on_probation: bool) -> CanarySlot:
         self._reach()
         self.on_hold()
-        return super().hold_canary(holder, ttl_s=ttl_s, on_probation=on_probation)
+        slot = super().hold_canary(holder, ttl_s=ttl_s, on_probation=on_probation)
+        if self.is_reply_lost:
+            raise StreamError("Redis is away")
+        return slot
 
     def release_canary(self, holder: CanaryHolder, *, forget_crashes: bool = False) -> None:
         self._reach()
@@ -419,6 +422,35 @@ def test_engines_that_stop_in_order_are_not_held_against_the_version(scene: Scen
         assert scene.canary is None
         scene.die(alone)
     assert scene.states.state(2) is VersionState.LIVE
+
+
+@pytest.mark.parametrize("is_reply_lost", [True, False])
+def test_engines_that_stop_in_order_before_the_trial_are_not_held_against_the_version(
+    scene: Scene, is_reply_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The claim is in Redis, and then its reply is lost, or the store cannot be read."""
+    scene.pointer.publish(2)
+    for name in ("a", "b"):
+        member = Member(scene, name)
+        member.serve()
+        with monkeypatch.context() as broken:
+            if is_reply_lost:
+                member.line.is_reply_lost = True
+            else:
+                member.line.on_hold = lambda broken=broken: broken.setattr(scene.states, "state", store_is_away)
+            with pytest.raises(StreamError if is_reply_lost else StoreError):
+                member.follower.poll()
+            assert scene.canary == name
+            member.follower.start()
+            member.follower.stop()
+        assert scene.canary is None
+    (third,) = scene.start("c")
+    scene.follow()
+    assert third.draft == 2
+
+
+def store_is_away(version: int) -> VersionState | None:
+    raise StoreError("the store is away")
 
 
 def test_an_engine_that_ends_after_its_probation_is_not_held_against_the_version(scene: Scene) -> None:
