@@ -11,7 +11,6 @@ N rows behind rejections.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -209,6 +208,9 @@ def judge_proposals(trace: Trace) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 # A log-probability of a certain token may come out a rounding step above zero.
 _LOGPROB_SLACK = 1e-3
 _INT32_END = 1 << 31
+_MOST_TEMPERATURE = 1e30
+"""float32 must hold it, and logits divided by it."""
+_CREATED_END_MS = 1 << 53
 _FLOAT8_NAN = 0x7F
 """NaN of float8_e4m3 without the sign bit; the format has no infinity."""
 _TOO_LARGE = "{}_hidden is too large for float8 with a float16 scale; record with features='bfloat16'"
@@ -248,12 +250,12 @@ def _check_header(header: TraceHeader) -> None:
     _require(bool(header.trace_id), "trace_id is empty")
     _require(header.num_prompt_tokens >= 0, "num_prompt_tokens is negative")
     _require(0 <= header.first_position < _INT32_END, "first_position is out of range")
-    _require(header.created_ms >= 0, "created_ms is negative")
+    _require(0 <= header.created_ms < _CREATED_END_MS, "created_ms is out of range")
     _require(0 <= header.target_version < _INT32_END, "target_version is out of range")
     sampling = header.sampling
-    _require(math.isfinite(sampling.temperature) and sampling.temperature >= 0, "temperature is not finite and ≥ 0")
+    _require(0 <= sampling.temperature <= _MOST_TEMPERATURE, "temperature is out of range")
     _require(0 < sampling.top_p <= 1, "top_p is not in (0, 1]")
-    _require(sampling.top_k >= 0, "top_k is negative")
+    _require(0 <= sampling.top_k < _INT32_END, "top_k is out of range")
 
 
 def _check_arrays(trace: Trace) -> None:

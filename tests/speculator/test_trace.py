@@ -212,6 +212,12 @@ def test_a_former_schema_has_no_rows_behind_rejections(version: int) -> None:
         {"trace_id": ""},
         {"tenant": 3},
         {"target_version": -1},
+        {"created_ms": 10**400},
+        {"first_position": 10**400},
+        {"num_prompt_tokens": 10**400},
+        {"target_version": 10**400},
+        {"sampling": {"top_k": 10**30}},
+        {"sampling": {"temperature": 1e39}},
     ],
 )
 def test_a_wrong_header_is_refused(header: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from speculator.draft.initialization import fresh_draft
+from speculator.draft.sampling_params import SamplingParams
 from speculator.redis.client import RedisKeys
 from speculator.redis.stream_accounting import StreamLag
 from speculator.redis.trace_stream import TraceStream
@@ -160,6 +161,15 @@ def test_unusable_entries_are_set_aside_with_the_reason_and_the_rest_goes_on(des
     assert (desk.lag().dead_lettered, desk.lag().pending) == (6, 1)
     settled = desk.registry.get_sample_value("slipstream_trainer_stream_entries", {"state": "acked"})
     assert settled == 6, "nothing else tells so before the next checkpoint"
+
+
+def test_a_header_may_have_every_value_up_to_its_bounds(desk: Desk, traces: list[Trace]) -> None:
+    for number, (temperature, top_p, top_k) in enumerate([(1e30, 1e-9, 2**31 - 1), (5e-324, 1.0, 1), (0.1, 0.5, 0)]):
+        sampling = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
+        header = _header(traces[number], sampling=sampling, created_ms=2**53 - 1)
+        desk.send(dataclasses.replace(traces[number], header=header))
+    assert len(desk.source().read(10, 0)) == 3
+    assert desk.dead_letters() == []
 
 
 def test_a_nan_in_the_features_is_set_aside(desk: Desk, traces: list[Trace]) -> None:
