@@ -21,6 +21,7 @@ import safetensors.torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from speculator.draft.eagle3 import DraftConfig
 from speculator.errors import StoreError
 from speculator.host import sync
 from speculator.versions.lineage import TenantCounts, joined_counts
@@ -33,6 +34,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """The trainer's state besides tensors, at the moment of the checkpoint."""
 
     target_fingerprint: str
+    draft: DraftConfig | None = None
+    """The draft's shapes and switches; None in older checkpoints."""
     learnt_tokens: int
     """Completion tokens in all steps, repetitions included."""
     new_tokens: int

@@ -349,6 +349,7 @@ class Trainer:
         num_traces, new_tokens = admission.progress_counts
         return Progress(
             target_fingerprint=self._fingerprint,
+            draft=self.learner.draft.config,
             learnt_tokens=training.learnt_tokens,
             new_tokens=new_tokens,
             num_traces=num_traces,

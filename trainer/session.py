@@ -8,9 +8,11 @@ one: `restart_from`.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 
 import structlog
 import torch
+from torch import Tensor
 
 from speculator.draft.checkpoint import read_target_tensor
 from speculator.draft.eagle3 import Eagle3Draft
@@ -78,10 +80,9 @@ class Training:
                 target_fingerprint=self._fingerprint, learnt_tokens=0, new_tokens=0, num_traces=0, used_trace_ids=[]
             )
         state, progress = saved
-        same_d2t = torch.equal(state["d2t"], self.learner.draft.d2t.cpu())
-        if progress.target_fingerprint != self._fingerprint or not same_d2t:
+        if not self._is_of_this_draft(state, progress):
             raise DraftMismatchError(
-                f"the checkpoint in {self._config.state_dir} belongs to another target or draft vocabulary than "
+                f"the checkpoint in {self._config.state_dir} belongs to another target or draft than "
                 f"{self._config.store_dir}: remove it, or set {ENV_PREFIX}STATE_DIR to another folder"
             )
         self.learnt_tokens, self.tokens_since_news = progress.learnt_tokens, progress.tokens_since_news
@@ -93,6 +94,17 @@ class Training:
         self.tenants = self._tenants_of(progress)
         log.info("trainer resumed", num_steps=self.learner.num_steps, num_traces=progress.num_traces)
         return progress
+
+    def _is_of_this_draft(self, state: Mapping[str, Tensor], progress: Progress) -> bool:
+        """Whether a checkpoint has the target, the architecture and the vocabulary of the draft in training."""
+        draft = self.learner.draft
+        return (
+            progress.target_fingerprint == self._fingerprint
+            and progress.draft in (None, draft.config)
+            and {name: tensor.shape for name, tensor in state.items() if name.startswith("weight.")}
+            == {f"weight.{name}": weight.shape for name, weight in draft.named_parameters()}
+            and torch.equal(state["d2t"], draft.d2t.cpu())
+        )
 
     def restart_from(self, version: int) -> None:
         """Go on from a version's weights, with a fresh optimiser and the same replay."""

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 
+from speculator.draft.checkpoint import target_fingerprint
 from speculator.errors import DraftMismatchError, StoreError
 from speculator.redis.trace_stream import TraceStream
 from speculator.trace import Trace
+from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
 from tests.fixtures.traces import send
 from tests.trainer.answers import renamed
 from tests.trainer.examples import metric, promote
 from tests.trainer.trainers import MakeTrainer, learn, members
+from trainer.checkpoint import load_checkpoint, save_checkpoint
 from trainer.learning.optimizer_step import BAD_STEPS, GOOD_STEPS, all_finite
 from trainer.loop import Trainer
 
@@ -140,6 +145,31 @@ def test_a_checkpoint_of_another_lineage_is_refused(start: MakeTrainer, tmp_path
     trainer.close()
     with pytest.raises(DraftMismatchError, match="STATE_DIR"):
         start(store_dir=tmp_path / "other", draft_vocab_size=20)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_older"),
+    [
+        ({"intermediate_size": 16}, False),
+        ({"switches": ["norm_before_residual"]}, False),
+        ({"intermediate_size": 16}, True),
+        ({"switches": ["fc_norm"]}, True),
+    ],
+)
+def test_a_checkpoint_of_a_draft_of_another_architecture_is_refused(
+    start: MakeTrainer, model_dir: Path, tmp_path: Path, changes: dict[str, Any], is_older: bool
+) -> None:
+    trainer = start()
+    trainer.checkpoint()
+    trainer.close()
+    if is_older:
+        state, progress = load_checkpoint(tmp_path / "state") or pytest.fail("no checkpoint")
+        save_checkpoint(tmp_path / "state", state, msgspec.structs.replace(progress, draft=None))
+        start().close()
+    store = DraftStore(tmp_path / "other")
+    ensure_lineage(store, model_dir, target_fingerprint(model_dir), draft_vocab_size=40, **changes)
+    with pytest.raises(DraftMismatchError, match="STATE_DIR"):
+        start(store_dir=store.root)
 
 
 def test_a_damaged_checkpoint_is_refused(start: MakeTrainer, tmp_path: Path) -> None:
