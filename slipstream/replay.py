@@ -33,6 +33,7 @@ from trainer.learning.labels import draft_ids_by_target_id
 from trainer.learning.losses.mix import LossMix
 from trainer.learning.optimizer_step import Learner
 from trainer.release.gate import predict_acceptance, recorded_rounds
+from trainer.replay.reservoirs import provenance_of
 from trainer.statistics import AcceptanceCounts
 
 HELD_OUT_SHARE = 0.2
@@ -70,6 +71,8 @@ class Split:
     held_out: list[Example]
     recorded: AcceptanceCounts
     num_unusable: int
+    num_repeated: int
+    """Traces whose text came before; they are left out, so that no held-out text is learned from."""
 
     @property
     def num_learnt_tokens(self) -> int:
@@ -129,6 +132,7 @@ def replay(
         "learnt_tokens": split.num_learnt_tokens,
         "held_out_traces": len(split.held_out),
         "unusable_traces": split.num_unusable,
+        "repeated_traces": split.num_repeated,
         "trained_tokens": trained_tokens,
         "trained_branches": trained_branches,
         "accept_length": curve[-1]["accept_length"],
@@ -165,7 +169,8 @@ def read_split(
     recordings: Iterable[Path], model_dir: Path, draft: Eagle3Draft, *, seed: int, learn: bool = True
 ) -> Split:
     """Read the recordings and split them: a fifth of every domain, at least one of two traces, is held out; all without
-    `learn`. Raises ConfigError where a recording is of another target or has too few traces.
+    `learn`. Each text counts once, as in the trainer: recordings may overlap. Raises ConfigError where a recording is
+    of another target or has too few traces.
     """
     fingerprint = target_fingerprint(model_dir)
     to_example = partial(
@@ -176,18 +181,23 @@ def read_split(
     )
     examples: list[Example] = []
     recorded: list[AcceptanceCounts] = []
-    num_unusable = 0
+    texts: set[bytes] = set()
+    num_unusable = num_repeated = 0
     for path in recordings:
         with RecordingReader(path) as reader:
             if reader.header.target_fingerprint != fingerprint:
                 raise ConfigError(f"{path} was recorded from {reader.header.model}, another target: set --model to it")
             for trace in reader.traces():
+                if (text_hash := provenance_of(trace).text_hash) in texts:
+                    num_repeated += 1
+                    continue
                 try:
                     examples.append(to_example(trace))
                     recorded.append(recorded_rounds(trace))
                 except TraceError:
                     num_unusable += 1
                     continue
+                texts.add(text_hash)
             num_unusable += reader.num_damaged
     held_out = _held_out(examples, seed) if learn else set(range(len(examples)))
     if not held_out:
@@ -197,6 +207,7 @@ def read_split(
         held_out=[examples[index] for index in sorted(held_out)],
         recorded=sum((recorded[index] for index in held_out), AcceptanceCounts()),
         num_unusable=num_unusable,
+        num_repeated=num_repeated,
     )
 
 

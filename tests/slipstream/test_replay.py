@@ -21,7 +21,7 @@ from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
 from tests.fixtures.traces import make_trace, with_branches
 from tests.slipstream.conftest import RunCli
-from tests.trainer.answers import answer_traces
+from tests.trainer.answers import answer_traces, renamed
 from tests.trainer.learning.test_batch import with_trees
 from trainer.learning.losses.mix import DEFAULT_LOSS, LossMix
 from trainer.release.gate import recorded_rounds
@@ -191,6 +191,32 @@ def test_traces_that_teach_nothing_are_counted(toy_model: Path, tmp_path: Path) 
             writer.append(encode_trace(trace), trace_id=trace.header.trace_id)
     path.write_bytes(path.read_bytes() + b"half an entry")
     assert run(path, toy_model)["unusable_traces"] == 1
+
+
+def test_a_text_that_comes_again_is_neither_learned_from_nor_held_out(
+    toy_recording: Path, toy_model: Path, tmp_path: Path
+) -> None:
+    """In a recording that overlaps another, or in one that holds it under another trace id, too."""
+    once = run(toy_recording, toy_model)
+    path = tmp_path / "again.rec"
+    with RecordingReader(toy_recording) as reader, RecordingWriter(path, reader.header) as writer:
+        for trace in reader.traces():
+            again = renamed(trace, f"{trace.header.trace_id}-again")
+            writer.append(encode_trace(again), trace_id=again.header.trace_id)
+    options = ReplayOptions(
+        recordings=[toy_recording, toy_recording, path],
+        model_dir=toy_model,
+        depths=[1, 2, 3],
+        num_steps=6,
+        draft_vocab_size=40,
+        num_points=3,
+    )
+    document = replay(options)
+    assert (once["repeated_traces"], document["repeated_traces"]) == (0, 20)
+    changed = {"recordings", "repeated_traces", "seconds"}
+    assert {name: document[name] for name in document.keys() - changed} == {
+        name: once[name] for name in once.keys() - changed
+    }
 
 
 def test_recordings_that_cannot_be_replayed_are_refused(
