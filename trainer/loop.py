@@ -160,6 +160,7 @@ class Trainer:
             gpu="" if device is None else gpu_id(device),
             may_gain=lambda: self.pressure >= _LEAST_PRESSURE,
             set_trainer_resting=pointer.set_trainer_resting,
+            forget=self._forget,
         )
         self._saved_s, self._saved_steps = time.monotonic(), self.learner.num_steps
         self.metrics.healthy.set(self.training.guard.healthy)
@@ -369,6 +370,7 @@ class Trainer:
         )
 
     def _forget(self) -> None:
+        """Carry out erasure orders and the age limit, when the orders are due to be read; each rank by itself."""
         if not self._forgetting.poll():
             return
         if self.source.has_refused and self._forgetting.sweep():

@@ -33,7 +33,7 @@ RESTING_SHARE = 0.05
 POLL_S = 1.0
 """Seconds between two reads of the engines' reports, during a rest too: a rest ends when the engines become idle."""
 LONGEST_REST_S = 30.0
-"""Limit even after a long turn: traces and erasure orders wait meanwhile."""
+"""Limit even after a long turn: new traces wait meanwhile."""
 LONGEST_CARD_REST_S = 300.0
 """Limit on a GPU shared with an engine: the rest after a gate decision of 3 s at 1%."""
 
@@ -56,15 +56,16 @@ class Throttle:
         gpu: str = "",
         may_gain: Callable[[], bool] = lambda: True,
         set_trainer_resting: Callable[[bool], None] = lambda is_resting: None,
+        forget: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`engines` gives the engines' reports or raises StreamError. `busy_share` is the trainer's share of time
         beside an engine that is always busy, `card_share` that on a GPU (`gpu`) shared with one, both in (0, 1].
-        `clock` gives seconds.
+        `forget` carries out erasure orders; it must not wait for other ranks. `clock` gives seconds.
         """
         self._engines, self._ranks, self._metrics, self._clock = engines, ranks, metrics, clock
         self._busy_share, self._card_share, self._gpu = busy_share, card_share, gpu
-        self._may_gain, self._tell_resting = may_gain, set_trainer_resting
+        self._may_gain, self._tell_resting, self._forget = may_gain, set_trainer_resting, forget
         self._share, self._longest_s = 1.0, LONGEST_REST_S
         self._asleep_s: float | None = None
         """When all engines had stopped using the head, by `clock`; None while one uses it."""
@@ -78,6 +79,8 @@ class Throttle:
         while pause_s := self._ranks.run_on_leader(partial(self._pause_ms, worked_s, rested_s)) / 1000:
             # A rank with `stop` set does not wait here, and still calls `run_on_leader` as often as the other ranks.
             stop.wait(pause_s)
+            # A rest may outlast the time in which `slipstream tenants erase` expects a report.
+            self._forget()
             # Reading the engines' reports takes time, too, where Redis hangs.
             rested_s = max(rested_s + pause_s, self._clock() - began_s)
         self._metrics.yielded.inc(self._clock() - began_s)

@@ -29,7 +29,8 @@ from speculator.redis.stream_accounting import LAST_ID, StreamAccounts, index_of
 from speculator.trace import TraceHeader, read_header
 
 TRAINER_TTL_S = 120.0
-"""A trainer that has not reported for so long counts as stopped; a step, or a gate, takes less."""
+"""A trainer that has not reported for so long counts as stopped; a step, or a gate, takes less. It reports during a
+rest, too."""
 
 
 class TrainerReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from structlog.testing import capture_logs
 
 from speculator.errors import StreamError
 from speculator.redis.client import RedisKeys
+from speculator.redis.control_plane import DraftPointer, machine_id
 from speculator.redis.trace_deletion import ErasureOrders, TraceRemover
 from speculator.redis.trace_stream import TraceStream
 from speculator.trace import Trace
@@ -26,6 +28,7 @@ from trainer.metrics import TrainerMetrics
 from trainer.replay import admission
 from trainer.replay.admission import RetentionPolicy
 from trainer.replay.trace_source import trace_folder
+from trainer.throttle import LONGEST_REST_S
 
 HOUR_S = 3600.0
 
@@ -109,6 +112,32 @@ def test_an_erased_tenant_is_forgotten_wherever_its_traces_are(
     again = start(**how)
     assert kept(again) == ids(asked, "bo")
     again.close()
+
+
+def test_a_trainer_that_rests_beside_a_busy_engine_forgets_and_reports_meanwhile(
+    start: MakeTrainer, stream: TraceStream, traces: list[Trace], redis_client: redis.Redis,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    asked, erasures = mixed(traces[:4]), ErasureOrders(redis_client, "toy")
+    send(stream, asked)
+    trainer = start(busy_share=0.01)
+    trainer.read(block_ms=0)
+    DraftPointer(redis_client, "toy").report_engine("engine", {"machine": machine_id(), "busy": "1.0"})
+    stop, waits = threading.Event(), list[float]()
+
+    def wait(pause_s: float) -> None:
+        """No time passes. The order comes in the first second of the rest."""
+        if not waits:
+            erasures.order("anna")
+        waits.append(pause_s)
+        if len(waits) == 3:
+            assert kept(trainer) == ids(asked, "bo")
+            assert erasures.trainers()["trainer-0"].removed == {"anna": 2}
+
+    monkeypatch.setattr(stop, "wait", wait)
+    trainer.throttle.rest(60.0, stop)
+    assert sum(waits) == pytest.approx(LONGEST_REST_S)
+    trainer.close()
 
 
 def test_traces_from_before_the_order_are_refused_and_later_ones_learnt(
