@@ -25,6 +25,7 @@ from speculator.draft.eagle3 import DraftConfig
 from speculator.errors import StoreError
 from speculator.host import sync
 from speculator.versions.lineage import TenantCounts, joined_counts
+from trainer.config import MOST_KNOWN_TRACES
 from trainer.drift import AcceptanceSeries
 
 _FILE = "trainer.safetensors"
@@ -114,7 +115,7 @@ def joined(parts: Sequence[Progress]) -> Progress:
         new_tokens=sum(part.new_tokens for part in parts),
         num_traces=sum(part.num_traces for part in parts),
         num_repeated=sum(part.num_repeated for part in parts),
-        used_trace_ids=list(used)[::-1],
+        used_trace_ids=list(used)[:MOST_KNOWN_TRACES][::-1],
         replay={trace_id: priority for part in parts for trace_id, priority in (part.replay or {}).items()},
         held_out=list(dict.fromkeys(trace_id for part in parts for trace_id in part.held_out)),
         golden=list(dict.fromkeys(trace_id for part in parts for trace_id in part.golden)),

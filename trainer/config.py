@@ -49,6 +49,8 @@ ENV_PREFIX = "SLIPSTREAM_TRAINER_"
 LOWEST = 19
 """The niceness of the lowest priority."""
 _MIB = 1024 * 1024
+MOST_KNOWN_TRACES = 1_000_000
+"""safetensors allows 100 MB of metadata, where an id of our engines takes 37 bytes of a checkpoint."""
 
 
 class TrainerConfig(BaseSettings):
@@ -76,8 +78,8 @@ class TrainerConfig(BaseSettings):
     """Memory for traces; a completion token of a 576-wide target takes about 4 KiB."""
     max_waiting_traces: int = Field(default=16, ge=1)
     """Maximum traces in memory that were not learned from; further ones wait in Redis."""
-    max_known_traces: int = Field(default=20_000, ge=1)
-    """Trace ids remembered to recognise repeats, 250 bytes each; set more than the stream holds."""
+    max_known_traces: int = Field(default=20_000, ge=1, le=MOST_KNOWN_TRACES)
+    """Trace ids remembered to recognise repeats, 250 bytes each; more than the stream holds."""
     replay_recent_share: float = Field(default=0.5, ge=0, le=1)
     """Share of the replay's memory for the newest traces; the rest samples every domain's past evenly."""
     max_domains: int = Field(default=64, ge=1)

@@ -100,7 +100,7 @@ class TraceStream:
     @redis_errors
     def expire(self, ttl_s: float) -> None:
         """Remove and count entries and dead letters older than `ttl_s`."""
-        before_ms = self._redis_ms() - int(1000 * ttl_s)
+        before_ms = int(max(self._redis_ms() - 1000 * ttl_s, 0))
         self._accounts.expire(before_ms)
         self._redis.xtrim(self._keys.dead_letters, minid=f"{before_ms}-0", approximate=False)
 

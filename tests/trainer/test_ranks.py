@@ -246,6 +246,18 @@ def test_what_the_ranks_know_is_joined_and_shared_out_to_any_number_of_them() ->
             assert sum(Ranks(rank, size).owns(trace_id) for rank in range(size)) == 1
 
 
+def test_a_checkpoint_of_all_ranks_lists_no_more_trace_ids_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.checkpoint.MOST_KNOWN_TRACES", 4)
+    parts = [
+        Progress(
+            target_fingerprint="f", learnt_tokens=0, new_tokens=0, num_traces=0,
+            used_trace_ids=[f"{rank}-{n}" for n in range(3)],
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    assert sorted(joined(parts).used_trace_ids) == ["0-1", "0-2", "1-1", "1-2"], "the newest"
+
+
 def test_alone_nothing_is_exchanged() -> None:
     ranks, gradient = Ranks(), torch.ones(3)
     assert ranks.sum_tensors([gradient])[0] is gradient

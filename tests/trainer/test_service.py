@@ -28,7 +28,8 @@ from tests.fixtures.waiting import PATIENCE_S, wait_until
 from tests.trainer.answers import PROMPT_TOKENS, different, renamed
 from tests.trainer.examples import metric, promote
 from tests.trainer.trainers import MakeTrainer, learn, members, same_weights, waiting
-from trainer.config import TrainerConfig, load_config
+from trainer.checkpoint import Progress, load_checkpoint, save_checkpoint
+from trainer.config import MOST_KNOWN_TRACES, TrainerConfig, load_config
 from trainer.drift import LearningCurve
 from trainer.loop import train_until
 from trainer.process import lock_state
@@ -338,6 +339,19 @@ def test_a_wrong_setting_names_its_variable(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.delenv("SLIPSTREAM_TRAINER_TTT_STEPS")
     with pytest.raises(ConfigError, match="SLIPSTREAM_TRAINER_MODEL_KEY"):
         load_config(model_dir=tmp_path, redis_url="x", store_dir=tmp_path, state_dir=tmp_path)
+
+
+def test_no_more_trace_ids_are_remembered_than_a_checkpoint_holds(tmp_path: Path) -> None:
+    folders: dict[str, Any] = {"model_dir": tmp_path, "store_dir": tmp_path, "state_dir": tmp_path}
+    with pytest.raises(ConfigError, match="SLIPSTREAM_TRAINER_MAX_KNOWN_TRACES"):
+        load_config(redis_url="x", model_key="x", max_known_traces=3_000_000, **folders)
+    most = load_config(redis_url="x", model_key="x", max_known_traces=MOST_KNOWN_TRACES, **folders).max_known_traces
+    progress = Progress(
+        target_fingerprint="f", learnt_tokens=0, new_tokens=0, num_traces=0,
+        used_trace_ids=[f"{number:032x}" for number in range(most)],
+    )  # fmt: skip
+    save_checkpoint(tmp_path, {}, progress)
+    assert load_checkpoint(tmp_path) == ({}, progress)
 
 
 @contextlib.contextmanager

@@ -444,6 +444,14 @@ def test_every_public_method_turns_a_dead_server_into_a_stream_error(own_server:
                 call()
 
 
+@pytest.mark.parametrize("ttl_s", [1e10, 1e300, float("inf")])
+def test_a_limit_of_age_from_before_1970_removes_nothing(redis_client: redis.Redis, ttl_s: float) -> None:
+    stream = TraceStream(redis_client, "m", max_bytes=1000, ttl_s=ttl_s)
+    stream.append(b"a", trace_id="a")
+    stream.expire(ttl_s)
+    assert (stream.lag().length, stream.lag().expired) == (1, 0)
+
+
 def test_after_a_failed_read_pending_entries_come_again(redis_client: redis.Redis) -> None:
     class Flaky(redis.Redis):
         fails = False
