@@ -262,7 +262,8 @@ class GroupRewards(msgspec.Struct, frozen=True, kw_only=True):
 
     tenant: str
     group_id: str
-    rewards: Annotated[dict[int, float], Meta(min_length=1)]
+    # Bounded so that the mean of a group is finite.
+    rewards: Annotated[dict[int, Annotated[float, Meta(ge=-1e300, le=1e300)]], Meta(min_length=1)]
 
 
 class RewardStream:

@@ -68,7 +68,9 @@ def test_who_starts_again_reads_what_is_kept_and_passes_over_what_is_no_reward(
     stream: RewardStream, redis_client: redis.Redis
 ) -> None:
     key = RedisKeys(model_key="toy").rewards
-    for payload in (b"", b"\xff", b"{}", b'{"tenant":"t","group_id":"a","rewards":{}}', b'{"rewards":{"x":1}}'):
+    of_group = b'{"tenant":"t","group_id":"a","rewards":%s}'
+    too_large = of_group % b'{"0":1.7e308,"1":1.7e308}'
+    for payload in (b"", b"\xff", b"{}", of_group % b"{}", b'{"rewards":{"x":1}}', too_large):
         redis_client.xadd(key, {"rewards": payload})
     redis_client.xadd(key, {"other": b"1"})
     stream.append([group("a", 1, 0)])
