@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -148,10 +149,12 @@ def remove_files(state: Path, is_theirs: IsTheirs, *, dry_run: bool, written_s: 
 
     A trainer may take `written_s` to write one trace; an older temporary file was left by a killed process.
     """
-    paths = [
-        path for path in trace_folder(state).glob("*") if path.is_file() and _must_remove(path, is_theirs, written_s)
-    ]
+    paths: list[Path] = []
     try:
+        # Not `glob`, which finds nothing in a folder that this user may not read.
+        with suppress(FileNotFoundError):
+            paths += (path for path in trace_folder(state).iterdir() if path.is_file())
+        paths = [path for path in paths if _must_remove(path, is_theirs, written_s)]
         for path in paths if not dry_run else ():
             path.unlink(missing_ok=True)
     except OSError as error:

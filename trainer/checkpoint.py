@@ -81,7 +81,7 @@ def save_checkpoint(folder: Path, state: dict[str, Tensor], progress: Progress) 
     """Write the checkpoint; durable on return. Raises StoreError and then leaves the previous one untouched."""
     temporary = folder / f"{_FILE}.tmp"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         safetensors.torch.save_file(state, temporary, {"progress": msgspec.json.encode(progress).decode()})
         sync(temporary)
         temporary.rename(folder / _FILE)

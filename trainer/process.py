@@ -96,7 +96,8 @@ def lock_state(folder: Path) -> int:
     where another trainer holds the lock, or the folder cannot be written.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        # Private: it will hold prompts and answers.
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise ConfigError(f"cannot write to {folder} ({error.strerror}): set --state to another folder") from None

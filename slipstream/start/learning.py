@@ -210,6 +210,10 @@ class Learning:
             # Private: the folder has prompts and answers.
             self._data.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._data.log.touch(mode=0o600)
+            for folder in (self._data.redis, self._data.state):
+                # One of an earlier version may be readable by all. Drives of Windows have no modes to change.
+                with suppress(FileNotFoundError, PermissionError):
+                    folder.chmod(0o700)
         except OSError as error:
             raise ConfigError(f"cannot write to {self._data.root} ({error.strerror}): pass --data-dir") from None
         if not self.redis_url:

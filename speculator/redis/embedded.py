@@ -137,7 +137,8 @@ class EmbeddedRedis:
     @contextlib.contextmanager
     def _lock(self) -> Iterator[int]:
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            # Private: its file may hold prompts.
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = os.open(self.directory / "redis.lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise ConfigError(f"cannot write to {self.directory}: choose another directory for Redis") from error

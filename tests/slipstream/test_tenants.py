@@ -22,6 +22,7 @@ from serving.group_cache.texts import GroupKey, GroupTexts
 from slipstream import tenants
 from slipstream.cli.main import app
 from speculator.draft.checkpoint import model_key, target_fingerprint
+from speculator.errors import ConfigError
 from speculator.host import now_ms
 from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
 from speculator.redis.client import RedisKeys, connect
@@ -265,6 +266,14 @@ def test_what_a_trainer_is_writing_is_not_taken_from_it(tmp_path: Path, traces: 
     assert tenants.remove_files(tmp_path, lambda header: header.tenant == ANNA, dry_run=False, written_s=2.0) == 1
     writer.join()
     assert list(folder.iterdir()) == [being_written]
+
+
+def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    assert tenants.remove_files(tmp_path, lambda _: True, dry_run=True) == 0
+    # As a stand-in for a folder without the right to read it, which root always has.
+    trace_folder(tmp_path).touch()
+    with pytest.raises(ConfigError, match="run this as the trainer's user"):
+        tenants.remove_files(tmp_path, lambda _: True, dry_run=True)
 
 
 def test_what_is_not_done_is_said(deployment: Deployment, traces: list[Trace], tmp_path: Path) -> None:

@@ -286,7 +286,7 @@ class TraceFiles:
         path = self._path(trace_id)
         temporary = path.with_suffix(f".{os.getpid()}{TEMPORARY}")
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             temporary.write_bytes(payload)
             temporary.rename(path)
         except OSError as error:

@@ -32,6 +32,8 @@ from tests.fixtures.toy import make_toy_model
 from tests.fixtures.waiting import url_in, wait_until
 from tests.slipstream.conftest import service
 from tests.slipstream.test_bad_start import Refused
+from trainer.process import lock_state
+from trainer.replay.trace_source import TraceFiles
 
 
 @pytest.fixture
@@ -121,6 +123,17 @@ def test_a_redis_and_a_store_that_are_named_are_taken(redis_url: str, tmp_path: 
         assert learning.store == data / "drafts"
         with pytest.raises(ConfigError, match="another Redis runs"):
             Learning(data, model="m", redis_url=None, store=None).__enter__()
+
+
+def test_what_is_recorded_is_private_in_a_folder_that_is_not(data: Path) -> None:
+    data.mkdir(mode=0o755)
+    (data / "trainer-state").mkdir(mode=0o755)
+    with Learning(data, model="m", redis_url=None, store=None):
+        lock_state(data / "new" / "state")
+        TraceFiles(data / "alone" / "replay").put("a", b"words")
+    made = ("redis", "trainer-state", "new/state", "alone/replay")
+    assert {name: (data / name).stat().st_mode & 0o077 for name in made} == dict.fromkeys(made, 0)
+    assert data.stat().st_mode & 0o777 == 0o755, "its owner's choice"
 
 
 def test_a_redis_that_ends_is_started_again_with_what_it_had(data: Path) -> None:
