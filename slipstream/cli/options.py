@@ -93,15 +93,20 @@ DataDir = Annotated[
 
 
 def apply_data_dir(context: typer.Context, path: Path | None) -> Path | None:
-    """Callback of `--data-dir` in commands that read one: its store, state and Redis become the options' defaults."""
+    """Callback of `--data-dir` in commands that read one: its store, state and Redis become the options' defaults.
+    Variables do not override them: the folder was typed.
+    """
     if path is not None and not context.resilient_parsing:
         from slipstream.start.learning import DataDir
         from speculator.redis.embedded import socket_url
 
         data = DataDir(path)
         places = {"store": data.store, "state": data.state, "redis_url": socket_url(data.redis)}
-        taken = {option.name for option in context.command.params}
-        context.default_map = {name: str(place) for name, place in places.items() if name in taken}
+        taken = [option for option in context.command.params if option.name in places]
+        context.default_map = {option.name: str(places[option.name]) for option in taken}
+        for option in taken:
+            # The command was made for this call alone.
+            option.envvar = None
     return path
 
 

@@ -95,19 +95,28 @@ def serve(
 
 
 def _learning(context: typer.Context, given: Mapping[str, Any]) -> Learning:
-    """The `Learning` of `serve --learn`; a Redis or store that is not given is kept in the data folder."""
+    """The `Learning` of `serve --learn`; a Redis or store that is not given is kept in the data folder, and one that
+    only a variable gives, too, where that folder was typed.
+    """
     from slipstream.start.learning import Learning, default_data_dir
 
+    def source(option: str) -> str:
+        found = context.get_parameter_source(option)
+        return "DEFAULT" if found is None else found.name
+
     def named(option: str) -> Any:
-        source = context.get_parameter_source(option)
-        return None if source is None or source.name == "DEFAULT" else given[option]
+        return None if source(option) == "DEFAULT" else given[option]
+
+    def place(option: str) -> Any:
+        is_overruled = (source("data_dir"), source(option)) == ("COMMANDLINE", "ENVIRONMENT")
+        return None if is_overruled else named(option)
 
     return Learning(
         Path(given["data_dir"] or default_data_dir(given["model_name"])),
         model=str(given["model_dir"]),
-        redis_url=named("redis_url"),
-        store=named("store"),
-        trace_ttl_hours=given["trace_ttl_hours"],
+        redis_url=place("redis_url"),
+        store=place("store"),
+        trace_ttl_hours=named("trace_ttl_hours"),
     )
 
 

@@ -194,10 +194,16 @@ class Learning:
     """
 
     def __init__(
-        self, data_dir: Path, *, model: str, redis_url: str | None, store: Path | None, trace_ttl_hours: float = 0
+        self,
+        data_dir: Path,
+        *,
+        model: str,
+        redis_url: str | None,
+        store: Path | None,
+        trace_ttl_hours: float | None = None,
     ) -> None:
-        """`model` is passed to the trainer's --model. Without `redis_url` a Redis is started. `trace_ttl_hours` 0 is
-        not passed on, so the trainer uses its own setting.
+        """`model` is passed to the trainer's --model. Without `redis_url` a Redis is started. With `trace_ttl_hours`
+        None the trainer uses its own setting.
         """
         self._data, self._model, self._trace_ttl_hours = DataDir(data_dir.absolute()), model, trace_ttl_hours
         self.redis_url, self.store = redis_url or "", store or self._data.store
@@ -246,5 +252,5 @@ class Learning:
     def _trainer(self) -> Child:
         places = ["--redis-url", self.redis_url, "--store", str(self.store)]
         words = ["train", "--model", self._model, *places, "--state", str(self._data.state)]
-        words += ["--trace-ttl-hours", str(self._trace_ttl_hours)] if self._trace_ttl_hours else []
+        words += ["--trace-ttl-hours", str(self._trace_ttl_hours)] if self._trace_ttl_hours is not None else []
         return Child("train", words, log_path=self._data.log, num_threads=1, ends_with_us=True)

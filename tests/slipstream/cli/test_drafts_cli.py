@@ -182,8 +182,10 @@ def test_everything_is_found_in_the_folder_of_a_server_that_learns(
             assert run("list", *there)["drafts"][0]["is_pinned"]
             assert DraftPointer(client, model_key(toy_model, target_fingerprint(toy_model))).desired() == 1
             assert run("diff", 1, 2, "--data-dir", data)["a"] == 1
-            # What is named goes before.
+            # What is typed goes before, and the folder was typed, too.
             run("list", *there, "--store", store.root)
             assert "draft versions" in invoke("drafts", "list", *there, "--store", data / "none").err
             monkeypatch.setenv("SLIPSTREAM_STORE", str(data / "none"))
-            assert "draft versions" in invoke("drafts", "list", *there).err
+            monkeypatch.setenv("SLIPSTREAM_REDIS_URL", f"unix://{data}/none.sock")
+            assert run("list", *there)["drafts"][0]["is_pinned"]
+            assert "draft versions" in invoke("drafts", "list", "--model", toy_model).err

@@ -27,6 +27,7 @@ from slipstream.logs import configure_logs
 from slipstream.models import BUNDLED_MODEL
 from slipstream.settings import commands
 from speculator.draft.checkpoint import model_key, model_name
+from speculator.errors import ConfigError
 from tests.slipstream.conftest import SampleEnd
 
 Refused = Callable[..., str]
@@ -182,6 +183,46 @@ def test_an_option_stands_before_its_variable(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("SLIPSTREAM_TRAINER_NUM_THREADS", "2")
     context = train.make_context("train", ["--model", "m", "--seed", "8"])
     assert (context.params["seed"], context.params["threads"]) == (8, 2)
+
+
+def test_a_folder_that_was_typed_stands_before_all_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise `tenants erase` would report that it erased, and look at another trainer's folder."""
+    variables = {"redis_url": "REDIS_URL", "store": "STORE", "state": "TRAINER_STATE_DIR"}
+    for variable in variables.values():
+        monkeypatch.setenv(f"SLIPSTREAM_{variable}", "/elsewhere")
+    found = dict(commands(app))
+    for name, words in {"tenants erase": ["anna", "--model", "m"], "doctor": []}.items():
+        context = found[f"slipstream {name}"].make_context(name, [*words, "--data-dir", "/data"])
+        assert {option: str(context.params[option]) for option in variables} == {
+            "redis_url": "unix:///data/redis/redis.sock?db=0",
+            "store": "/data/drafts",
+            "state": "/data/trainer-state",
+        }
+
+
+def test_what_serve_learn_takes_from_the_data_folder_and_gives_to_the_trainer(
+    refused: Refused, toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, object] = {}
+
+    class Noted:
+        def __init__(self, _: Path, **named: object) -> None:
+            given.update(named)
+            raise ConfigError("noted")
+
+    monkeypatch.setattr("slipstream.start.learning.Learning", Noted)
+    for variable, value in {"REDIS_URL": "redis://h:1", "STORE": "/elsewhere", "TRACE_TTL_HOURS": "24"}.items():
+        monkeypatch.setenv(f"SLIPSTREAM_{variable}", value)
+    learn = ("serve", "--learn", "--model", toy_model)
+    refused(*learn)
+    assert (given["redis_url"], given["store"], given["trace_ttl_hours"]) == ("redis://h:1", Path("/elsewhere"), 24)
+    refused(*learn, "--data-dir", tmp_path, "--trace-ttl-hours", 0)
+    assert (given["redis_url"], given["store"], given["trace_ttl_hours"]) == (None, None, 0)
+    refused(*learn, "--data-dir", tmp_path, "--store", "here")
+    assert given["store"] == Path("here")
+    monkeypatch.delenv("SLIPSTREAM_TRACE_TTL_HOURS")
+    refused(*learn)
+    assert given["trace_ttl_hours"] is None, "the trainer has a setting of its own"
 
 
 @pytest.mark.parametrize("closed", ["<&- 2>&-", "<&- >&- 2>&-", ""])

@@ -168,13 +168,13 @@ def test_the_trainer_forgets_when_the_server_does(redis_url: str, data: Path, mo
             begun.append(arguments)
 
     monkeypatch.setattr("slipstream.start.learning.Child", Noted)
-    for hours in (0.0, 24.0):
+    for hours in (None, 0.0, 24.0):
         with Learning(data, model="m", redis_url=redis_url, store=None, trace_ttl_hours=hours) as learning:
             begun.clear()
             learning.start("http://127.0.0.1:1")
             wait_until(lambda: begun)
         [words] = begun[:1]
-        assert words[words.index("--state") + 2 :] == (["--trace-ttl-hours", "24.0"] if hours else [])
+        assert words[words.index("--state") + 2 :] == ([] if hours is None else ["--trace-ttl-hours", str(hours)])
 
 
 class Short(Child):
