@@ -169,8 +169,10 @@ class RedisSupervisor:
 
     def stop(self) -> None:
         self._stopping.set()
-        self._thread.join()
-        self._redis.stop()
+        try:
+            self._thread.join()
+        finally:
+            self._redis.stop()
 
     def _keep(self) -> None:
         began_s = time.monotonic()
@@ -230,9 +232,12 @@ class Learning:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._supervisor.stop()
-        if self._redis is not None:
-            self._redis.stop()
+        try:
+            self._supervisor.stop()
+        finally:
+            # Also after a second Ctrl-C: otherwise Redis's thread would keep it, and this process, for ever.
+            if self._redis is not None:
+                self._redis.stop()
 
     def trainer_status(self) -> dict[str, bool | int | None]:
         """The fields of `TrainerStatus`, for the live page."""

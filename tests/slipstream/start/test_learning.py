@@ -177,6 +177,22 @@ def test_the_trainer_forgets_when_the_server_does(redis_url: str, data: Path, mo
         assert words[words.index("--state") + 2 :] == ([] if hours is None else ["--trace-ttl-hours", str(hours)])
 
 
+def test_a_second_ctrl_c_while_the_trainer_ends_leaves_nothing_running(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: TrainerSupervisor) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TrainerSupervisor, "stop", interrupted)
+    learning = Learning(data, model="m", redis_url=None, store=None).__enter__()
+    client = connect(learning.redis_url)
+    with pytest.raises(KeyboardInterrupt):
+        learning.__exit__(None, None, None)
+    with client, pytest.raises(redis.ConnectionError):
+        client.ping()
+    assert not [thread for thread in threading.enumerate() if thread.name == "redis-keeper"]
+
+
 class Short(Child):
     """Ends at once."""
 
