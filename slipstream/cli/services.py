@@ -334,14 +334,14 @@ def train(
     """
     configure_spans("slipstream-trainer")
     with spinner("starting"):
-        from speculator.draft.checkpoint import model_key
+        from speculator.draft.checkpoint import model_key, model_name
         from speculator.versions.store import DraftStore
         from trainer.config import load_config
         from trainer.process import run_trainer
 
     model_dir = resolve_model(model)
     given = {} if trace_ttl_hours is None else {"trace_ttl_hours": trace_ttl_hours}
-    with spinner(f"loading {model_dir.name}") as is_loaded:
+    with spinner(f"loading {model_name(model_dir)}") as is_loaded:
         settings = load_config(
             **given,
             model_dir=model_dir,

@@ -12,6 +12,7 @@ import errno
 import hashlib
 import json
 import math
+import os
 import re
 import stat
 import tempfile
@@ -194,6 +195,8 @@ def model_name(model_dir: Path) -> str:
 
     A cached model lies in `models--ORGANISATION--NAME/snapshots/COMMIT`.
     """
+    # `.` and `..` have no name, and a symbolic link has one of its own: `Path.resolve` would lose it.
+    model_dir = Path(os.path.abspath(model_dir))
     if model_dir.parent.name != "snapshots":
         return model_dir.name
     return model_dir.parent.parent.name.removeprefix("models--").replace("--", "/")

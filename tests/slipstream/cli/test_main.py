@@ -24,7 +24,7 @@ from slipstream import terminal
 from slipstream.cli.main import app
 from slipstream.cli.panels import FIRST
 from slipstream.logs import configure_logs
-from slipstream.models import BUNDLED_MODEL
+from slipstream.models import BUNDLED_MODEL, resolve_model
 from slipstream.settings import commands
 from speculator.draft.checkpoint import model_key, model_name
 from speculator.errors import ConfigError
@@ -158,6 +158,19 @@ def test_a_model_of_the_hub_is_called_by_its_id(
     assert served == ["toy", "some/Toy-8B"] * 2
     assert model_name(hub) == "some/Toy-8B"
     assert model_key(hub, "f" * 64) == model_key(Path("some/Toy-8B"), "f" * 64) == "toy-8b-ffffffffffff"
+
+
+def test_a_model_is_called_by_its_folder_however_that_is_typed(
+    toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "link").symlink_to(toy_model)
+    (toy_model / "inside").mkdir()
+    monkeypatch.chdir(toy_model / "inside")
+    assert {model_name(resolve_model(name)) for name in ("..", "../", "../../toy", f"{toy_model}/")} == {"toy"}
+    assert model_name(resolve_model(f"{tmp_path}/link/")) == "link"
+    monkeypatch.chdir(toy_model)
+    assert model_key(resolve_model("."), "f" * 64) == model_key(toy_model, "f" * 64) == "toy-ffffffffffff"
+    (toy_model / "inside").rmdir()
 
 
 # -- docs/reference ------------------------------------------------------------------------------------------------
