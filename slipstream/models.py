@@ -50,9 +50,13 @@ def resolve_head(name: str) -> Path:
     Raises ConfigError.
     """
     path = expanded(name)
-    if path.is_dir():
-        return path
-    if path.exists() or name.count("/") != 1 or name.startswith(("/", ".", "~")):
+    try:
+        if path.is_dir():
+            return path
+        is_there = path.exists()
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read ({error.strerror}): pass a directory with an EAGLE-3 head") from None
+    if is_there or name.count("/") != 1 or name.startswith(("/", ".", "~")):
         raise ConfigError(f"{name} is neither a directory nor a Hugging Face id: pass one with an EAGLE-3 head")
     return _hub_model(name)
 

@@ -20,6 +20,12 @@ def test_the_home_of_an_unknown_user_is_refused() -> None:
             resolve("~nobody-of-this-name/x")
 
 
+def test_a_name_that_no_file_can_have_is_refused() -> None:
+    for resolve in (resolve_model, resolve_head):
+        with pytest.raises(ConfigError, match="File name too long"):
+            resolve("x" * 300)
+
+
 def test_a_user_without_a_home_is_told_so_and_compiles_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (CACHE_VARIABLE, "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -30,6 +36,12 @@ def test_a_user_without_a_home_is_told_so_and_compiles_elsewhere(monkeypatch: py
     with pytest.raises(ConfigError, match="set HOME"):
         resolve_model("~/model")
     assert kernel_folder().name.startswith("slipstream-")
+
+
+def test_the_cache_may_be_named_by_its_place_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv(CACHE_VARIABLE, "~/cache")
+    assert cache_root() == Path("/home/somebody/cache")
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

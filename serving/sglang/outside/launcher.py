@@ -11,6 +11,7 @@ import collections
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -298,7 +299,8 @@ print(json.dumps({
 def find_interpreter(given: Path | None = None) -> Path:
     """The interpreter to run SGLang with; raises ConfigError naming the fix where there is none."""
     if given is not None:
-        return given
+        # A bare name is of the PATH, which `os.execve` does not search.
+        return Path(shutil.which(given) or given)
     if find_spec("sglang") is not None:
         return Path(sys.executable)
     beside = _PROJECT / ".venv-sglang" / "bin" / "python"

@@ -256,6 +256,7 @@ def test_the_interpreter_beside_the_project_is_found(tmp_path: Path, monkeypatch
     monkeypatch.setattr("serving.sglang.outside.launcher.find_spec", lambda name: None)
     monkeypatch.setattr("serving.sglang.outside.launcher._PROJECT", tmp_path)
     assert find_interpreter(Path("/given")) == Path("/given")
+    assert find_interpreter(Path("sh")).is_absolute(), "as a shell finds it; `exec_sglang` must not search"
     with pytest.raises(ConfigError, match="--sglang-python"):
         find_interpreter()
     beside = tmp_path / ".venv-sglang" / "bin" / "python"
