@@ -83,7 +83,7 @@ def cache_root() -> Path:
     home.
     """
     if named := os.environ.get(CACHE_VARIABLE):
-        return Path(named)
+        return expanded(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or expanded("~") / ".cache") / "slipstream"
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cli.options import Depth, Dtype, JsonFile, Model, SuffixDepth, check_output, finite
+from slipstream.cli.options import Depth, Dtype, JsonFile, Model, SuffixDepth, at_home, check_output, finite
 from slipstream.demo import TENANTS
 from slipstream.models import BUNDLED_MODEL, resolve_model
 from slipstream.terminal import console
@@ -34,7 +34,10 @@ def demo(
     prompts: Annotated[Path | None, typer.Option(help='JSON lines with "domain" and "prompt".')] = None,
     keep: Annotated[
         Path | None,
-        typer.Option(help="Folder for drafts, trainer state and keys; a further run begins with its last good draft."),
+        typer.Option(
+            callback=at_home,
+            help="Folder for drafts, trainer state and keys; a further run begins with its last good draft.",
+        ),
     ] = None,
     tenants: Annotated[
         int, typer.Option(min=1, max=len(TENANTS), help="Tenants, each with topics of its own; they share no text.")

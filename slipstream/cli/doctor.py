@@ -12,7 +12,7 @@ import typer
 from rich.markup import escape
 
 from slipstream.cli.effects import DOCTOR, check_options
-from slipstream.cli.options import AsJson, Engine, InDataDir, Model, SglangPython
+from slipstream.cli.options import AsJson, Engine, InDataDir, Model, SglangPython, at_home
 from slipstream.models import BUNDLED_MODEL
 from slipstream.settings import known_variables
 from slipstream.terminal import console, print_json, spinner
@@ -29,8 +29,12 @@ def doctor(
     engine: Engine = "local",
     data_dir: InDataDir = None,
     redis_url: Annotated[str | None, typer.Option(envvar="SLIPSTREAM_REDIS_URL", help="Also check this Redis.")] = None,
-    store: Annotated[Path | None, typer.Option(envvar="SLIPSTREAM_STORE", help="Also check this store.")] = None,
-    state: Annotated[Path | None, typer.Option(help="Also check the trainer's checkpoint there.")] = None,
+    store: Annotated[
+        Path | None, typer.Option(callback=at_home, envvar="SLIPSTREAM_STORE", help="Also check this store.")
+    ] = None,
+    state: Annotated[
+        Path | None, typer.Option(callback=at_home, help="Also check the trainer's checkpoint there.")
+    ] = None,
     port: Annotated[list[int] | None, typer.Option(help="Port that should be free; default: 8000 and 8765.")] = None,
     sglang_python: SglangPython = None,
     as_json: AsJson = False,

@@ -19,7 +19,7 @@ import typer
 from rich.table import Table
 
 from slipstream.cli.effects import DRAFT_INIT, check_options
-from slipstream.cli.options import AsJson, DraftVocab, InDataDir, Model, RedisUrl, Store, VocabFrom
+from slipstream.cli.options import AsJson, DraftVocab, InDataDir, Model, RedisUrl, Store, VocabFrom, at_home
 from slipstream.models import check_target, checked_fingerprint, resolve_head, resolve_model
 from slipstream.settings import DEFAULT_REDIS_URL
 from slipstream.terminal import print_json, print_table, spinner
@@ -145,7 +145,7 @@ def unpin(
 @app.command()
 def export(
     version: Version,
-    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    out: Annotated[Path, typer.Option(callback=at_home, help="Folder to write.")],
     data_dir: InDataDir = None,
     store: Store = STORE,
     layout: Annotated[
@@ -268,9 +268,11 @@ def _say(what: str, outcome: DraftChange, as_json: bool) -> None:
 def init(
     model: Model,
     context: typer.Context,
-    out: Annotated[Path | None, typer.Option(help="Folder for a draft as SGLang loads it.")] = None,
+    out: Annotated[Path | None, typer.Option(callback=at_home, help="Folder for a draft as SGLang loads it.")] = None,
     data_dir: InDataDir = None,
-    store: Annotated[Path | None, typer.Option(help="Draft store whose first version it becomes.")] = None,
+    store: Annotated[
+        Path | None, typer.Option(callback=at_home, help="Draft store whose first version it becomes.")
+    ] = None,
     vocab_from: VocabFrom = None,
     draft_vocab_size: DraftVocab = None,
     intermediate_size: Annotated[

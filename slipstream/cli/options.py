@@ -14,6 +14,7 @@ import typer
 from serving.capture.sampling import MAX_BRANCH_SHARE
 from slipstream.cli import effects
 from speculator.errors import ConfigError
+from speculator.host import expanded
 
 
 def finite(parameter: typer.CallbackParam, value: float | None) -> float | None:
@@ -21,6 +22,13 @@ def finite(parameter: typer.CallbackParam, value: float | None) -> float | None:
     if value is not None and not math.isfinite(value):
         raise ConfigError(f"{parameter.opts[0]} {value} is not a finite number: give another one")
     return value
+
+
+def at_home(path: Path | None) -> Path | None:
+    """Callback of options for folders that are created: expands `~`, which a shell leaves in `--store=~/x` and a file
+    never expands. Raises ConfigError where there is no such home.
+    """
+    return None if path is None else expanded(str(path))
 
 
 Model = Annotated[str, typer.Option(help="Target: a Hugging Face directory or id, or the bundled model's name.")]
@@ -31,7 +39,12 @@ RedisUrl = Annotated[
     ),
 ]
 Store = Annotated[
-    Path, typer.Option(envvar="SLIPSTREAM_STORE", help="Directory of the draft versions, shared by all services.")
+    Path,
+    typer.Option(
+        callback=at_home,
+        envvar="SLIPSTREAM_STORE",
+        help="Directory of the draft versions, shared by all services.",
+    ),
 ]
 Dtype = Annotated[Literal["bfloat16", "float32", "float64"], typer.Option(help="Number type of the target.")]
 DraftVocab = Annotated[int | None, typer.Option(min=2, help="Tokens that a fresh draft can propose; default: 8192.")]
@@ -86,8 +99,9 @@ Learn = Annotated[
 DataDir = Annotated[
     Path | None,
     typer.Option(
+        callback=at_home,
         help="Folder of --learn: drafts, trainer state, recorded prompts and answers; default: "
-        "~/.local/share/slipstream/NAME."
+        "~/.local/share/slipstream/NAME.",
     ),
 ]
 
@@ -96,6 +110,7 @@ def apply_data_dir(context: typer.Context, path: Path | None) -> Path | None:
     """Callback of `--data-dir` in commands that read one: its store, state and Redis become the options' defaults.
     Variables do not override them: the folder was typed.
     """
+    path = at_home(path)
     if path is not None and not context.resilient_parsing:
         from slipstream.start.learning import DataDir
         from speculator.redis.embedded import socket_url

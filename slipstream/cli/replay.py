@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from slipstream.cli.effects import REPLAY, check_options, warn_of_unread_variables
-from slipstream.cli.options import DraftVocab, InDataDir, JsonFile, Model, check_output
+from slipstream.cli.options import DraftVocab, InDataDir, JsonFile, Model, at_home, check_output
 from slipstream.models import BUNDLED_MODEL, resolve_model
 from slipstream.terminal import print_status, progress_bar, spinner
 
@@ -28,7 +28,9 @@ def replay(
         ),
     ] = None,
     data_dir: InDataDir = None,
-    store: Annotated[Path | None, typer.Option(help="Store with whose newest draft to begin.")] = None,
+    store: Annotated[
+        Path | None, typer.Option(callback=at_home, help="Store with whose newest draft to begin.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the fresh draft, the split and the order.")] = 0,
     depth: Annotated[int, typer.Option(min=1, max=16, help="Maximum proposals per round.")] = 4,
     model: Model = BUNDLED_MODEL,

@@ -306,7 +306,10 @@ def train(
     redis_url: RedisUrl = DEFAULT_REDIS_URL,
     store: Store = Path("drafts"),
     state: Annotated[
-        Path, typer.Option(envvar=f"{_PREFIX}STATE_DIR", help="Directory of the trainer's checkpoint.")
+        Path,
+        typer.Option(
+            callback=options.at_home, envvar=f"{_PREFIX}STATE_DIR", help="Directory of the trainer's checkpoint."
+        ),
     ] = Path("trainer-state"),
     metrics_port: Annotated[
         int | None,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from slipstream.cli.drafts import STORE, operator
-from slipstream.cli.options import AsJson, InDataDir, Model, RedisUrl, Store, finite
+from slipstream.cli.options import AsJson, InDataDir, Model, RedisUrl, Store, at_home, finite
 from slipstream.models import resolve_model
 from slipstream.settings import DEFAULT_REDIS_URL
 from slipstream.terminal import print_json
@@ -31,7 +31,11 @@ def erase(
     store: Store = STORE,
     state: Annotated[
         Path,
-        typer.Option(envvar="SLIPSTREAM_TRAINER_STATE_DIR", help="Directory of the trainer, if it is on this machine."),
+        typer.Option(
+            callback=at_home,
+            envvar="SLIPSTREAM_TRAINER_STATE_DIR",
+            help="Directory of the trainer, if it is on this machine.",
+        ),
     ] = Path("trainer-state"),
     recording: Annotated[list[Path] | None, typer.Option(help="Recording to remove it from; may be repeated.")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Erase; without it, only print what would go.")] = False,

@@ -59,6 +59,19 @@ def test_one_value_of_an_option_that_may_be_repeated_needs_no_list(file: Path) -
     assert shown("gateway", "--config", file)["sglang"] == (["http://a"], "file")
 
 
+def test_a_folder_at_home_by_flag_variable_or_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    file.write_text("model: M\nlearn: true\ndata-dir: ~/data\nstore: ~/drafts\n")
+    assert shown("serve", "--config", file)["data-dir"] == ("/home/somebody/data", "file")
+    assert shown("serve", "--config", file)["store"] == ("/home/somebody/drafts", "file")
+    assert shown("serve", "--config", file, "--data-dir=~/x")["data-dir"] == ("/home/somebody/x", "flag")
+    monkeypatch.setenv("SLIPSTREAM_STORE", "~/y")
+    monkeypatch.setenv("SLIPSTREAM_TRAINER_STATE_DIR", "~/state")
+    said = shown("train", "--model", "M")
+    assert said["store"] == ("/home/somebody/y", "SLIPSTREAM_STORE")
+    assert said["state"] == ("/home/somebody/state", "SLIPSTREAM_TRAINER_STATE_DIR")
+
+
 def test_an_option_by_either_of_its_names(file: Path) -> None:
     file.write_text("model: M\nserved-model-name: other\n")
     assert shown("serve", "--config", file)["name"] == ("other", "file")

@@ -200,16 +200,17 @@ def test_an_option_stands_before_its_variable(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_folder_that_was_typed_stands_before_all_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise `tenants erase` would report that it erased, and look at another trainer's folder."""
+    monkeypatch.setenv("HOME", "/home/me")
     variables = {"redis_url": "REDIS_URL", "store": "STORE", "state": "TRAINER_STATE_DIR"}
     for variable in variables.values():
         monkeypatch.setenv(f"SLIPSTREAM_{variable}", "/elsewhere")
     found = dict(commands(app))
     for name, words in {"tenants erase": ["anna", "--model", "m"], "doctor": []}.items():
-        context = found[f"slipstream {name}"].make_context(name, [*words, "--data-dir", "/data"])
+        context = found[f"slipstream {name}"].make_context(name, [*words, "--data-dir=~/data"])
         assert {option: str(context.params[option]) for option in variables} == {
-            "redis_url": "unix:///data/redis/redis.sock?db=0",
-            "store": "/data/drafts",
-            "state": "/data/trainer-state",
+            "redis_url": "unix:///home/me/data/redis/redis.sock?db=0",
+            "store": "/home/me/data/drafts",
+            "state": "/home/me/data/trainer-state",
         }
 
 
