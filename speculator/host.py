@@ -218,6 +218,34 @@ def write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield an empty file beside `path` that replaces it after the block; a failure leaves `path` as it was. Of a
+    symbolic link the file that it names is replaced.
+
+    The new file is readable by its owner alone until it gets mode and owner of the old one, if there is one. Raises
+    OSError.
+    """
+    path = path.resolve()
+    temporary = path.with_name(f".{path.name}.rewritten")
+    temporary.unlink(missing_ok=True)
+    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    try:
+        yield temporary
+        with contextlib.suppress(FileNotFoundError):
+            old = path.stat()
+            # Only root may change an owner; drives of Windows and SMB shares have no modes to change.
+            with contextlib.suppress(PermissionError):
+                os.chown(temporary, old.st_uid, old.st_gid)
+            with contextlib.suppress(PermissionError):
+                os.chmod(temporary, stat.S_IMODE(old.st_mode))
+        temporary.rename(path)
+        sync(path.parent)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
 def sync(path: Path) -> None:
     """Make a file's content, or the names in a folder, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)

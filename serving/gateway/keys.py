@@ -6,7 +6,6 @@ notices a change at the next request.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import os
@@ -23,13 +22,12 @@ from msgspec import Meta
 from pydantic import SecretStr
 
 from speculator.errors import ConfigError
-from speculator.host import exclusive_lock, sync, write_synced
+from speculator.host import exclusive_lock, replacing, write_synced
 
 Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 """Name of a key or a tenant; tenants are labels of metrics."""
 _PREFIX = "sk-slipstream-"
 _SECRET_BYTES = 32
-_NEW_FILE_MODE = 0o600
 _LAST_S = 253_402_300_799
 """The last second of the year 9999."""
 _MAX_FILE_BYTES = 4 * 1024 * 1024
@@ -110,26 +108,13 @@ def change_keys(file: Path, change: Callable[[tuple[ApiKey, ...]], Iterable[ApiK
     file = file.resolve()
     try:
         with exclusive_lock(file.with_name(f".{file.name}.lock")):
-            exists = file.exists()
-            _replace(file, change(read_keys(file) if exists else ()), file.stat() if exists else None)
+            keys = tuple(change(read_keys(file) if file.exists() else ()))
+            # With the mode and owner of the old one, so that another user's gateway can still read it.
+            with replacing(file) as temporary:
+                write_synced(temporary, msgspec.json.format(msgspec.json.encode(_KeyFile(1, keys))) + b"\n")
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise ConfigError(f"{file} cannot be written ({reason}): check path and permissions") from None
-
-
-def _replace(file: Path, keys: Iterable[ApiKey], old: os.stat_result | None) -> None:
-    """Write the file with the mode and owner of the old one, so that another user's gateway can still read it."""
-    temporary = file.with_name(f".{file.name}.tmp")
-    with contextlib.suppress(FileNotFoundError):
-        temporary.unlink()
-    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, _NEW_FILE_MODE))
-    write_synced(temporary, msgspec.json.format(msgspec.json.encode(_KeyFile(1, tuple(keys)))) + b"\n")
-    if old is not None:
-        with contextlib.suppress(PermissionError):  # only root may change an owner
-            os.chown(temporary, old.st_uid, old.st_gid)
-        temporary.chmod(stat.S_IMODE(old.st_mode))
-    temporary.rename(file)
-    sync(file.parent)
 
 
 def make_key(name: str, secret: str, *, lifetime_s: int | None, **fields: Any) -> ApiKey:

@@ -9,8 +9,6 @@ A recording is rewritten to a new file without those traces, which replaces the 
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ import redis
 from redis.exceptions import ResponseError
 
 from speculator.errors import ConfigError, StreamError, TraceError
-from speculator.host import now_ms, sync
+from speculator.host import now_ms, replacing
 from speculator.recording import RecordingReader, RecordingWriter
 from speculator.redis.client import RedisKeys, redis_errors
 from speculator.redis.stream_accounting import LAST_ID, StreamAccounts, index_of, member_of, size_member
@@ -252,23 +250,17 @@ def remove_from_recording(path: Path, chosen: Chosen, *, dry_run: bool = False) 
     found = _count_chosen(path, chosen)
     if dry_run or not (found.removed or found.cut_bytes):
         return found
-    temporary = path.with_name(f".{path.name}.rewritten")
     try:
-        temporary.unlink(missing_ok=True)
-        with RecordingReader(path) as reader, RecordingWriter(temporary, reader.header) as writer:
+        with (
+            replacing(path) as temporary,
+            RecordingReader(path) as reader,
+            RecordingWriter(temporary, reader.header) as writer,
+        ):
             for payload in reader.payloads():
                 if (trace_id := _kept_id(payload, chosen)) is not None:
                     writer.append(payload, trace_id=trace_id)
-        # Drives of Windows and SMB shares have no modes to change.
-        with contextlib.suppress(PermissionError):
-            os.chmod(temporary, path.stat().st_mode)
-        temporary.replace(path)
-        sync(path.parent)
     except OSError as error:
         raise ConfigError(f"cannot rewrite {path} ({error.strerror}): check its folder") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
     return found
 
 

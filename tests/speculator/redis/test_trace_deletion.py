@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import os
+import stat
 import time
 from pathlib import Path
 
@@ -210,6 +212,31 @@ def test_a_recording_loses_what_is_chosen_and_what_nobody_can_read(tmp_path: Pat
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_recording_stays_private_and_its_owners_and_a_link_to_it_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = recording(tmp_path / "a.rec", [trace_of(0, "anna"), trace_of(1, "bo")])
+    link = tmp_path / "link.rec"
+    link.symlink_to(path)
+    path.chmod(0o600)
+    meanwhile: list[int] = []
+
+    def noted(header: TraceHeader) -> bool:
+        meanwhile.extend(stat.S_IMODE(each.stat().st_mode) for each in tmp_path.glob(".a.rec.*"))
+        return is_annas(header)
+
+    given: list[tuple[object, ...]] = []
+    monkeypatch.setattr("speculator.host.os.chown", lambda *words: given.append(words))
+    umask = os.umask(0o022)
+    try:
+        remove_from_recording(link, noted)
+    finally:
+        os.umask(umask)
+    assert set(meanwhile) == {0o600}
+    assert (link.is_symlink(), ids_in(path)) == (True, ["bo-1"])
+    assert [words[1:] for words in given] == [(path.stat().st_uid, path.stat().st_gid)]
+
+
 def test_a_recording_on_a_file_system_without_modes_is_rewritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,7 +244,7 @@ def test_a_recording_on_a_file_system_without_modes_is_rewritten(
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     path = recording(tmp_path / "a.rec", [trace_of(0, "anna"), trace_of(1, "bo")])
-    monkeypatch.setattr("speculator.redis.trace_deletion.os.chmod", chmod)
+    monkeypatch.setattr("speculator.host.os.chmod", chmod)
     assert remove_from_recording(path, is_annas).removed == 1
     assert ids_in(path) == ["bo-1"]
 
