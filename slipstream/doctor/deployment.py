@@ -109,6 +109,8 @@ def check_redis(url: str, model: str) -> Iterator[Finding]:
     """Redis is reachable, new enough, persistent, has room for the traces of `model`, and grants the rights that the
     services need.
     """
+    from serving.sglang.settings import load_settings as load_plugin
+
     with connect(url) as client:
         try:
             info: Any = _ask(client, "info")
@@ -117,7 +119,7 @@ def check_redis(url: str, model: str) -> Iterator[Finding]:
                 raise
             yield skipped("redis", "reached; version, persistence and memory unknown: this user may not run INFO")
         else:
-            yield from judge_server(info, cap_for(resolve_model(model)))
+            yield from judge_server(info, load_plugin().stream_max_bytes or cap_for(resolve_model(model)))
         yield _check_permissions(client)
 
 

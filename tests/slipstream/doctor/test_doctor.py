@@ -238,6 +238,18 @@ def test_redis_rights(
     assert redis_client.keys("*doctor*") == [], "nothing is left behind"
 
 
+def test_redis_memory_is_judged_by_the_cap_that_is_set(
+    redis_url: str, redis_client: redis.Redis, toy_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    redis_client.config_set("maxmemory", 700 << 20)
+    try:
+        assert "--stream-max-bytes" in the_fault(found(lambda: check_redis(redis_url, str(toy_model))), Level.WARNING)
+        monkeypatch.setenv("SLIPSTREAM_STREAM_MAX_BYTES", str(100 << 20))
+        assert levels(found(lambda: check_redis(redis_url, str(toy_model)))) == [Level.OK] * 4
+    finally:
+        redis_client.config_set("maxmemory", 0)
+
+
 KEEPS = {"redis_version": "8.6.3", "maxmemory": 0, "maxmemory_policy": "noeviction", "used_memory": 1, "aof_enabled": 1}
 
 
