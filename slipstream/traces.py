@@ -120,9 +120,17 @@ def summary(path: Path) -> dict[str, Any]:
             "bytes_per_token": round(reader.num_bytes / max(total["tokens"], 1), 1),
             **_counts(total, sum(rounds.values(), AcceptanceCounts())),
             "domains": {domain: _counts(domains[domain], rounds[domain]) for domain in domains},
-            "temperatures": {f"{value:g}": count for value, count in sorted(temperatures.items())},
+            "temperatures": _by_text(temperatures),
             "draft_versions": {str(version): count for version, count in sorted(versions.items())},
         }
+
+
+def _by_text(temperatures: Counter[float]) -> dict[str, int]:
+    """Traces by temperature, in ascending order; temperatures that read the same are added."""
+    found: Counter[str] = Counter()
+    for value, count in sorted(temperatures.items()):
+        found[f"{value:g}"] += count
+    return found
 
 
 def _counts(counts: Counter[str], rounds: AcceptanceCounts) -> dict[str, Any]:

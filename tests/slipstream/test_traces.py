@@ -12,9 +12,11 @@ import redis
 from typer.testing import CliRunner
 
 from slipstream.cli.main import app
+from slipstream.traces import summary
 from speculator.draft.checkpoint import model_key, target_fingerprint
+from speculator.draft.sampling_params import SamplingParams
 from speculator.host import now_ms
-from speculator.recording import RecordingReader
+from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
 from speculator.redis.trace_stream import TraceStream
 from speculator.trace import Trace, encode_trace
 from tests.fixtures.traces import make_trace, with_branches
@@ -119,6 +121,15 @@ def test_info_counts_what_is_there(
     document = json.loads(cli("traces", "info", out, "--json"))
     assert document["traces"] == 5
     assert document["cut_off_bytes"] > 0
+
+
+def test_temperatures_that_read_the_same_are_counted_together(tmp_path: Path) -> None:
+    header = RecordingHeader(target_fingerprint="f" * 64, model="m", created_ms=0, note="")
+    with RecordingWriter(tmp_path / "out.rec", header) as writer:
+        for temperature in (0.7, 0.70000001, 0.2):
+            trace = make_trace(trace_id=str(temperature), sampling=SamplingParams(temperature=temperature))
+            writer.append(encode_trace(trace), trace_id=trace.header.trace_id)
+    assert summary(tmp_path / "out.rec")["temperatures"] == {"0.2": 1, "0.7": 2}
 
 
 def test_export_writes_one_line_a_trace_with_everything_but_the_features(
