@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from slipstream.cli.options import Depth, Dtype, JsonFile, Model, SuffixDepth, at_home, check_output, finite
+from slipstream.cli.options import Depth, Dtype, JsonFile, Model, SuffixDepth, at_home, check_output, finite, write_json
 from slipstream.demo import TENANTS
 from slipstream.models import BUNDLED_MODEL, resolve_model
 from slipstream.terminal import console
@@ -59,7 +58,7 @@ def demo(
     if missing := [name for name in _EXTRA if find_spec(name) is None]:
         raise ConfigError(f"the demo needs {', '.join(missing)}: pip install 'slipstream-spec[demo]'")
     from slipstream.demo.demo import DemoOptions, run_demo
-    from slipstream.demo.plot import draw
+    from slipstream.demo.plot import check_format, draw
     from slipstream.demo.report import figures
     from slipstream.demo.summary import sentences
     from slipstream.demo.topics import read_prompts
@@ -68,8 +67,10 @@ def demo(
     exit_on_sigterm()
     if samples > 1 and temperature == 0:
         raise ConfigError(f"--samples {samples} at --temperature 0 would all be equal: set a temperature above 0")
-    check_output(json_file)
-    check_output(plot)
+    check_output(json_file, prompts)
+    check_output(plot, prompts)
+    if plot is not None:
+        check_format(plot)
     model_dir = resolve_model(model)
     given = {name: value for name, value in context.params.items() if name not in ("model", "json_file", "plot")}
     given["prompts"] = read_prompts(prompts) if prompts else None
@@ -77,8 +78,8 @@ def demo(
     run = run_demo(options, console)
     settings = ("minutes", "tenants", "clients", "samples", "temperature", "depth", "suffix_depth")
     document = figures(run, {"model": options.model_name, **{name: given[name] for name in settings}})
-    if json_file is not None:
-        json_file.write_text(json.dumps(document, indent=2) + "\n")
+    # First: what follows may find a full disk.
+    console.print(sentences(document), highlight=False)
+    write_json(json_file, document)
     if plot is not None:
         draw(run, plot, title=f"{options.model_name}: live traffic, draft learning beside it")
-    console.print(sentences(document), highlight=False)

@@ -5,9 +5,12 @@ The help of an option of `slipstream serve` says where it is for one of the two 
 
 from __future__ import annotations
 
+import json
 import math
+import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -254,7 +257,32 @@ def check_together(context: typer.Context) -> None:
         raise ConfigError("--depth 0 would load no draft: pass 1 or more; SGLang drafts less where that is faster")
 
 
-def check_output(path: Path | None) -> None:
-    """Raise ConfigError, before the work starts, where the folder of an output file does not exist."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise ConfigError(f"{path.parent} does not exist: create it or choose another folder for {path.name}")
+def check_output(path: Path | None, *inputs: Path | None) -> None:
+    """Raise ConfigError, before the work starts, where an output file cannot be written, or is one of the inputs."""
+    if path is None:
+        return
+    try:
+        if not path.absolute().parent.is_dir():
+            raise ConfigError(f"{path.parent} does not exist: create it or choose another folder for {path.name}")
+        if path.is_dir():
+            raise ConfigError(f"{path} is a folder: give a file in it")
+        is_there = path.exists()
+        if any(is_there and source is not None and source.exists() and path.samefile(source) for source in inputs):
+            raise ConfigError(f"{path} is read, too: choose another file to write")
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    if not os.access(path if is_there else path.absolute().parent, os.W_OK):
+        raise ConfigError(f"{path} cannot be written: check its permissions, or choose another file")
+
+
+def write_json(path: Path | None, document: Mapping[str, Any]) -> None:
+    """Write a command's figures to the file of `--json`, if one is given. Raises ConfigError."""
+    if path is not None:
+        try:
+            path.write_text(json.dumps(document, indent=2) + "\n")
+        except OSError as error:
+            raise _unwritable(path, error) from None
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{path} cannot be written ({error.strerror}): choose another file")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from slipstream.cli.effects import REPLAY, check_options, warn_of_unread_variables
-from slipstream.cli.options import DraftVocab, InDataDir, JsonFile, Model, at_home, check_output
+from slipstream.cli.options import DraftVocab, InDataDir, JsonFile, Model, at_home, check_output, write_json
 from slipstream.models import BUNDLED_MODEL, resolve_model
 from slipstream.terminal import print_status, progress_bar, spinner
 
@@ -51,7 +50,7 @@ def replay(
         from slipstream.replay import ReplayOptions
         from slipstream.replay import replay as run
 
-    check_output(json_file)
+    check_output(json_file, *recordings)
     torch.set_num_threads(threads)
     options = ReplayOptions(
         recordings=recordings,
@@ -65,9 +64,8 @@ def replay(
     )
     with progress_bar("steps") as bar:
         document = run(options, progress=print_status, on_step=bar)
-    if json_file is not None:
-        json_file.write_text(json.dumps(document, indent=2) + "\n")
     typer.echo(_sentence(document))
+    write_json(json_file, document)
 
 
 def _sentence(document: dict[str, Any]) -> str:

@@ -6,14 +6,15 @@ import asyncio
 import sys
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 from msgspec.structs import asdict
 
-from slipstream.cli.options import finite
+from slipstream.cli.options import check_output, finite
 from slipstream.terminal import print_status, progress_bar
 from speculator.errors import ConfigError, SlipstreamError
 from speculator.host import json_line, load_function, read_json_lines
@@ -76,6 +77,7 @@ def rollout(
     from slipstream.client import AsyncRollouts, Rollouts, Sample
     from slipstream.rollout import Conversations
 
+    check_output(out, file)
     groups = read_groups(file, {} if max_tokens is None else {"max_tokens": max_tokens})
     groups = {
         place: group if "n" in group or "seeds" in group else {**group, "n": n} for place, group in groups.items()
@@ -84,17 +86,18 @@ def rollout(
     server["retry_s"] = retry_s
     client = Rollouts(**server)
     make = None if environment is None else load_function(environment, "--environment")
-    try:
-        target = nullcontext(sys.stdout.buffer) if out is None else out.open("wb")
-    except OSError as error:
-        raise ConfigError(f"{out} cannot be written ({error.strerror}): check --out") from None
     states: Counter[str] = Counter()
-    with client, target as writing, progress_bar("samples") as count:
+    with client, ExitStack() as opened, progress_bar("samples") as count:
+
+        @cache
+        def target() -> BinaryIO:
+            """Opened for the first sample: where the server refuses the groups, earlier samples stay."""
+            return sys.stdout.buffer if out is None else opened.enter_context(out.open("wb"))
 
         def write(sample: Sample, more: dict[str, Any]) -> None:
             states["redundant" if sample.finish_reason == "redundant" else sample.state] += 1
-            writing.write(json_line({**asdict(sample), **more}) + b"\n")
-            writing.flush()
+            target().write(json_line({**asdict(sample), **more}) + b"\n")
+            target().flush()
             count(states.total(), None)
 
         async def converse(make: Callable[[], Environment]) -> None:

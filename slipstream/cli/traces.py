@@ -120,11 +120,14 @@ def export(
 ) -> None:
     """Write traces as JSON lines: tokens, target distributions, rounds; no features."""
     from slipstream import traces
+    from speculator.recording import RecordingReader
 
-    check_output(out)
+    check_output(out, recording)
     if out is None:
         traces.export(recording, sys.stdout.buffer)
         return
+    # Before `out` is emptied.
+    RecordingReader(recording).close()
     with out.open("wb") as file:
         count = traces.export(recording, file)
     print_status(f"{count} traces written to {out}")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.demo.report import SOURCES, DemoRun, accepted_by_source, tokens_per_s
+from speculator.errors import ConfigError
 
 _WINDOW_S = 45.0
 """Each point covers so many seconds before it, within its chapter."""
@@ -14,8 +15,22 @@ _COLOURS = {"head": "#1a7f37", "own": "#79c0ff", "group": "#d2a8ff", "tenant": "
 _LABELS = {"head": "draft head", "own": "own text", "group": "prompt group", "tenant": "tenant's text"}
 
 
+def check_format(path: Path) -> None:
+    """Raise ConfigError where `draw` cannot write a file of this name."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in kinds:
+        raise ConfigError(
+            f"{path} is no picture that can be drawn: end its name in .png, or in one of {', '.join(kinds)}"
+        )
+
+
 def draw(run: DemoRun, path: Path, *, title: str) -> None:
-    """Write a PNG to `path`; swaps and chapters are marked."""
+    """Write a picture to `path`, a PNG unless its name ends otherwise; swaps and chapters are marked.
+
+    Raises ConfigError where it cannot be written.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -39,8 +54,12 @@ def draw(run: DemoRun, path: Path, *, title: str) -> None:
         )
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     axes[-1].set_xlabel("minutes of live traffic; dotted: the draft was swapped")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    try:
+        figure.savefig(path, dpi=130)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror}): choose another file") from None
+    finally:
+        plt.close(figure)
 
 
 def _windows(run: DemoRun) -> list[tuple[float, float]]:

@@ -102,6 +102,11 @@ def test_unusable_settings(refused: Refused, toy_model: Path, tmp_path: Path, mo
     line = refused("demo", "--model", toy_model, "--prompts", tmp_path / "prompts.jsonl")
     assert "line 1" in line
     assert "does not exist" in refused("demo", "--model", toy_model, "--json", tmp_path / "no" / "out.json")
+    assert "is a folder" in refused("demo", "--model", toy_model, "--json", tmp_path)
+    assert "is no picture" in refused("demo", "--model", toy_model, "--plot", tmp_path / "out.json")
+    # Root may write everywhere.
+    monkeypatch.setattr("slipstream.cli.options.os.access", lambda *_: False)
+    assert "cannot be written" in refused("demo", "--model", toy_model, "--plot", tmp_path / "out.png")
 
 
 @pytest.mark.parametrize(

@@ -230,4 +230,5 @@ def test_recordings_that_cannot_be_replayed_are_refused(
         run(tmp_path / "empty.rec", toy_model)
     assert "forward_kl" in refused("replay", toy_recording, "--model", toy_model, "--loss", "kl")
     assert "does not exist" in refused("replay", toy_recording, "--json", tmp_path / "no" / "x.json")
+    assert "is read, too" in refused("replay", toy_recording, "--json", toy_recording)
     assert "cannot read" in refused("replay", tmp_path / "missing.rec", "--model", toy_model)

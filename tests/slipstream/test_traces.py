@@ -171,7 +171,10 @@ def test_what_cannot_work_is_said_in_one_line(
     (tmp_path / "text").write_text("hello")
     assert "not a recording" in refused(*source, redis_url, "--out", tmp_path / "text")
     assert "not a recording" in refused("traces", "info", tmp_path / "text")
-    assert "cannot read" in refused("traces", "export", tmp_path / "missing")
+    (out := tmp_path / "earlier.jsonl").write_text("{}\n")
+    assert "cannot read" in refused("traces", "export", tmp_path / "missing", "--out", out)
+    assert "is read, too" in refused("traces", "export", out, "--out", out)
+    assert out.read_text() == "{}\n"
 
 
 def test_old_traces_are_pruned_from_recordings_and_the_stream(

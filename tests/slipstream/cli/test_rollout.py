@@ -234,4 +234,8 @@ def test_what_cannot_be_sent_is_one_line(refused: Refused, groups: Path, tmp_pat
             assert f"{bad}, line 4: " in told
             assert words in told
         assert "does not serve" in refused("rollout", groups, "--url", url, "--model", "other")
-        assert "--out" in refused("rollout", groups, "--url", url, "--out", tmp_path / "no" / "out")
+        assert "does not exist" in refused("rollout", groups, "--url", url, "--out", tmp_path / "no" / "out")
+        before = groups.read_bytes()
+        assert "is read, too" in refused("rollout", groups, "--url", url, "--out", tmp_path / "." / groups.name)
+        assert "does not serve" in refused("rollout", groups, "--url", url, "--model", "other", "--out", bad)
+        assert (groups.read_bytes(), bad.read_text()) == (before, f'\n{{"prompt": "a"}}\n\n{row}')
