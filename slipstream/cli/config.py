@@ -8,7 +8,6 @@ A file has the names of the flags, without their dashes: `model: DIR`, `learn: t
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,17 +16,16 @@ import typer
 import yaml
 from rich.console import Console
 from rich.table import Table
+from typer.core import TyperCommand
 
 from slipstream.cli.options import AsJson
 from slipstream.settings import variables
 from slipstream.terminal import print_json
 from speculator.errors import ConfigError
-from speculator.host import check_private
+from speculator.host import check_private, expanded
 
 app = typer.Typer(no_args_is_help=True, help="What a service would be started with.")
 _SECRET, _HIDDEN = ("api_key",), "(secret)"
-_PASSWORD = re.compile(r"(?<=//)[^@/]*(?=@)|(?<=password=)[^&]*")
-"""Credentials in a Redis URL, before its host or in its query."""
 _SOURCES = {"COMMANDLINE": "flag", "ENVIRONMENT": "variable", "DEFAULT_MAP": "file", "DEFAULT": "default"}
 
 
@@ -108,7 +106,18 @@ Config = Annotated[
 ]
 
 
-@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+class _Show(TyperCommand):
+    """Keeps `--` and what follows for the service: SGLang's arguments."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        end = args.index("--") if "--" in args else len(args)
+        super().parse_args(ctx, args[:end])
+        ctx.args += args[end:]
+        left: list[str] = ctx.args
+        return left
+
+
+@app.command(cls=_Show, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 def show(
     context: typer.Context,
     service: Annotated[
@@ -117,25 +126,26 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Print the values that a service would start with, and where each comes from; nothing starts."""
-    # Imported here: `main` imports this module.
+    # Imported here: these modules import this one.
     from slipstream.cli.main import app as slipstream
+    from slipstream.cli.services import source_of
 
     commands: Mapping[str, Any] = getattr(typer.main.get_command(slipstream), "commands")  # noqa: B009
     if service not in ("serve", "gateway", "sglang", "train"):
         raise ConfigError(f"{service} is not a service: choose serve, gateway, sglang or train")
     command = commands[service]
     asked = command.make_context(f"slipstream {service}", list(context.args))
+    learning = _learning(asked) if asked.params.get("learn") else {}
     rows = []
     for option in command.params:
         if option.name in ("config", "help"):
             continue
-        source = asked.get_parameter_source(option.name)
-        where = _SOURCES.get(source.name if source else "DEFAULT", "default")
-        value = asked.params[option.name]
+        value, source = learning.get(option.name, (asked.params[option.name], source_of(asked, option.name)))
+        where = _SOURCES.get(source, "default")
         if option.name in _SECRET and value is not None:
             value = _HIDDEN
         elif option.name == "redis_url":
-            value = _PASSWORD.sub(_HIDDEN, value)
+            value = _without_secrets(value)
         if where == "variable":
             where = next(iter(variables(option)), where)
         rows.append({"name": option.name.replace("_", "-"), "value": value, "from": where})
@@ -146,6 +156,35 @@ def show(
     for row in rows:
         table.add_row(row["name"], "–" if row["value"] is None else str(row["value"]), row["from"])
     Console().print(table)
+
+
+def _learning(asked: typer.Context) -> dict[str, tuple[Any, str]]:
+    """What `serve --learn` uses in place of its options: (value, source) by option."""
+    from slipstream.cli.services import is_in_data_dir, source_of
+    from slipstream.start.learning import DataDir, default_data_dir
+    from speculator.draft.checkpoint import model_name
+    from speculator.redis.embedded import socket_url
+
+    given, source = asked.params, source_of(asked, "data_dir")
+    # An id is the name of its model, and need not be looked up.
+    name = given["name"] or (model_name(folder) if (folder := expanded(given["model"])).is_dir() else given["model"])
+    root = given["data_dir"] or default_data_dir(name)
+    data = DataDir(Path(root).absolute())
+    places = {"redis_url": socket_url(data.redis), "store": data.store}
+    return {
+        "data_dir": (root, source),
+        "capture": (True, source_of(asked, "learn")),
+        **{option: (place, source) for option, place in places.items() if is_in_data_dir(asked, option)},
+    }
+
+
+def _without_secrets(redis_url: str) -> str:
+    from speculator.redis.client import RedisUrl
+
+    try:
+        return RedisUrl.parse(redis_url).shown
+    except (ConfigError, ValueError):
+        return "(unreadable)"
 
 
 def _plain(value: Any) -> Any:

@@ -95,29 +95,33 @@ def serve(
 
 
 def _learning(context: typer.Context, given: Mapping[str, Any]) -> Learning:
-    """The `Learning` of `serve --learn`; a Redis or store that is not given is kept in the data folder, and one that
-    only a variable gives, too, where that folder was typed.
-    """
+    """The `Learning` of `serve --learn`."""
     from slipstream.start.learning import Learning, default_data_dir
 
-    def source(option: str) -> str:
-        found = context.get_parameter_source(option)
-        return "DEFAULT" if found is None else found.name
-
     def named(option: str) -> Any:
-        return None if source(option) == "DEFAULT" else given[option]
-
-    def place(option: str) -> Any:
-        is_overruled = (source("data_dir"), source(option)) == ("COMMANDLINE", "ENVIRONMENT")
-        return None if is_overruled else named(option)
+        return None if is_in_data_dir(context, option) else given[option]
 
     return Learning(
         Path(given["data_dir"] or default_data_dir(given["model_name"])),
         model=str(given["model_dir"]),
-        redis_url=place("redis_url"),
-        store=place("store"),
-        trace_ttl_hours=named("trace_ttl_hours"),
+        redis_url=named("redis_url"),
+        store=named("store"),
+        trace_ttl_hours=None if source_of(context, "trace_ttl_hours") == "DEFAULT" else given["trace_ttl_hours"],
     )
+
+
+def source_of(context: typer.Context, option: str) -> str:
+    """The name of click's source: COMMANDLINE, ENVIRONMENT, DEFAULT_MAP (the file of `--config`) or DEFAULT."""
+    found = context.get_parameter_source(option)
+    return "DEFAULT" if found is None else found.name
+
+
+def is_in_data_dir(context: typer.Context, option: str) -> bool:
+    """Whether `serve --learn` keeps its Redis or store in the data folder: none is given, or only a variable gives
+    one, and the folder was typed.
+    """
+    source = source_of(context, option)
+    return source == "DEFAULT" or (source_of(context, "data_dir"), source) == ("COMMANDLINE", "ENVIRONMENT")
 
 
 def _serve(given: Mapping[str, Any]) -> None:

@@ -54,6 +54,44 @@ def test_every_service_takes_one_and_no_secret_is_shown(file: Path) -> None:
     assert "http://a" in text
 
 
+def test_no_part_of_a_password_is_shown() -> None:
+    url = "redis://h:1/0"
+    for given, told in {
+        "redis://u:p@ss@h:1/0": url,
+        "redis://u:pa/ss@h:1/0": "(unreadable)",
+        "redis://h:1/0?password=pass&db=0": "(unreadable)",
+        "redis://h:1/?password=pass": "redis://h:1/",
+        "redis+cluster://u:pass@h:1": "(unreadable)",
+    }.items():
+        assert shown("train", "--model", "M", "--redis-url", given)["redis-url"] == (told, "flag")
+
+
+def test_what_a_server_that_learns_uses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, toy_model: Path, file: Path
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    root = tmp_path / "slipstream" / "toy"
+    said = shown("serve", "--learn", "--model", toy_model)
+    assert said["capture"] == (True, "flag")
+    assert said["data-dir"] == (str(root), "default")
+    assert said["store"] == (str(root / "drafts"), "default")
+    assert said["redis-url"] == (f"unix://{root}/redis/redis.sock", "default")
+    monkeypatch.setenv("SLIPSTREAM_STORE", "/elsewhere")
+    assert shown("serve", "--learn", "--model", "some/id")["data-dir"][0] == str(tmp_path / "slipstream" / "some/id")
+    assert shown("serve", "--learn", "--model", "M")["store"] == ("/elsewhere", "SLIPSTREAM_STORE")
+    said = shown("serve", "--learn", "--model", "M", "--data-dir", "/data", "--redis-url", "redis://h:1")
+    assert (said["store"], said["redis-url"]) == (("/data/drafts", "flag"), ("redis://h:1", "flag"))
+    file.write_text("learn: true\n")
+    assert shown("serve", "--config", file, "--model", "M")["capture"] == (True, "file")
+    assert shown("serve", "--model", "M")["capture"] == (False, "default")
+
+
+def test_arguments_of_sglang_are_its_own() -> None:
+    said = shown("serve", "--model", "M", "--engine", "sglang", "--", "--json", "--port", "5", "--tp", "2")
+    assert said["sglang-arguments"] == (["--json", "--port", "5", "--tp", "2"], "flag")
+    assert said["port"] == (8000, "default")
+
+
 def test_one_value_of_an_option_that_may_be_repeated_needs_no_list(file: Path) -> None:
     file.write_text("model: M\nsglang: http://a\n")
     assert shown("gateway", "--config", file)["sglang"] == (["http://a"], "file")
