@@ -112,7 +112,11 @@ class Steps(TrainerCallback):  # type: ignore[misc]  # transformers has none
 
 def main(arguments: Sequence[str]) -> None:
     args = parse(arguments)
-    args.out.mkdir(parents=True)
+    try:
+        args.out.mkdir(parents=True)
+    except FileExistsError:
+        # Its figures, weights and traces would be mixed with this run's.
+        sys.exit(f"{args.out} exists: choose another --out, or remove it")
     (args.out / "targets").mkdir()
     if args.drafts:
         shutil.copytree(args.drafts, args.out / "drafts")

@@ -47,6 +47,12 @@ def test_each_step_samples_under_the_weights_of_the_one_before(model: Path, tmp_
     assert [line["version"] for line in served(tmp_path / "late")] == [1, 2]
 
 
+def test_a_folder_of_an_earlier_run_is_left_alone(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="choose another --out"):
+        main(["--out", str(tmp_path)])
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("better", "worse"),
     [("7", "7."), ("7.", "It is 7."), ("It is 7.", "It is 8."), ("8", "It is 8."), ("It is 8.", "no"), ("7", "7 or 8")],
