@@ -14,13 +14,12 @@ from typing import Annotated, Any
 
 import typer
 import yaml
-from rich.console import Console
 from rich.table import Table
 from typer.core import TyperCommand
 
 from slipstream.cli.options import AsJson
 from slipstream.settings import variables
-from slipstream.terminal import print_json
+from slipstream.terminal import print_json, print_table
 from speculator.errors import ConfigError
 from speculator.host import check_private, expanded
 
@@ -155,7 +154,7 @@ def show(
     table = Table("option", "value", "from")
     for row in rows:
         table.add_row(row["name"], "–" if row["value"] is None else str(row["value"]), row["from"])
-    Console().print(table)
+    print_table(table)
 
 
 def _learning(asked: typer.Context) -> dict[str, tuple[Any, str]]:
