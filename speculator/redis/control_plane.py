@@ -145,7 +145,8 @@ class DraftPointer:
 
     @redis_errors
     def is_trainer_resting(self) -> bool:
-        return bool(self._redis.exists(self._keys.trainer_resting))
+        # By GET, which every user's rules allow.
+        return self._redis.get(self._keys.trainer_resting) is not None
 
     @redis_errors
     def hold_canary(self, holder: CanaryHolder, *, ttl_s: float, on_probation: bool) -> CanarySlot:

@@ -24,6 +24,7 @@ from speculator.redis.control_plane import CanaryHolder, CanarySlot, DraftPointe
 from speculator.redis.trace_deletion import ErasureOrders, TraceRemover, TrainerReport
 from speculator.redis.trace_stream import START, GroupRewards, RewardStream, TraceStream
 from speculator.versions.lineage import ensure_lineage
+from speculator.versions.operator import overview
 from speculator.versions.store import DraftStore
 from tests.deploy.compose import GPU
 from tests.deploy.machine import Machine
@@ -168,6 +169,16 @@ def test_everyone_moves_the_pointer(login: As, user: str) -> None:
     assert pointer.desired() == 4
 
 
+@EACH_USER
+def test_everyone_sees_drafts_and_whether_the_trainer_rests(login: As, user: str, tmp_path: Path) -> None:
+    DraftPointer(login("trainer"), MODEL).set_trainer_resting(True)
+    pointer = DraftPointer(login(user), MODEL)
+    seen = overview(DraftStore(tmp_path), lambda: pointer)
+    assert (seen.no_redis, seen.trainer_rests) == ("", True)
+    DraftPointer(login("trainer"), MODEL).set_trainer_resting(False)
+    assert not pointer.is_trainer_resting()
+
+
 def test_the_engine_reports_and_hears_what_the_gateway_says(login: As) -> None:
     engine, gateway = (DraftPointer(login(user), MODEL) for user in ("engine", "gateway"))
     engine.report_engine("sglang", {"version": 4})
@@ -195,8 +206,9 @@ def test_engines_agree_on_a_canary(login: As) -> None:
     assert engine.hold_canary(second, ttl_s=30, on_probation=True).is_held
 
 
-def test_the_engine_hands_on_rewards_and_the_trainers_user_reads_and_removes_them(login: As) -> None:
-    RewardStream(login("engine"), MODEL).append([GroupRewards(tenant="anna", group_id="g", rewards={0: 1.0})])
+@pytest.mark.parametrize("user", ["engine", "gateway"])
+def test_what_serves_hands_on_rewards_and_the_trainers_user_reads_and_removes_them(login: As, user: str) -> None:
+    RewardStream(login(user), MODEL).append([GroupRewards(tenant="anna", group_id="g", rewards={0: 1.0})])
     trainer = RewardStream(login("trainer"), MODEL)
     assert [group.group_id for group in trainer.read(START, 10)[0]] == ["g"]
     assert trainer.remove("anna") == 1
