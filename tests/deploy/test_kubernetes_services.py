@@ -164,6 +164,11 @@ def test_the_router_finds_the_engines() -> None:
     assert entrypoint(ROOT / "deploy" / "router.Dockerfile") == ["python", "-m", "sglang_router.launch_router"]
 
 
+def test_a_clients_requests_meet_the_gateway_that_has_its_rollouts() -> None:
+    """A rollout is in one gateway's memory."""
+    assert of_kind("Service", OURS)["gateway"]["spec"]["sessionAffinity"] == "ClientIP"
+
+
 # -- who reaches whom
 
 
@@ -198,6 +203,8 @@ def test_pods_reach_what_they_need_and_nothing_else() -> None:
     assert lines == {
         ("gateway", "router", "http"),
         ("router", "sglang", "http"),
+        # Rollouts and new weights, which routers do not pass on.
+        ("gateway", "sglang", "http"),
         *((name, "redis", "redis") for name in ("sglang", "gateway", "trainer")),
     }
     away = {name for name in PODS if any("to" not in line for line in _lines(name, "Egress"))}
