@@ -1,6 +1,6 @@
 """`slipstream tenants erase`: remove everything that was kept of a tenant's traffic.
 
-    order in Redis ──▶ running engines and trainers forget, and confirm it
+    order in Redis ──▶ running engines, gateways and trainers forget, and confirm it
                    ──▶ stream, dead letters, texts of prompt groups, Redis's own file
                    ──▶ the trainer's folder, recordings ──▶ event
 
@@ -47,7 +47,7 @@ class Eraser:
     recordings: tuple[Path, ...]
     actor: str
     timeout_s: float
-    """How long engines and trainers may take to answer."""
+    """How long engines, gateways and trainers may take to answer."""
 
     def preview(self) -> dict[str, Any]:
         """Count what `erase` would remove; changes nothing. Raises StreamError, StoreError or ConfigError."""
@@ -59,10 +59,11 @@ class Eraser:
         Raises StreamError, StoreError or ConfigError.
         """
         at_ms = ErasureOrders(self.client, self.model_key).order(self.tenant)
-        engines, trainers = self._await_reports(at_ms)
+        engines, gateways, trainers = self._await_reports(at_ms)
         removed = self._remove(dry_run=False)
         compacted = TraceRemover(self.client, self.model_key).compact()
-        left = [f"{name} has not confirmed it" for name, done in {**engines, **trainers}.items() if not done]
+        confirmed = {**engines, **gateways, **trainers}
+        left = [f"{name} has not confirmed it" for name, done in confirmed.items() if not done]
         if not compacted:
             left.append("Redis's append-only file: Redis refuses to rewrite it; run BGREWRITEAOF as a user who may")
         if not trainers and not self.state.is_dir():
@@ -74,6 +75,7 @@ class Eraser:
             "dry_run": False,
             "ordered_ms": at_ms,
             "engines": engines,
+            "gateways": gateways,
             "trainers": trainers,
             **removed,
             "drafts": self._drafts(),
@@ -97,17 +99,18 @@ class Eraser:
     def _is_of_tenant(self, header: TraceHeader) -> bool:
         return header.tenant == self.tenant
 
-    def _await_reports(self, at_ms: int) -> tuple[dict[str, bool], dict[str, bool]]:
-        """(running engines, running trainers): whether each has carried the order out, by name. Waits `timeout_s`."""
+    def _await_reports(self, at_ms: int) -> tuple[dict[str, bool], dict[str, bool], dict[str, bool]]:
+        """(running engines, gateways, trainers): whether each has carried the order out, by name. Waits `timeout_s`."""
         deadline = time.monotonic() + self.timeout_s
         pointer, erasures = DraftPointer(self.client, self.model_key), ErasureOrders(self.client, self.model_key)
         while True:
             engines = {
                 f"engine {name}": int(report.get("erased_ms", 0)) >= at_ms for name, report in pointer.engines().items()
             }
+            gateways = {f"gateway {name}": erased_ms >= at_ms for name, erased_ms in erasures.gateways().items()}
             trainers = {name: report.erased_ms >= at_ms for name, report in erasures.trainers().items()}
-            if all([*engines.values(), *trainers.values()]) or time.monotonic() > deadline:
-                return engines, trainers
+            if all([*engines.values(), *gateways.values(), *trainers.values()]) or time.monotonic() > deadline:
+                return engines, gateways, trainers
             time.sleep(_POLL_S)
 
     def _drafts(self) -> list[dict[str, Any]]:
@@ -198,7 +201,8 @@ def sentences(document: Mapping[str, Any]) -> str:
     if document["dry_run"]:
         lines.append("nothing was changed: pass --yes to erase")
     else:
-        done = [name for name, is_done in {**document["engines"], **document["trainers"]}.items() if is_done]
+        confirmed = {**document["engines"], **document["gateways"], **document["trainers"]}
+        done = [name for name, is_done in confirmed.items() if is_done]
         lines += [f"forgotten by: {', '.join(done) or 'none'}", *(f"left: {one}" for one in document["left"])]
     return "\n".join(lines)
 

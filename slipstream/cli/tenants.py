@@ -40,7 +40,7 @@ def erase(
     recording: Annotated[list[Path] | None, typer.Option(help="Recording to remove it from; may be repeated.")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Erase; without it, only print what would go.")] = False,
     timeout_s: Annotated[
-        float, typer.Option(min=0, callback=finite, help="Maximum seconds to wait for engines and trainers.")
+        float, typer.Option(min=0, callback=finite, help="Maximum seconds to wait for engines, gateways and trainers.")
     ] = 120,
     as_json: AsJson = False,
 ) -> None:

@@ -13,7 +13,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -247,7 +247,8 @@ async def _serve(
         rollouts=rollouts,
         trainer_status=trainer_status,
     )
-    client.on_poll = ErasureWatch(erasures.orders, [app.state.erase]).poll
+    name = f"{socket.gethostname()}:{listener.getsockname()[1]}"
+    client.on_poll = erase_on_order(erasures, app.state.erase, name)
     server = GatewayServer(app, listener, max_connections=settings.max_connections, idle_s=settings.idle_connection_s)
     try:
         await serve_until_signal(
@@ -259,6 +260,21 @@ async def _serve(
         )
     finally:
         await upstream.close()
+
+
+def erase_on_order(
+    erasures: ErasureOrders, erase: Callable[[Collection[str]], None], gateway: str
+) -> Callable[[], None]:
+    """Returns a function that erases the tenants of new orders and reports it under the name `gateway`."""
+    watch = ErasureWatch(erasures.orders, [erase])
+
+    def poll() -> None:
+        erased = watch.poll()
+        # The watch logs that Redis is away. The rules of an older Redis configuration deny the key.
+        with suppress(StreamError):
+            erasures.report_gateway(gateway, int(erased["erased_ms"]))
+
+    return poll
 
 
 def _layout(model_dir: Path) -> Callable[[], TargetLayout] | None:

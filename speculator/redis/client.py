@@ -179,6 +179,8 @@ class RedisKeys:
         self.rewards = self._key("rewards")
         self.trainers = self._key("trainers")
         """Hash: the last report of each trainer process by its name."""
+        self.gateways = self._key("gateways")
+        """Stream: which orders to erase each gateway in front of SGLang has carried out, about once a second."""
         self.trainer_resting = self._key("trainer_resting")
         """String: exists while the trainer pauses because no engine uses its draft head; expires unless renewed."""
         self.engines = self._key("engines")

@@ -1,4 +1,4 @@
-"""Erase a tenant: orders that every trainer executes, and removal of traces from the stream or from a recording.
+"""Erase a tenant: orders that all services execute, and removal of traces from the stream or from a recording.
 
 Redis deletes by id. A deleted entry's bytes are freed at once if the entry has its own node in the stream's tree: from
 4 KiB, or always with `stream-node-max-entries` 1, as in our Redis servers. The append-only file on disk still has the
@@ -29,6 +29,9 @@ from speculator.trace import TraceHeader, read_header
 TRAINER_TTL_S = 120.0
 """A trainer that has not reported for so long counts as stopped; a step, or a gate, takes less. It reports during a
 rest, too."""
+GATEWAY_TTL_S = 30.0
+"""The same for a gateway."""
+_MAX_GATEWAY_REPORTS = 4096
 
 
 class TrainerReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,12 +45,12 @@ class TrainerReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ErasureOrders:
-    """Erasure orders for one model's trainers, and their reports."""
+    """Erasure orders for one model's services, and reports of its trainers and gateways."""
 
     def __init__(self, client: redis.Redis, model_key: str) -> None:
         self._redis: Any = client
         keys = RedisKeys(model_key=model_key)
-        self._orders, self._trainers = keys.erasures, keys.trainers
+        self._orders, self._trainers, self._gateways = keys.erasures, keys.trainers, keys.gateways
 
     @redis_errors
     def order(self, tenant: str) -> int:
@@ -86,6 +89,21 @@ class ErasureOrders:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise _foreign_data(self._trainers, error) from error
         return {name: report for name, report in found.items() if report.at_ms >= since_ms}
+
+    @redis_errors
+    def report_gateway(self, gateway: str, erased_ms: int) -> None:
+        """Report the time of the newest order that a gateway has executed; 0 for none."""
+        # A stream: for a hash the gateway's user would need HSET, by which it could order to erase a tenant.
+        self._redis.xadd(self._gateways, {"gateway": gateway, "erased_ms": erased_ms}, maxlen=_MAX_GATEWAY_REPORTS)
+
+    @redis_errors
+    def gateways(self) -> dict[str, int]:
+        """What each gateway last reported, by its name; only those that reported within GATEWAY_TTL_S."""
+        rows = self._redis.xrange(self._gateways, min=now_ms() - int(1000 * GATEWAY_TTL_S))
+        try:
+            return {fields[b"gateway"].decode(): int(fields[b"erased_ms"]) for _, fields in rows}
+        except (KeyError, ValueError) as error:
+            raise _foreign_data(self._gateways, error) from error
 
 
 def _foreign_data(key: str, error: Exception) -> StreamError:

@@ -143,6 +143,8 @@ def test_the_trainers_user_erases_a_tenant_and_engines_and_gateways_hear_of_it(l
     orders.report("trainer-0", TrainerReport(at_ms=at_ms, erased_ms=at_ms))
     assert set(orders.trainers()) <= {"trainer-0"}
     orders.remove_report("trainer-0")
+    ErasureOrders(login("gateway"), MODEL).report_gateway("gateway-0", at_ms)
+    assert orders.gateways() == {"gateway-0": at_ms}
 
 
 def test_engines_share_the_text_of_groups_and_the_trainers_user_erases_it(login: As) -> None:

@@ -21,6 +21,7 @@ from serving.capture.recorder import ErasureWatch
 from serving.group_cache.texts import GroupKey, GroupTexts
 from slipstream import tenants
 from slipstream.cli.main import app
+from slipstream.start.gateway import erase_on_order
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.errors import ConfigError
 from speculator.host import now_ms
@@ -169,11 +170,12 @@ def test_nothing_is_left_of_an_erased_tenant(
     assert (planned["trainer_files"], planned["recordings"][str(recording)]["removed"]) == (6, 6)
     assert all(map(deployment.has, traces))
 
-    with _engine(deployment):
+    with _engine(deployment), _gateway(deployment):
         code, done = deployment.erase(ANNA, "--recording", recording, "--yes")
     assert (code, done["left"]) == (0, [])
     assert done["trainers"] == {"trainer-0": True}
     assert done["engines"] == {"engine e": True}
+    assert done["gateways"] == {"gateway g": True}
     assert done["redis"] == {"stream": 7, "dead_letters": 1, "unreadable": 0}
     assert [group.tenant for group in rewards.read("0", 10)[0]] == [BO]
     assert (done["group_texts"], texts.erase(BO, dry_run=True)) == (1, 1)
@@ -194,8 +196,9 @@ def test_nothing_is_left_of_an_erased_tenant(
     assert (event.fields["stream"], event.fields["rewards"]) == (7, 1)
     assert set(learnt) == set(event.fields["drafts"])
 
-    # The engine has gone; its report would stay for half a minute.
-    deployment.client.delete(RedisKeys(model_key=deployment.key).engine("e"))
+    # Both have gone; their reports would stay for half a minute.
+    keys = RedisKeys(model_key=deployment.key)
+    deployment.client.delete(keys.engine("e"), keys.gateways)
     code, again = deployment.erase(ANNA, "--recording", recording, "--yes")
     assert (code, again["left"]) == (0, [])
     assert again["redis"] == {"stream": 0, "dead_letters": 0, "unreadable": 0}
@@ -208,13 +211,27 @@ def test_nothing_is_left_of_an_erased_tenant(
 def _engine(deployment: Deployment) -> Iterator[None]:
     """What an engine process does with its reports."""
     pointer = DraftPointer(deployment.client, deployment.key)
-    watch, stop = ErasureWatch(ErasureOrders(deployment.client, deployment.key).orders, []), threading.Event()
+    watch = ErasureWatch(ErasureOrders(deployment.client, deployment.key).orders, [])
+    with _again_and_again(lambda: pointer.report_engine("e", {"version": 1, **watch.poll()})):
+        yield
 
-    def report() -> None:
+
+@contextlib.contextmanager
+def _gateway(deployment: Deployment) -> Iterator[None]:
+    """What a gateway in front of SGLang does with every poll."""
+    with _again_and_again(erase_on_order(ErasureOrders(deployment.client, deployment.key), lambda _: None, "g")):
+        yield
+
+
+@contextlib.contextmanager
+def _again_and_again(report: Callable[[], None]) -> Iterator[None]:
+    stop = threading.Event()
+
+    def run() -> None:
         while not stop.wait(0.05):
-            pointer.report_engine("e", {"version": 1, **watch.poll()})
+            report()
 
-    reporter = threading.Thread(target=report)
+    reporter = threading.Thread(target=run)
     reporter.start()
     yield
     stop.set()
@@ -283,6 +300,10 @@ def test_what_is_not_done_is_said(deployment: Deployment, traces: list[Trace], t
     DraftPointer(deployment.client, deployment.key).report_engine("gone", {"version": 1})
     code, done = deployment.erase(ANNA, "--yes", "--timeout-s", 0.1)
     assert (code, done["left"]) == (1, ["engine gone has not confirmed it"])
+    ErasureOrders(deployment.client, deployment.key).report_gateway("cut off", done["ordered_ms"])
+    code, done = deployment.erase(ANNA, "--yes", "--timeout-s", 0)
+    assert (code, done["gateways"]) == (1, {"gateway cut off": False})
+    assert "gateway cut off has not confirmed it" in done["left"]
     (forks := tmp_path / "store" / "lineages").mkdir()
     code, done = deployment.erase(ANNA, "--yes", "--timeout-s", 0)
     assert code == 1
