@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match
@@ -111,11 +112,12 @@ def create_passthrough_app(
     target: str = "",
     least_version: Callable[[], int] = lambda: 0,
     rollouts: Rollouts | None = None,
+    engine_figures: Collector | None = None,
     trainer_status: ReadTrainerStatus | None = None,
 ) -> FastAPI:
     """The app in front of a server that speaks the OpenAI protocol itself; `host` reports and steers its draft. The
     server's target must have the fingerprint `target` and a version from `least_version` on. Without `rollouts` there
-    is no `/v1/rollouts`.
+    is no `/v1/rollouts`. `engine_figures`: see `Live`.
     """
     metrics = GatewayMetrics(registry, host.info.model, rollouts.slots_share if rollouts is not None else None)
     routers = [passthrough_routes(host, upstream, settings, metrics, target, least_version)]
@@ -142,7 +144,16 @@ def create_passthrough_app(
     if targets is not None:
         routers.append(target_routes(targets, settings, on_target_update=on_target_update))
     app = _assemble(
-        routers, host, settings, metrics, registry, drafts, trainer_status, shows_tokens=False, background=running
+        routers,
+        host,
+        settings,
+        metrics,
+        registry,
+        drafts,
+        trainer_status,
+        shows_tokens=False,
+        background=running,
+        engine_figures=engine_figures,
     )
     app.state.erase = erase
     return app
@@ -163,10 +174,11 @@ def _assemble(
     *,
     shows_tokens: bool,
     background: Callable[[], AbstractAsyncContextManager[None]],
+    engine_figures: Collector | None = None,
 ) -> FastAPI:
-    """`background` runs while the app is served. `shows_tokens`, `trainer_status`: see `Live`."""
+    """`background` runs while the app is served. `shows_tokens`, `engine_figures`, `trainer_status`: see `Live`."""
     registry.register(HealthCollector(host.health, host.info.model))
-    live = Live(host, registry, shows_tokens=shows_tokens, trainer_status=trainer_status)
+    live = Live(host, registry, shows_tokens=shows_tokens, engine_figures=engine_figures, trainer_status=trainer_status)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

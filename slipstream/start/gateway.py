@@ -226,8 +226,9 @@ async def _serve(
     """
     raise_open_file_limit(settings, each=2)
     registry = process_registry()
+    figures = SglangCollector(lambda: client.report, lambda: client.draft_version)
     if not isinstance(client, PoolClient):
-        registry.register(SglangCollector(lambda: client.report, lambda: client.draft_version))
+        registry.register(figures)
     else:
         registry.register(
             SglangCollector(lambda: client.exported, lambda: client.draft_version, lambda: client.exports)
@@ -245,6 +246,7 @@ async def _serve(
         target=target,
         least_version=lambda: client.least_target_version,
         rollouts=rollouts,
+        engine_figures=figures,
         trainer_status=trainer_status,
     )
     name = f"{socket.gethostname()}:{listener.getsockname()[1]}"

@@ -3,8 +3,9 @@
 The page polls once a second. Server-sent events would count as running answers, and each open page would delay the
 gateway's shutdown for the whole grace period. A polling page also finds a restarted gateway by itself.
 
-The figures come from the registry behind /metrics; the gateway reads it once a second, however many pages poll. A
-figure that no collector has is None, not zero: SGLang lacks some.
+The figures come from the registry behind /metrics; the gateway reads it once a second, however many pages poll. In
+front of SGLang those of the engines come from a collector of the page's own: of several gateways only one exports them.
+A figure that no collector has is None, not zero: SGLang lacks some.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import msgspec
 import structlog
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CollectorRegistry
+from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 from starlette.concurrency import run_in_threadpool
 
@@ -136,14 +138,17 @@ class Live:
         registry: CollectorRegistry,
         *,
         shows_tokens: bool,
+        engine_figures: Collector | None = None,
         trainer_status: ReadTrainerStatus | None = None,
         clock: Callable[[], float] = time.monotonic,
         clock_ms: Callable[[], int] = now_ms,
     ) -> None:
         """`shows_tokens`: answers can say which source proposed each token, and requests may turn drafts off.
+        `engine_figures` are read in place of metrics of the same name in `registry`.
         `trainer_status` is None where this process supervises no trainer. `clock_ms` gives the time of the points.
         """
         self._host, self._registry, self._shows_tokens, self._clock = host, registry, shows_tokens, clock
+        self._engine_figures = engine_figures
         self._trainer_status, self._clock_ms = trainer_status, clock_ms
         self._begin()
 
@@ -190,7 +195,7 @@ class Live:
 
     def sample(self) -> None:
         """Read every collector, and add a point to the history."""
-        found = _Reading(self._registry)
+        found = _Reading(self._registry, self._engine_figures)
         self._counts.append(_Counts.of(found, self._clock()))
         while self._counts[0].at_s < self._counts[-1].at_s - POSITIONS_WINDOW_S:
             self._counts.popleft()
@@ -224,7 +229,7 @@ class Live:
 
         None where the engine does not count them by position.
         """
-        first, last = self._counts[0], self._counts[-1]
+        first, last = self._window(POSITIONS_WINDOW_S, lambda counts: counts.proposals)
         if last.proposals is None:
             return None
         accepted = _since(first.accepted, last.accepted or {})
@@ -245,7 +250,7 @@ class Live:
 
         Key `suffix` where the engine does not report the owner; None where it does not count proposals.
         """
-        first, last = self._counts[0], self._counts[-1]
+        first, last = self._window(POSITIONS_WINDOW_S, lambda counts: counts.accepted)
         if last.accepted is None:
             return None
         found: Counter[str] = Counter()
@@ -275,7 +280,7 @@ class Live:
         buckets = sorted((float(bound), count) for (bound,), count in below.items())
         return [_quantile(buckets, share) for share in shares]
 
-    def _window(self, seconds: float, count: Callable[[_Counts], float | None]) -> tuple[_Counts, _Counts]:
+    def _window(self, seconds: float, count: Callable[[_Counts], object]) -> tuple[_Counts, _Counts]:
         """The first and last counts within the last `seconds` for which `count` is known: an engine may report late."""
         last = self._counts[-1]
         since = [each for each in self._counts if each.at_s >= last.at_s - seconds]
@@ -283,10 +288,12 @@ class Live:
 
 
 class _Reading:
-    """All samples of a registry at one moment."""
+    """All samples of a registry at one moment, and those of `first` in place of any of the same name."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        families = list(registry.collect())
+    def __init__(self, registry: CollectorRegistry, first: Collector | None) -> None:
+        families = [] if first is None else list(first.collect())
+        names = {family.name for family in families}
+        families += [family for family in registry.collect() if family.name not in names]
         self._families = {family.name for family in families}
         self._samples: defaultdict[str, list[Sample]] = defaultdict(list)
         for family in families:

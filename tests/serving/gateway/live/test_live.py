@@ -272,6 +272,28 @@ def test_an_engine_that_reports_late_has_figures_once_it_does() -> None:
     assert newest.tokens_per_s == pytest.approx(6 / 2)
 
 
+def test_after_a_silence_the_last_two_minutes_begin_with_what_was_heard_again() -> None:
+    served, registry, now_s = Served(), CollectorRegistry(), 0.0
+    live = Live(DoubleEngine(), registry, shows_tokens=True, clock=lambda: now_s)
+    registry.register(served.registry)  # type: ignore[arg-type]
+    for _ in range(9):
+        served.round(drafted=True, seconds=0.01, accepted=2)
+    live.sample()
+    registry.unregister(served.registry)  # type: ignore[arg-type]
+    for _ in range(3):
+        now_s += 60
+        live.sample()
+    assert live.document()["positions"] is None
+    registry.register(served.registry)  # type: ignore[arg-type]
+    live.sample()
+    assert (live.document()["positions"], live.document()["sources"]["head"]) == ([], 0)
+    served.round(drafted=True, seconds=0.01, accepted=2)
+    now_s += 1
+    live.sample()
+    assert [row["proposed"] for row in live.document()["positions"]] == [1, 1, 1]
+    assert live.document()["sources"]["head"] == 2
+
+
 def test_a_counter_that_begins_anew_is_no_rate() -> None:
     first, second, now_s = Served(), Served(), 0.0
     first.round(drafted=True, seconds=0.01, accepted=2)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -18,6 +19,7 @@ from structlog.testing import capture_logs
 
 from serving.gateway.app import create_passthrough_app
 from serving.gateway.config import GatewaySettings
+from serving.gateway.live.live import Live
 from serving.gateway.upstream import Upstream
 from serving.request_metadata import HEADER, OTHER_TARGET
 from serving.sglang.gateway_metrics import PoolCollector, SglangCollector
@@ -68,11 +70,20 @@ def scene(redis_client: redis.Redis) -> Iterator[Scene]:
     stop()
 
 
-def metrics_of(client: PoolClient) -> list[str]:
+def registry_of(client: PoolClient) -> CollectorRegistry:
     registry = CollectorRegistry()
     registry.register(SglangCollector(lambda: client.exported, lambda: client.draft_version, lambda: client.exports))
     registry.register(PoolCollector(lambda: client.num_engines, lambda: client.num_on_version))
-    return generate_latest(registry).decode().splitlines()
+    return registry
+
+
+def metrics_of(client: PoolClient) -> list[str]:
+    return generate_latest(registry_of(client)).decode().splitlines()
+
+
+def page_of(client: PoolClient) -> dict[str, Any]:
+    figures = SglangCollector(lambda: client.report, lambda: client.draft_version)
+    return Live(client, registry_of(client), shows_tokens=False, engine_figures=figures).document()
 
 
 def test_what_is_served_stands_in_the_reports(scene: Scene, redis_client: redis.Redis) -> None:
@@ -151,6 +162,17 @@ def test_one_of_two_gateways_exports_the_pool(scene: Scene, redis_client: redis.
     assert captured(scene.client, other) == [f"{CAPTURED} 2.0"]
     assert other.report is not None
     assert other.report.captured == 22, "the page goes on from its own start"
+    other.stop()
+
+
+def test_the_page_of_every_gateway_has_the_pools_figures(scene: Scene) -> None:
+    """Also where the other exports them, and each counted once where this one does."""
+    other = PoolClient((scene.client._routers[1],), scene.pointer, draft_version=1)
+    assert captured(scene.client, other) == [f"{CAPTURED} 0.0"]
+    scene.engine("a", captured=30, speedup=1.5)
+    assert captured(scene.client, other) == [f"{CAPTURED} 20.0"]
+    for shown in map(page_of, (scene.client, other)):
+        assert (shown["speedup"]["ratio"], shown["totals"]["captured"]) == (1.5, 20)
     other.stop()
 
 
