@@ -507,6 +507,13 @@ def test_a_gateway_with_keys_asks_for_one(watched: Watched, tmp_path: Path) -> N
         expect(page.locator("#model")).to_have_text("double")
         expect(entry).to_be_hidden()
         assert "secret" not in page.url
+        page.goto("about:blank")
+        page.goto(f"{gateway.url}/#key=50%off")
+        expect(page.locator("#key-status")).to_contain_text("not known here")
+        assert "off" not in page.url
+        page.goto("about:blank")
+        page.goto(f"{gateway.url}/#key=secret-of-user")
+        expect(entry).to_be_hidden()
         keys.revoke("user")
         expect(entry).to_be_visible()
         assert watched.expected()

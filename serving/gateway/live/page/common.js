@@ -44,14 +44,23 @@ export function setUpKey() {
   // A link may bring it: what is behind the # is sent to nobody, and leaves the address at once.
   const found = /^#key=(.+)$/.exec(location.hash);
   if (found) {
-    key = decodeURIComponent(found[1]);
     history.replaceState(null, "", location.pathname);
+    key = decoded(found[1]);
   }
   byId("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
     key = byId("api-key").value;
     say("key-status", "asking …");
   });
+}
+
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    // Not percent-encoded: a % of the key's own.
+    return text;
+  }
 }
 
 export const hasKey = () => key !== "";
