@@ -44,6 +44,11 @@ _TRAINING_ONLY = ("verifier_norm.weight", "verifier_lm_head.weight")
 """Tensors of `speculators` that only its training uses."""
 _DEFAULTS = {"rms_norm_eps": 1e-6}
 """Defaults of transformers' Llama for absent fields."""
+_COUNT_INPUTS = (
+    *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "Glm4MoeLiteForCausalLM"),
+    *("GlmMoeDsaForCausalLM", "MistralLarge3ForCausalLM"),
+)
+"""Targets whose layers SGLang counts as `speculators` does."""
 _SHOWN = 4
 
 
@@ -119,11 +124,17 @@ def _check_config(folder: Path, said: Mapping[str, Any], layout: str, target: Ma
         )
     asked = said.get("eagle_aux_hidden_state_layer_ids")
     if asked is not None:
-        # SGLang counts the layers whose outputs are read, `speculators` those whose inputs are.
-        read = [number + (layout == SPECFORGE) for number in asked]
+        # SGLang counts the layers whose outputs are read, `speculators` those whose inputs are. So does SGLang for some
+        # targets, unless the first number is 1.
+        counts_inputs = layout == SPECULATORS or (_counts_inputs(target) and list(asked[:1]) != [1])
+        read = [number + (not counts_inputs) for number in asked]
         ours = list(aux_layer_ids(target["num_hidden_layers"]))
         if read[:NUM_AUX_LAYERS] != ours:
             raise DraftMismatchError(f"{folder} reads the inputs of layers {read}: only those of {ours} are supported")
+
+
+def _counts_inputs(target: Mapping[str, Any]) -> bool:
+    return any(name in _COUNT_INPUTS for name in target.get("architectures") or ())
 
 
 def _differences(said: Mapping[str, Any], config: DraftConfig, target: dict[str, Any]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -254,6 +255,26 @@ def test_the_targets_own_layers_may_be_named(model_dir: Path, draft: Eagle3Draft
     read = aux_layer_ids(json.loads((model_dir / "config.json").read_text())["num_hidden_layers"])
     nested = {"eagle_aux_hidden_state_layer_ids": [number - 1 for number in read], "use_aux_hidden_state": True}
     assert read_public_head(specforge(tmp_path / "head", draft, eagle_config=nested), model_dir).config == draft.config
+
+
+def test_sglang_counts_the_layers_of_some_targets_by_their_inputs(
+    model_dir: Path, draft: Eagle3Draft, tmp_path: Path
+) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(model_dir, target)
+    said = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(said | {"architectures": ["DeepseekV3ForCausalLM"]}))
+    read = list(aux_layer_ids(said["num_hidden_layers"]))
+    outputs = [number - 1 for number in read]
+    for number, ids in enumerate((read, outputs)):
+        head = specforge(tmp_path / f"head{number}", draft, eagle_aux_hidden_state_layer_ids=ids)
+        assert read_public_head(head, target).config == draft.config
+    head = specforge(tmp_path / "shifted", draft, eagle_aux_hidden_state_layer_ids=[3, *read[1:]])
+    for folder in (target, model_dir):
+        with pytest.raises(DraftMismatchError, match="only those of"):
+            read_public_head(head, folder)
+    with pytest.raises(DraftMismatchError, match=r"inputs of layers \[3, "):
+        read_public_head(specforge(tmp_path / "inputs", draft, eagle_aux_hidden_state_layer_ids=read), model_dir)
 
 
 def _poison(tensors: State) -> None:
