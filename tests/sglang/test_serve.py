@@ -190,6 +190,7 @@ def test_no_request_for_what_the_model_lacks_ends_sglang(served: Served, client:
         {"extra_body": {"repetition_penalty": 1e-42}},
         {"logit_bias": {"5": 1e39}},
         {"extra_body": {"min_tokens": 1, "regex": "a"}},
+        {"extra_body": {"regex": "[a-z]{1,99999}" * 40}},
     )
     for asked in bodies:
         with pytest.raises(openai.BadRequestError):

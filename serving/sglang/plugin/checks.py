@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
+from serving.sglang.plugin.grammars import GRAMMARS, check_grammars
 from serving.sglang.settings import PREFIX, PluginSettings
 from speculator.draft.checkpoint import check_fits, config_from_json, target_fingerprint
 from speculator.errors import ConfigError, SlipstreamError
@@ -18,7 +19,6 @@ from speculator.tracing import is_enabled
 from speculator.versions.store import DraftStore, Manifest
 
 EXIT_CODE = 2
-_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 _TOP_K_END = 1 << 31
 _MOST, _LEAST_PENALTY = 1e30, 1e-6
 """SGLang divides by temperatures down to 1e-6, in float32."""
@@ -34,14 +34,15 @@ def refuse(reason: str) -> NoReturn:
 
 
 def check_sampling(params: Mapping[str, Any], num_tokens: int) -> None:
-    """Refuse a request's sampling parameters that are no numbers of SGLang's tensors, or may make probabilities NaN.
+    """Refuse a request's sampling parameters that are no numbers of SGLang's tensors, may make probabilities NaN, or
+    take gigabytes.
 
     `num_tokens`: the size of the target's vocabulary. Raises ValueError.
     """
     stops = params.get("stop_token_ids") or ()
     if not all(0 <= int(token) < num_tokens for token in stops if token is not None):
         raise ValueError(f"stop_token_ids must lie in 0…{num_tokens - 1}")
-    if params.get("min_new_tokens") and (any(params.get(name) for name in _GRAMMARS) or len(stops) >= num_tokens):
+    if params.get("min_new_tokens") and (any(params.get(name) for name in GRAMMARS) or len(stops) >= num_tokens):
         # Until then SGLang forbids what ends an answer, and a complete one may end only.
         raise ValueError("min_tokens may leave no token here: leave out min_tokens, or the grammar or stop_token_ids")
     if (params.get("top_k") or 0) >= _TOP_K_END:
@@ -52,6 +53,7 @@ def check_sampling(params: Mapping[str, Any], num_tokens: int) -> None:
         raise ValueError(f"repetition_penalty must be at least {_LEAST_PENALTY:g}")
     if not all(abs(bias) <= _MOST for bias in (params.get("logit_bias") or {}).values()):
         raise ValueError(f"logit_bias must lie between {-_MOST:g} and {_MOST:g}")
+    check_grammars(params)
 
 
 def sglang_version() -> str:

@@ -121,6 +121,10 @@ TOKENIZED = SglangFunction(
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request", ("self", "obj", "input_ids")
 )
 """SGLang's own checks of a request of any endpoint, once its prompt is token ids."""
+_GRAMMARS = "sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend"
+GRAMMAR = SglangFunction(f"{_GRAMMARS}._init_value_dispatch", ("self", "key", "require_reasoning"))
+"""Compiles a grammar, in a thread of its own."""
+KEEP_GRAMMAR = SglangFunction(f"{_GRAMMARS}.set_cache", ("self", "key", "value"))
 GRAMMAR_MASK = SglangFunction(
     "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.fill_vocab_mask", ("self", "vocab_mask", "idx")
 )
@@ -156,6 +160,8 @@ SGLANG_FUNCTIONS = (
     COMPLETION,
     RESPONSE,
     TOKENIZED,
+    GRAMMAR,
+    KEEP_GRAMMAR,
     GRAMMAR_MASK,
 )
 CPU_FUNCTIONS = (CPU_PLAN, CPU_EXTEND, CPU_DECODE)

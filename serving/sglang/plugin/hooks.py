@@ -41,7 +41,9 @@ from serving.sglang.plugin.contract import (
     EXTEND_DECODE,
     EXTEND_GRAPH,
     EXTEND_PREFILL,
+    GRAMMAR,
     GRAMMAR_MASK,
+    KEEP_GRAMMAR,
     PROCESSED,
     RELEASE,
     RESPONSE,
@@ -66,6 +68,7 @@ from serving.sglang.plugin.contract import (
     check_sglang,
     functions_of,
 )
+from serving.sglang.plugin.grammars import KeptGrammars, after_compilation
 from serving.sglang.plugin.normed_residual import check_layer
 from serving.sglang.sampled_verify import SampledVerify
 from serving.sglang.settings import PluginSettings, is_enabled, load_settings
@@ -162,6 +165,8 @@ def add_hooks(settings: PluginSettings, registry: Any, hook_type: Any) -> None:
         add(endpoint, before_conversion, "before")
     add(RESPONSE, before_response, "before")
     add(TOKENIZED, check_request, "before")
+    add(GRAMMAR, after_compilation, "after")
+    add(KEEP_GRAMMAR, KeptGrammars().before_keeping, "before")
     add(GRAMMAR_MASK, after_grammar_mask, "after")
 
 
@@ -325,7 +330,7 @@ def before_response(
 
 def check_request(manager: Any, request: Any, *_: Any) -> None:
     """Refuse what SGLang's own checks let through and what would end its scheduler: token ids that the target lacks,
-    more logprobs than it has tokens, and numbers that overflow.
+    more logprobs than it has tokens, numbers that overflow, and grammars that take gigabytes.
 
     Raises ValueError, which SGLang answers with status 400.
     """
