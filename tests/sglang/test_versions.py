@@ -104,6 +104,13 @@ def test_what_is_called_is_there(sources: Sources) -> None:
         assert any(sources.find(path) is not None for path in either), either
 
 
+def test_storage_outside_a_server_parts_tenants_but_in_the_oldest(
+    sources: Sources, request: pytest.FixtureRequest
+) -> None:
+    parts = sources.find("sglang.srt.mem_cache.utils.storage_namespace_seed") is not None
+    assert parts == (request.node.callspec.params["sources"] != VERSIONS[0])
+
+
 def test_the_draft_computes_the_norms_that_its_config_switches_on(sources: Sources) -> None:
     model = sources.find("sglang.srt.models.llama_eagle3.LlamaModel")
     assert model is not None

@@ -85,6 +85,11 @@ def check_server(args: Any, settings: PluginSettings) -> str:
         )
     if args.enable_memory_saver:
         raise ConfigError("--enable-memory-saver releases weights that draft swaps write: leave it out")
+    if (args.hicache_storage_backend is not None or args.enable_lmcache) and not parts_storage():
+        raise ConfigError(
+            f"SGLang {sglang_version()} shares between tenants what --hicache-storage-backend and --enable-lmcache "
+            f"store: leave them out, or {INSTALL}"
+        )
     if settings.share_groups and settings.capture_filter:
         raise ConfigError(
             f"{PREFIX}SHARE_GROUPS sends answers to Redis as they come, but {PREFIX}CAPTURE_FILTER needs "
@@ -102,6 +107,13 @@ def check_server(args: Any, settings: PluginSettings) -> str:
                 "--speculative-use-rejection-sampling and -block-verification"
             )
     return manifest.target_fingerprint
+
+
+def parts_storage() -> bool:
+    """Whether SGLang parts tenants in storage outside the server as well; 0.5.17 does not."""
+    from sglang.srt.mem_cache import utils
+
+    return hasattr(utils, "storage_namespace_seed")
 
 
 def verification_of(args: Any) -> Verification:

@@ -77,6 +77,9 @@ Kind = Literal["before", "after", "around"]
 DEPTH_NOTE = "adaptive_spec.restore"
 """What SGLang names as the source of a change of the depth."""
 
+_OUTSIDE_STORAGE = ("enable_hicache_storage", "enable_lmcache", "enable_unified_cache_external_linker")
+"""What SGLang's scheduler says of storage that no flush of its cache empties; it may be attached while it runs."""
+
 _runtimes: dict[int, Any] = {}
 """The runtime of each EAGLE worker of this process, by the worker's id; there is one."""
 _registered = False
@@ -299,11 +302,25 @@ def _around_weight_update(run: Any, updater: Any, request: Any) -> Any:
     """Load new weights into the target alone: SGLang would load them into the draft, too, and fail at its shapes."""
     if getattr(request, "selector", "") == "draft":
         return run(updater, request)
+    if any(getattr(updater.scheduler, name, False) for name in _OUTSIDE_STORAGE):
+        return _refused_update(request)
     draft, updater.draft_worker = updater.draft_worker, None
     try:
         return run(updater, request)
     finally:
         updater.draft_worker = draft
+
+
+def _refused_update(request: Any) -> Any:
+    """SGLang's answer to an update that would leave keys and values of the old weights in storage."""
+    from sglang.srt.managers import io_struct
+
+    answer = getattr(io_struct, type(request).__name__.replace("ReqInput", "ReqOutput"))
+    return answer(
+        success=False,
+        message="the target's weights cannot change while SGLang stores keys and values outside the server, where "
+        "those of the old weights would stay: restart it without --hicache-storage-backend and --enable-lmcache",
+    )
 
 
 def _before_weights_updated(_: Any, request: Any, *args: Any, **kwargs: Any) -> None:

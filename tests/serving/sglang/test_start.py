@@ -56,6 +56,8 @@ def arguments(model_dir: Path, store: DraftStore, **changes: Any) -> SimpleNames
         "enable_dp_attention": False,
         "enable_multi_layer_eagle": False,
         "enable_memory_saver": False,
+        "hicache_storage_backend": None,
+        "enable_lmcache": False,
     }
     return SimpleNamespace(**values | changes)
 
@@ -99,6 +101,18 @@ def test_a_draft_of_the_whole_vocabulary_may_be_drawn_from(model_dir: Path, tmp_
 def test_unsafe_or_unsupported_starts(model_dir: Path, store: DraftStore, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         check_server(arguments(model_dir, store, **changes), PluginSettings(store=store.root))
+
+
+@pytest.mark.parametrize("storage", [{"hicache_storage_backend": "file"}, {"enable_lmcache": True}])
+def test_storage_outside_the_server_is_refused_where_tenants_would_share_it(
+    model_dir: Path, store: DraftStore, storage: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storing, settings = arguments(model_dir, store, **storage), PluginSettings(store=store.root)
+    monkeypatch.setattr("serving.sglang.plugin.checks.parts_storage", lambda: True)
+    check_server(storing, settings)
+    monkeypatch.setattr("serving.sglang.plugin.checks.parts_storage", lambda: False)
+    with pytest.raises(ConfigError, match="shares between tenants"):
+        check_server(storing, settings)
 
 
 def test_a_layer_that_sglang_lacks_is_missed_only_by_a_draft_that_needs_it(
