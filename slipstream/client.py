@@ -36,6 +36,7 @@ from slipstream.rollout_protocol import (
     decoded,
     refusal_of,
 )
+from speculator.connections import SeparateConnections
 from speculator.errors import ConfigError, EngineError
 from speculator.host import asplit_lines, split_lines
 
@@ -210,7 +211,7 @@ class AsyncRollouts(_Options):
     """As `Rollouts`, for an event loop."""
 
     async def __aenter__(self) -> Self:
-        self.http = httpx.AsyncClient(**self._options)
+        self.http = httpx.AsyncClient(**self._options, transport=SeparateConnections())
         return self
 
     async def __aexit__(self, *error: object) -> None:

@@ -26,6 +26,7 @@ from serving.gateway.config import GatewaySettings
 from slipstream.client import AsyncRollouts, Group, Rollouts, Sample, SampleKey, Turn
 from speculator.errors import ConfigError, EngineError
 from speculator.redis.trace_stream import GroupRewards
+from tests.fixtures.connections import answering, leave_at_any_moment, until_closed
 from tests.fixtures.doubles import DoubleEngine, words_for
 from tests.hostile.api import running
 
@@ -457,6 +458,16 @@ def test_what_environments_were_told_is_lost_with_the_server() -> None:
 
     with pytest.raises(EngineError, match="lost the rollout after 1"):
         asyncio.run(run())
+
+
+def test_a_call_cancelled_at_any_moment_leaves_no_connection_open() -> None:
+    async def run() -> None:
+        async with answering() as (url, connections), AsyncRollouts(url) as rollouts:
+            await leave_at_any_moment(lambda: rollouts.http.get("/v1/models"))
+            assert (await rollouts.http.get("/v1/models")).content == b"ok"
+            await until_closed(connections)
+
+    asyncio.run(run())
 
 
 class Way(httpx.HTTPTransport):

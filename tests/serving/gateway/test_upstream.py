@@ -11,11 +11,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx
 import pytest
 
 from serving.gateway.upstream import Upstream, refusal
-from speculator.errors import EngineDeadError
+from speculator.errors import EngineBusyError, EngineDeadError
 from speculator.host import free_port
+from tests.fixtures.connections import answering, leave_at_any_moment, until_closed
 from tests.serving.gateway.client import serve
 from tests.serving.sglang.outside.fake_sglang import MODEL, WHOLE, FakeSglang
 
@@ -28,8 +30,8 @@ async def ask(upstream: Upstream) -> bytes:
 
 
 @asynccontextmanager
-async def reaching(*urls: str) -> AsyncIterator[Upstream]:
-    upstream = Upstream(*urls)
+async def reaching(*urls: str, **limits: int) -> AsyncIterator[Upstream]:
+    upstream = Upstream(*urls, **limits)
     yield upstream
     await upstream.close()
 
@@ -97,6 +99,42 @@ def test_a_request_that_may_have_arrived_is_not_sent_again(
                 await ask(upstream)
             assert (num_connections, other.raw) == (1, [])
             assert upstream.urls[0] == url
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_at_any_moment_leaves_no_connection_behind() -> None:
+    async def run() -> None:
+        async with answering() as (url, connections):
+            upstream = Upstream(url, max_connections=1)
+            await leave_at_any_moment(lambda: ask(upstream))
+            assert await ask(upstream) == b"ok"
+            await until_closed(connections)
+            await upstream.close()
+
+    asyncio.run(run())
+
+
+def test_requests_beyond_the_limit_wait_for_a_connection() -> None:
+    async def run() -> None:
+        async with answering() as (url, connections), reaching(url, max_connections=1) as upstream:
+            upstream._client.timeout = httpx.Timeout(None, pool=0)
+            async with upstream.answer("/v1/completions", BODY, {}):
+                with pytest.raises(EngineBusyError, match="1 requests are under way"):
+                    await ask(upstream)
+            assert await ask(upstream) == b"ok"
+            await until_closed(connections)
+
+    asyncio.run(run())
+
+
+def test_closing_ends_what_is_under_way() -> None:
+    async def run() -> None:
+        async with answering() as (url, connections):
+            upstream = Upstream(url)
+            async with upstream.answer("/v1/completions", BODY, {}):
+                await upstream.close()
+                await until_closed(connections)
 
     asyncio.run(run())
 
