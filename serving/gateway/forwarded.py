@@ -77,7 +77,7 @@ def _num_items(value: object, *, with_ids: bool) -> int:
 
 
 def _custom_params(value: object) -> dict[str, Any]:
-    """Refuse deeply nested values: SGLang's scheduler process would crash while decoding them."""
+    """Refuse deeply nested values, whose decoding would end SGLang's scheduler, and numbers that it cannot encode."""
     if not isinstance(value, dict):
         raise invalid("custom_params_type", "must be an object")
     if POLICY_KEY in value:
@@ -86,6 +86,8 @@ def _custom_params(value: object) -> dict[str, Any]:
         values = each.values() if isinstance(each, dict) else each if isinstance(each, list) else [each]
         if not all(type(value) in _SCALARS for value in values):
             raise invalid("custom_params_value", "must be a scalar, or a list or object of scalars", name)
+        if not all(-(2**63) <= value < 2**64 for value in values if type(value) is int):
+            raise invalid("custom_params_value", "whole numbers must fit into 64 bits", name)
     return value
 
 

@@ -10,6 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
+
 from serving.sglang.plugin.grammars import GRAMMARS, check_grammars
 from serving.sglang.settings import PREFIX, PluginSettings
 from speculator.draft.checkpoint import check_fits, config_from_json, target_fingerprint
@@ -54,6 +56,31 @@ def check_sampling(params: Mapping[str, Any], num_tokens: int) -> None:
     if not all(abs(bias) <= _MOST for bias in (params.get("logit_bias") or {}).values()):
         raise ValueError(f"logit_bias must lie between {-_MOST:g} and {_MOST:g}")
     check_grammars(params)
+
+
+class _Session(msgspec.Struct, forbid_unknown_fields=True):
+    """SGLang's `SessionParams`, which its tokenizer process does not validate."""
+
+    id: str | None = None
+    rid: str | None = None
+    offset: int | None = None
+    replace: bool | None = None
+    drop_previous_output: bool | None = None
+
+
+def check_sendable(request: Any) -> None:
+    """Refuse what SGLang cannot encode for its scheduler, and sessions whose decoding would end it.
+
+    Raises ValueError.
+    """
+    try:
+        sent = [value for value in vars(request).values() if isinstance(value, int | dict)]
+        msgspec.msgpack.encode(sent, enc_hook=lambda _: None)
+        msgspec.convert(getattr(request, "session_params", None) or {}, _Session)
+    except OverflowError:
+        raise ValueError("whole numbers must fit into 64 bits") from None
+    except msgspec.ValidationError as error:
+        raise ValueError(f"session_params: {error}") from None
 
 
 def sglang_version() -> str:

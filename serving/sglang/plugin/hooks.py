@@ -19,6 +19,7 @@ from serving.sglang.capture.request import attach_metadata, attach_metadata_to_g
 from serving.sglang.plugin.checks import (
     check_draft_options,
     check_sampling,
+    check_sendable,
     check_server,
     refuse,
     refusing,
@@ -346,11 +347,13 @@ def before_response(
 
 
 def check_request(manager: Any, request: Any, *_: Any) -> None:
-    """Refuse what SGLang's own checks let through and what would end its scheduler: token ids that the target lacks,
-    more logprobs than it has tokens, numbers that overflow, and grammars that take gigabytes.
+    """Refuse what SGLang's own checks let through and what would end its scheduler or has no encoding: token ids that
+    the target lacks, more logprobs than it has tokens, numbers that overflow, sessions of other types, and grammars
+    that take gigabytes.
 
     Raises ValueError, which SGLang answers with status 400.
     """
+    check_sendable(request)
     num_tokens: int = manager.model_config.vocab_size
     ids = request.input_ids
     if ids is not None and len(ids) and not 0 <= min(ids) <= max(ids) < num_tokens:

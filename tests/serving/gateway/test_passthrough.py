@@ -235,13 +235,26 @@ def test_a_cache_salt_stays_within_the_tenant(path: str, salt: object, status: i
     assert [body["cache_salt"] for body in fake.bodies] == ([] if sent is None else [sent])
 
 
-@pytest.mark.parametrize("custom", [{"a": {"b": {"c": 1}}}, {"a": [[1]]}, {"a": [{}]}, [1], "x"])
-def test_custom_params_that_would_end_the_scheduler_are_refused(custom: object) -> None:
+@pytest.mark.parametrize(
+    "custom",
+    [
+        *({"a": {"b": {"c": 1}}}, {"a": [[1]]}, {"a": [{}]}, [1], "x"),
+        *({"a": 2**64}, {"a": [0, 2**64]}, {"a": {"b": -(2**63) - 1}}),
+    ],
+)
+def test_custom_params_that_the_scheduler_cannot_decode_are_refused(custom: object) -> None:
     fake = FakeSglang()
     response = chat(fake, custom_params=custom)
     assert response.status_code == 400
     assert str(error_of(response)["param"]).startswith("custom_params")
     assert fake.raw == []
+
+
+def test_custom_params_of_64_bits_are_forwarded() -> None:
+    fake = FakeSglang()
+    custom = {"a": [2**64 - 1, -(2**63), True, 1e300], "b": {"c": 2**63}}
+    assert chat(fake, custom_params=custom).status_code == 200
+    assert fake.bodies[0]["custom_params"].items() >= custom.items()
 
 
 # -- what the gateway refuses by itself ----------------------------------------------------------------------------

@@ -781,6 +781,27 @@ def test_what_may_leave_no_probabilities_is_refused_before_it_ends_the_scheduler
         hooks.check_request(manager, SimpleNamespace(input_ids=[0], sampling_params=taken), [0])
 
 
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"priority": 2**64}, "64 bits"),
+        ({"routed_dp_rank": -(2**63) - 1}, "64 bits"),
+        ({"sampling_params": {"custom_params": {"a": [2**64]}}}, "64 bits"),
+        ({"session_params": {"offset": 2**64}}, "64 bits"),
+        ({"session_params": {"id": 5}}, "session_params: Expected `str"),
+        ({"session_params": {"replace": 1}}, "session_params: Expected `bool"),
+        ({"session_params": {"other": "x"}}, "session_params: Object contains unknown field"),
+    ],
+)
+def test_what_cannot_be_sent_to_the_scheduler_is_refused(fields: dict[str, Any], why: str) -> None:
+    manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=8))
+    with pytest.raises(ValueError, match=why):
+        hooks.check_request(manager, SimpleNamespace(input_ids=[0], **fields), [0])
+    session = {"id": "a", "rid": None, "offset": 2**40, "replace": True}
+    taken = {"priority": -(2**63), "session_params": session, "image_data": {"any": object()}}
+    hooks.check_request(manager, SimpleNamespace(input_ids=[0], **taken), [0])
+
+
 def test_a_grammar_that_lets_no_token_through_does_not_end_the_scheduler() -> None:
     grammar = SimpleNamespace(accepted_tokens=[3], vocab_size=70)
     mask = torch.zeros(3, 3, dtype=torch.int32)
