@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -105,6 +106,36 @@ def test_the_text_is_that_of_a_plain_server_and_much_of_it_was_remembered(
     alone = plugged.server.generate(plugged.ids(COPIED[0] + "\n"), max_new_tokens=96)
     tokens, rounds = len(alone["output_ids"]), alone["meta_info"]["spec_verify_ct"]
     assert tokens > 1.3 * rounds, "how long the chains are is up to the machine's times"
+
+
+PENALTIES = (
+    {"frequency_penalty": 0.1},
+    {"presence_penalty": 0.4},
+    {"repetition_penalty": 1.02},
+    {"frequency_penalty": 1.5},
+    {"repetition_penalty": 1.3},
+)
+
+
+def test_penalties_are_those_of_a_plain_server(plugged: Plugged, plain: SglangServer) -> None:
+    """SGLang itself counts one token of a step, however many it commits. The last two end with a word of the list."""
+    stop = {"stop_token_ids": [plugged.tokenizer.encode(" the")[-1]]}
+    sampling: list[dict[str, Any]] = [{}, {}, *PENALTIES, {"min_new_tokens": 30, **stop}, stop]
+    asked = [(plugged.ids(COPIED[number % 4]), one) for number, one in enumerate(sampling)]
+
+    def answer(server: SglangServer) -> list[dict[str, Any]]:
+        with ThreadPoolExecutor(len(asked)) as pool:
+            return list(pool.map(lambda one: server.generate(one[0], max_new_tokens=96, **one[1]), asked))
+
+    answers, expected = answer(plugged.server), answer(plain)
+    assert [answer["output_ids"] for answer in answers] == [answer["output_ids"] for answer in expected]
+    steps, lengths = zip(
+        *((one["meta_info"]["spec_verify_ct"], len(one["output_ids"]) - 1) for one in answers), strict=True
+    )
+    assert steps[2:-2] == lengths[2:-2], "a token each"
+    assert sum(steps[:2]) < sum(lengths[:2])
+    assert 29 <= steps[-2] <= lengths[-2]
+    assert lengths[-1] < 29
 
 
 def test_it_stays_so_beside_a_head_that_is_asked_and_swapped(

@@ -217,7 +217,7 @@ SGLANG_RECORDS = (
         "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo",
         (
             *("is_all_greedy", "temperatures", "top_ks", "top_ps", "min_ps", "sampling_seed"),
-            *("need_top_k_sampling", "need_top_p_sampling", "need_min_p_sampling"),
+            *("need_top_k_sampling", "need_top_p_sampling", "need_min_p_sampling", "acc_additive_penalties"),
         ),
     ),
 )

@@ -227,10 +227,10 @@ def _around_verify(run: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any)
     return _runtimes[id(worker)].verify(lambda: run(worker, batch, *args, **kwargs), batch)
 
 
-def _after_sampled_verify(result: Any, *args: Any, **kwargs: Any) -> None:
-    _predicted, _accept_lens, accept_index = result
+def _after_sampled_verify(result: Any, _: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+    _predicted, accept_lens, accept_index = result
     if (runtime := _the_runtime()) is not None:
-        runtime.walked(accept_index)
+        runtime.walked(batch, accept_lens, accept_index)
 
 
 def _around_verified(run: Any, worker: Any, accepted: list[int], *args: Any, **kwargs: Any) -> Any:

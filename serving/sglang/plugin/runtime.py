@@ -28,6 +28,7 @@ from serving.hotswap.follower import DraftFollower
 from serving.sglang.capture.pipeline import TracePipeline
 from serving.sglang.capture.request import Origin
 from serving.sglang.device import Device, device_layer
+from serving.sglang.penalties import commit_one, penalised
 from serving.sglang.plugin.checks import resolved, verification_of, version_of
 from serving.sglang.plugin.part_guard import PartGuard, failed_parts
 from serving.sglang.plugin.parts import depths_of, device_of, new_draft, new_probe, new_text, tensor_parallel_group
@@ -81,7 +82,7 @@ class EngineRuntime:
         self._capturing = PartGuard("capture", off=self._stop_capture)
         # Where there are several ranks all must choose the same depth and exchange the same draft in the same step.
         self._choosing = PartGuard("depth", holds=alone)
-        device = device_layer(device_of(worker))
+        device = self._device = device_layer(device_of(worker))
         self.draft = new_draft(worker, store, manifest, device, alone=alone)
         self._remembering = PartGuard("text")
         # All ranks must verify the same proposals from earlier text.
@@ -151,6 +152,7 @@ class EngineRuntime:
             result = run()
             self._prefilling = None
             return result
+        self._choosing(self.depth.leave_out, penalised(batch))
         if self._splice is not None and not self._splicing.is_off and not batch.forward_mode.is_idle():
             found = None if self.text is None else self._remembering(self.text.find, batch.reqs)
             found = self._choosing(self._agreement.text, found, batch.reqs, self._splice.width)
@@ -176,11 +178,14 @@ class EngineRuntime:
             self._capturing(self._after_verify, batch, before, result, accept_index)
         return result
 
-    def walked(self, accept_index: torch.Tensor) -> None:
-        """Keep the accepted path of the verification that is under way.
+    def walked(self, batch: Any, accept_lens: torch.Tensor, accept_index: torch.Tensor) -> None:
+        """Keep the accepted path of the verification that is under way, cut where penalties change with each token.
 
         SGLang's own result has it only from 0.5.22.
         """
+        # Without a guard: SGLang would go on with another text than the target's.
+        if any(is_penalised := penalised(batch)):
+            commit_one(self._device, is_penalised, accept_lens, accept_index)
         self._accept_index = accept_index
 
     def verified(self, run: Callable[[], Any], accepted: list[int]) -> None:

@@ -65,6 +65,9 @@ class _Round:
     arm: Arm
     """Its arm in the A/B test of the end-to-end speedup."""
     cold: tuple[bool, ...]
+    """Requests of which the head says nothing: it has not read them, or they are left out."""
+    left_out: tuple[bool, ...]
+    """Requests whose proposals are not taken, whatever they are."""
     requests: list[Any]
     facts: tuple[_RequestFacts, ...]
     text: Continuations | None
@@ -142,6 +145,7 @@ class DepthControl:
         """What the draft's reading of a step without its chains takes, in plain steps, by depth."""
         self._are_cold = False
         """Whether all requests of the last step are cold: the head is then not used."""
+        self._left_out: tuple[bool, ...] = ()
         self._rounds: deque[_Round] = deque()
         self._present: Sequence[Any] = ()
         """Requests of the last step, decode or prefill."""
@@ -154,8 +158,14 @@ class DepthControl:
         self.num_verifications = self.num_verified_tokens = 0
         """Requests' verifications with proposals, and the tokens that they committed, bonus included."""
 
+    def leave_out(self, left_out: tuple[bool, ...]) -> None:
+        """Say, before `found`, which requests of the next step take no proposals; empty where all do."""
+        self._left_out = left_out
+
     def found(self, text: Continuations | None) -> None:
         """Set the continuations for the next step's requests, before it is planned."""
+        if text is not None and any(self._left_out):
+            text = text.of(np.where(self._left_out, -1, np.arange(len(self._left_out))))
         self.text = text
 
     def steps_for(self, batch: int) -> int:
@@ -172,12 +182,13 @@ class DepthControl:
 
     def _planned(self, planner: LengthPlanner, batch: int) -> LengthPlan:
         depths = [depth for depth in self._depths if self.limit is None or depth <= self.limit]
-        asks_head = not self.is_asleep and not self._are_cold
+        num_left_out = sum(self._left_out)
+        asks_head = not self.is_asleep and not self._are_cold and num_left_out < batch
         gains = None
         if self.text is not None and len(self.text.counts) == batch:
             gains = self.text.gains(depths)
         head_depths = [depth for depth in depths if depth <= self._head_depth] if asks_head else [0]
-        return planner.plan(batch, depths, head_lengths=head_depths, text_gains_BL=gains)
+        return planner.plan(batch, depths, head_lengths=head_depths, text_gains_BL=gains, num_left_out=num_left_out)
 
     @property
     def is_asleep(self) -> bool:
@@ -224,6 +235,7 @@ class DepthControl:
         plan = self.plan
         if self._planner is None or depth != plan.num_proposals:
             plan = LengthPlan(batch=len(requests), num_proposals=depth, uses_head=depth > 0)
+        left_out = self._left_out or (False,) * len(requests)
         round_ = _Round(
             self._version,
             self.target_version,
@@ -231,7 +243,10 @@ class DepthControl:
             plan,
             self._is_control,
             self._arm,
-            cold=tuple(self._draft_sleep.is_cold(request) for request in requests),
+            cold=tuple(
+                is_out or self._draft_sleep.is_cold(request) for request, is_out in zip(requests, left_out, strict=True)
+            ),
+            left_out=left_out,
             requests=list(requests),
             facts=tuple(_facts_of(request) for request in requests),
             text=self.text if plan.from_text else None,
@@ -285,18 +300,21 @@ class DepthControl:
 
     def _count(self, done: _Round, accepted: Sequence[int]) -> None:
         """Count the accepted proposals of a round."""
-        for facts, count, is_cold, is_text in zip(done.facts, accepted, done.cold, done.from_text, strict=True):
+        rows = zip(done.requests, done.facts, accepted, done.cold, done.from_text, done.left_out, strict=True)
+        for request, facts, count, is_cold, is_text, is_out in rows:
+            if is_out:
+                continue
             facts.num_rounds += 1
             facts.num_text_rounds += is_text
             if self._planner is not None and not is_cold and not is_text:
                 self._planner.positions.add(done.head_depth, min(count, done.head_depth))
-        self.num_verifications += done.batch
-        self.num_verified_tokens += done.batch + sum(accepted)
-        self._count_by_length(done, accepted)
-        for request, is_text in zip(done.requests, done.from_text, strict=True):
             # SGLang's own field for it. It counts no verification of a request that had ended.
             if not (request.is_retracted or request.finished()):
                 request.spec_num_cap_tokens += done.depth if is_text else done.head_depth
+        num_verified = done.batch - sum(done.left_out)
+        self.num_verifications += num_verified
+        self.num_verified_tokens += num_verified + sum(accepted)
+        self._count_by_length(done, accepted)
 
     def _count_by_length(self, done: _Round, accepted: Sequence[int]) -> None:
         """Count accept lengths, without those of the head where it ran no passes, or had not read the request."""
@@ -385,6 +403,7 @@ class DepthControl:
             seconds=seconds,
             accepted=accepted,
             from_text=done.from_text,
+            left_out=done.left_out,
             sources=None if done.text is None else done.text.sources,
         )
         if self._planner is not None and not done.is_control:
@@ -435,13 +454,13 @@ def _watched(done: _Round, seconds: float, accepted: Sequence[int]) -> WatchedRo
 
 def _record(done: _Round, seconds: float, accepted: Sequence[int]) -> None:
     """A span in each answer that is traced. It ends now: with overlap scheduling up to a step after its round."""
-    for facts, count, is_text in zip(done.facts, accepted, done.from_text, strict=True):
+    for facts, count, is_text, is_out in zip(done.facts, accepted, done.from_text, done.left_out, strict=True):
         record(
             facts.parent,
             "verify",
             seconds,
             batch=done.batch,
-            depth=done.depth,
+            depth=0 if is_out else done.depth,
             accepted=count,
             from_text=is_text,
             draft_version=done.version,

@@ -108,10 +108,12 @@ class RoundTally:
         seconds: float,
         accepted: Sequence[int],
         from_text: Sequence[bool],
+        left_out: Sequence[bool],
         sources: np.ndarray | None,
     ) -> None:
         """Add a step, with the accepted proposals of each request; `from_text` says whose proposals were earlier text,
-        and `sources` [B] whose text that was (a `TextSource`), None where there was none.
+        and `sources` [B] whose text that was (a `TextSource`), None where there was none. Of those that are `left_out`
+        only the tokens count.
 
         `depths` are the proposals of a request from the head, and from earlier text.
         """
@@ -121,7 +123,7 @@ class RoundTally:
         accepted_B, is_text_B = np.array(accepted, np.int64), np.array(from_text, bool)
         self._tokens[mode] += len(accepted_B) + int(accepted_B.sum())
         for most, counts, sums in (
-            (depths[0], accepted_B[~is_text_B], self._of_head),
+            (depths[0], accepted_B[~(is_text_B | np.array(left_out, bool))], self._of_head),
             (depths[1], accepted_B[is_text_B], self._of_text),
         ):
             depth = min(most, _MOST_PROPOSALS)

@@ -112,6 +112,7 @@ class Scene:
             "is_extend_in_batch": kind == "extend",
             "req_pool_indices": torch.arange(len(requests)),
             "extend_num_tokens": 3,
+            "sampling_info": SimpleNamespace(acc_additive_penalties=None),
             "seq_lens": torch.full((len(requests),), 3),
             "spec_info": SimpleNamespace(draft_token=torch.arange(len(requests)), draft_token_num=1, topk=1),
         }
@@ -288,6 +289,15 @@ def test_what_the_draft_has_not_read_was_drawn_from_nothing(scene: Scene) -> Non
     assert (drawn_from is not None) == is_rejecting
     if is_rejecting:
         assert torch.equal(drawn_from, torch.zeros(2, VOCAB))
+
+
+def test_a_penalty_lets_a_verification_commit_one_token_and_others_as_many_as_before(scene: Scene) -> None:
+    penalised = Request([4, 5, 6], "b", frequency_penalty=1.5)
+    info = SimpleNamespace(acc_additive_penalties=torch.zeros(2, VOCAB))
+    batch = scene.batch("decode", [Request([1, 2, 3], "a"), penalised], sampling_info=info)
+    lens, index = torch.tensor([2, 2]), torch.tensor([[0, 1], [2, 3]])
+    scene.runtime.step(lambda: scene.runtime.walked(batch, lens, index), batch)
+    assert (lens.tolist(), index.tolist()) == ([2, 1], [[0, 1], [2, -1]])
 
 
 def test_without_our_choice_of_the_depth_it_is_sglangs_own(scene: Scene) -> None:

@@ -125,7 +125,8 @@ def test_the_plugins_refusal_is_the_error(serve: Serve, log: Path, monkeypatch: 
         ({"repetition_penalty": 1.05, "top_p": 0.8}, True, (), True),
         ({"min_p": 0.1}, True, (), True),
         ({"repetition_penalty": 1.0, "min_p": 0.0, "temperature": 0.7}, True, (), False),
-        ({"repetition_penalty": 1.05}, False, (), False),
+        ({"repetition_penalty": 1.05}, False, (), True),
+        ({"min_p": 0.1}, False, (), False),
         ({"repetition_penalty": 1.05}, True, ("--sampling-defaults=openai",), False),
         ([], True, (), False),
     ],
@@ -139,7 +140,9 @@ def test_penalties_that_the_model_gives_to_every_request_are_warned_of(
     extra: tuple[str, ...],
     warns: bool,
 ) -> None:
-    """SGLang takes them from generation_config.json by default (Qwen2.5 has 1.05), and such answers have no labels."""
+    """SGLang takes them from generation_config.json by default (Qwen2.5 has 1.05). Such answers have no labels, and a
+    penalty no proposals.
+    """
     target = shutil.copytree(toy_model, tmp_path / "target")
     (target / "generation_config.json").write_text(json.dumps(defaults))
     store, fingerprint = DraftStore(tmp_path / "drafts"), target_fingerprint(target)
