@@ -86,7 +86,7 @@ def print_table(table: Table, *, may_fold: bool = True) -> None:
     for column in table.columns:
         column.overflow = "fold"
     width = None if may_fold and sys.stdout.isatty() else _NO_LIMIT
-    Console(width=width).print(table, highlight=False, markup=False)
+    Console(width=width, emoji=False).print(table, highlight=False, markup=False)
 
 
 def print_json(document: Any) -> None:

@@ -234,11 +234,15 @@ def replacing(path: Path) -> Iterator[Path]:
         yield temporary
         with contextlib.suppress(FileNotFoundError):
             old = path.stat()
-            # Only root may change an owner; drives of Windows and SMB shares have no modes to change.
-            with contextlib.suppress(PermissionError):
+            mode = stat.S_IMODE(old.st_mode)
+            try:
                 os.chown(temporary, old.st_uid, old.st_gid)
+            except OSError:
+                # Only root may change an owner. What the old group may do is not for the new one.
+                mode &= ~stat.S_IRWXG
+            # Drives of Windows and SMB shares have no modes to change.
             with contextlib.suppress(PermissionError):
-                os.chmod(temporary, stat.S_IMODE(old.st_mode))
+                os.chmod(temporary, mode)
         temporary.rename(path)
         sync(path.parent)
     finally:

@@ -11,6 +11,7 @@ import difflib
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlencode
 
 import typer
 import yaml
@@ -168,7 +169,7 @@ def _learning(asked: typer.Context) -> dict[str, tuple[Any, str]]:
     # An id is the name of its model, and need not be looked up.
     name = given["name"] or (model_name(folder) if (folder := expanded(given["model"])).is_dir() else given["model"])
     root = given["data_dir"] or default_data_dir(name)
-    data = DataDir(Path(root).absolute())
+    data = DataDir(root.absolute())
     places = {"redis_url": socket_url(data.redis), "store": data.store}
     return {
         "data_dir": (root, source),
@@ -181,9 +182,13 @@ def _without_secrets(redis_url: str) -> str:
     from speculator.redis.client import RedisUrl
 
     try:
-        return RedisUrl.parse(redis_url).shown
+        parsed = RedisUrl.parse(redis_url)
     except (ConfigError, ValueError):
         return "(unreadable)"
+    options = {name: value for name, value in parsed.options.items() if "password" not in name and name != "db"}
+    user = options.pop("username", "")
+    shown = parsed.shown.replace("://", f"://{user}@", 1) if user else parsed.shown
+    return shown + ("?" + urlencode(options) if options else "")
 
 
 def _plain(value: Any) -> Any:

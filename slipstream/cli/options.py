@@ -111,7 +111,7 @@ DataDir = Annotated[
 
 def apply_data_dir(context: typer.Context, path: Path | None) -> Path | None:
     """Callback of `--data-dir` in commands that read one: its store, state and Redis become the options' defaults.
-    Variables do not override them: the folder was typed.
+    Variables do not override what is in it: the folder was typed.
     """
     path = at_home(path)
     if path is not None and not context.resilient_parsing:
@@ -123,8 +123,10 @@ def apply_data_dir(context: typer.Context, path: Path | None) -> Path | None:
         taken = [option for option in context.command.params if option.name in places]
         context.default_map = {option.name: str(places[option.name]) for option in taken}
         for option in taken:
-            # The command was made for this call alone.
-            option.envvar = None
+            # `serve --learn` may keep Redis and store elsewhere. The state is always in its folder.
+            if option.name == "state" or (data.redis if option.name == "redis_url" else data.store).is_dir():
+                # The command was made for this call alone.
+                option.envvar = None
     return path
 
 
@@ -267,7 +269,8 @@ def check_output(path: Path | None, *inputs: Path | None) -> None:
         if path.is_dir():
             raise ConfigError(f"{path} is a folder: give a file in it")
         is_there = path.exists()
-        if any(is_there and source is not None and source.exists() and path.samefile(source) for source in inputs):
+        sources = [source for source in inputs if source is not None and source.exists()] if path.is_file() else []
+        if any(path.samefile(source) for source in sources):
             raise ConfigError(f"{path} is read, too: choose another file to write")
     except OSError as error:
         raise _unwritable(path, error) from None

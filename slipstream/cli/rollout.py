@@ -6,10 +6,9 @@ import asyncio
 import sys
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from functools import cache
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from msgspec.structs import asdict
@@ -86,18 +85,20 @@ def rollout(
     server["retry_s"] = retry_s
     client = Rollouts(**server)
     make = None if environment is None else load_function(environment, "--environment")
+    try:
+        target = nullcontext(sys.stdout.buffer) if out is None else out.open("ab")
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written ({error.strerror}): check --out") from None
     states: Counter[str] = Counter()
-    with client, ExitStack() as opened, progress_bar("samples") as count:
-
-        @cache
-        def target() -> BinaryIO:
-            """Opened for the first sample: where the server refuses the groups, earlier samples stay."""
-            return sys.stdout.buffer if out is None else opened.enter_context(out.open("wb"))
+    with client, target as writing, progress_bar("samples") as count:
 
         def write(sample: Sample, more: dict[str, Any]) -> None:
+            if not states and out is not None and out.is_file():
+                # Not before: where the server refuses the groups, earlier samples stay.
+                writing.truncate(0)
             states["redundant" if sample.finish_reason == "redundant" else sample.state] += 1
-            target().write(json_line({**asdict(sample), **more}) + b"\n")
-            target().flush()
+            writing.write(json_line({**asdict(sample), **more}) + b"\n")
+            writing.flush()
             count(states.total(), None)
 
         async def converse(make: Callable[[], Environment]) -> None:

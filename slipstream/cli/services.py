@@ -102,7 +102,7 @@ def _learning(context: typer.Context, given: Mapping[str, Any]) -> Learning:
         return None if is_in_data_dir(context, option) else given[option]
 
     return Learning(
-        Path(given["data_dir"] or default_data_dir(given["model_name"])),
+        given["data_dir"] or default_data_dir(given["model_name"]),
         model=str(given["model_dir"]),
         redis_url=named("redis_url"),
         store=named("store"),
@@ -117,11 +117,11 @@ def source_of(context: typer.Context, option: str) -> str:
 
 
 def is_in_data_dir(context: typer.Context, option: str) -> bool:
-    """Whether `serve --learn` keeps its Redis or store in the data folder: none is given, or only a variable gives
-    one, and the folder was typed.
+    """Whether `serve --learn` keeps its Redis or store in the data folder: none is given, or only a variable or a file
+    gives one, and the folder was typed.
     """
     source = source_of(context, option)
-    return source == "DEFAULT" or (source_of(context, "data_dir"), source) == ("COMMANDLINE", "ENVIRONMENT")
+    return source == "DEFAULT" or (source != "COMMANDLINE" and source_of(context, "data_dir") == "COMMANDLINE")
 
 
 def _serve(given: Mapping[str, Any]) -> None:
@@ -158,8 +158,6 @@ def _given(context: typer.Context) -> dict[str, Any]:
     return given | {
         "model_dir": model_dir,
         "model_name": given["name"] or model_name(model_dir),
-        # Older versions of typer keep texts here.
-        "store": Path(given["store"]),
         "python": Path(given["sglang_python"]) if given["sglang_python"] else None,
         "extra": tuple(given["sglang_arguments"] or ()),
     }

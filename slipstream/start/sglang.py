@@ -87,7 +87,8 @@ def _warn_of_penalties(model_dir: Path, *, captures: bool) -> None:
         return
     if given := {name: value for name, value in penalties.items() if value not in (None, 0, 1)}:
         fix = f"let requests say repetition_penalty 1 and min_p 0, or pass {_DEFAULTS} openai after --"
-        what = "generation_config.json changes all answers: they teach nothing, and a penalty rules out proposals"
+        loss = "no proposal is taken" if "repetition_penalty" in given else "they teach nothing"
+        what = f"generation_config.json changes all answers: {loss}"
         log.warning(what, **given, fix=fix)
 
 

@@ -55,9 +55,9 @@ def test_every_service_takes_one_and_no_secret_is_shown(file: Path) -> None:
 
 
 def test_no_part_of_a_password_is_shown() -> None:
-    url = "redis://h:1/0"
     for given, told in {
-        "redis://u:p@ss@h:1/0": url,
+        "redis://u:p@ss@h:1/0": "redis://u@h:1/0",
+        "rediss://:pass@h:1/0?ssl_ca_certs=/x": "rediss://h:1/0?ssl_ca_certs=%2Fx",
         "redis://u:pa/ss@h:1/0": "(unreadable)",
         "redis://h:1/0?password=pass&db=0": "(unreadable)",
         "redis://h:1/?password=pass": "redis://h:1/",

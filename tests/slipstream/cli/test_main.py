@@ -198,20 +198,30 @@ def test_an_option_stands_before_its_variable(monkeypatch: pytest.MonkeyPatch) -
     assert (context.params["seed"], context.params["threads"]) == (8, 2)
 
 
-def test_a_folder_that_was_typed_stands_before_all_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_typed_folder_has_stands_before_all_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Otherwise `tenants erase` would report that it erased, and look at another trainer's folder."""
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", str(tmp_path))
     variables = {"redis_url": "REDIS_URL", "store": "STORE", "state": "TRAINER_STATE_DIR"}
     for variable in variables.values():
         monkeypatch.setenv(f"SLIPSTREAM_{variable}", "/elsewhere")
     found = dict(commands(app))
     for name, words in {"tenants erase": ["anna", "--model", "m"], "doctor": []}.items():
         context = found[f"slipstream {name}"].make_context(name, [*words, "--data-dir=~/data"])
+        state = f"{tmp_path}/data/trainer-state"
+        # This server keeps Redis and store elsewhere.
         assert {option: str(context.params[option]) for option in variables} == {
-            "redis_url": "unix:///home/me/data/redis/redis.sock?db=0",
-            "store": "/home/me/data/drafts",
-            "state": "/home/me/data/trainer-state",
+            **dict.fromkeys(variables, "/elsewhere"),
+            "state": state,
         }
+        for place in ("redis", "drafts"):
+            (tmp_path / "data" / place).mkdir(parents=True, exist_ok=True)
+        context = found[f"slipstream {name}"].make_context(name, [*words, "--data-dir=~/data"])
+        assert {option: str(context.params[option]) for option in variables} == {
+            "redis_url": f"unix://{tmp_path}/data/redis/redis.sock?db=0",
+            "store": f"{tmp_path}/data/drafts",
+            "state": state,
+        }
+        shutil.rmtree(tmp_path / "data")
 
 
 def test_what_serve_learn_takes_from_the_data_folder_and_gives_to_the_trainer(
@@ -234,6 +244,10 @@ def test_what_serve_learn_takes_from_the_data_folder_and_gives_to_the_trainer(
     assert (given["redis_url"], given["store"], given["trace_ttl_hours"]) == (None, None, 0)
     refused(*learn, "--data-dir", tmp_path, "--store", "here")
     assert given["store"] == Path("here")
+    file = tmp_path / "serve.yaml"
+    file.write_text("redis-url: redis://h:2\nstore: /of/the/file\n")
+    refused(*learn, "--data-dir", tmp_path, "--config", file)
+    assert (given["redis_url"], given["store"]) == (None, None)
     monkeypatch.delenv("SLIPSTREAM_TRACE_TTL_HOURS")
     refused(*learn)
     assert given["trace_ttl_hours"] is None, "the trainer has a setting of its own"

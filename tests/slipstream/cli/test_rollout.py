@@ -135,6 +135,7 @@ def test_no_text_ends_a_line_but_the_line_feed(tmp_path: Path) -> None:
     with served(engine) as url:
         code, samples = rollout(file, "--url", url)
         assert (code, [sample["text"] for sample in samples]) == (0, [text, text])
+        out.write_text("of an earlier run\n")
         assert rollout(file, "--url", url, "--out", out) == (0, [])
         response = httpx.post(f"{url}/v1/rollouts", json={"model": "double", "groups": [json.loads(lines[0])]})
     assert [json.loads(line)["text"] for line in out.read_text("utf-8").splitlines()] == [text, text]
@@ -235,6 +236,8 @@ def test_what_cannot_be_sent_is_one_line(refused: Refused, groups: Path, tmp_pat
             assert words in told
         assert "does not serve" in refused("rollout", groups, "--url", url, "--model", "other")
         assert "does not exist" in refused("rollout", groups, "--url", url, "--out", tmp_path / "no" / "out")
+        (link := tmp_path / "link").symlink_to(tmp_path / "no" / "out")
+        assert "check --out" in refused("rollout", groups, "--url", url, "--out", link)
         before = groups.read_bytes()
         assert "is read, too" in refused("rollout", groups, "--url", url, "--out", tmp_path / "." / groups.name)
         assert "does not serve" in refused("rollout", groups, "--url", url, "--model", "other", "--out", bad)

@@ -237,6 +237,22 @@ def test_a_recording_stays_private_and_its_owners_and_a_link_to_it_a_link(
     assert [words[1:] for words in given] == [(path.stat().st_uid, path.stat().st_gid)]
 
 
+@pytest.mark.parametrize("refusal", [errno.EPERM, errno.EINVAL])
+def test_another_group_gets_no_rights_to_a_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: int
+) -> None:
+    """EINVAL: an owner whom a container's user namespace does not know."""
+
+    def chown(*_: object) -> None:
+        raise OSError(refusal, os.strerror(refusal))
+
+    path = recording(tmp_path / "a.rec", [trace_of(0, "anna"), trace_of(1, "bo")])
+    path.chmod(0o640)
+    monkeypatch.setattr("speculator.host.os.chown", chown)
+    assert remove_from_recording(path, is_annas).removed == 1
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
 def test_a_recording_on_a_file_system_without_modes_is_rewritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
