@@ -101,8 +101,6 @@ class _Options:
             "base_url": url,
             "headers": headers,
             "timeout": _TIMEOUT,
-            # A server may close an idle connection just as a request goes out on it, and httpx would not retry all.
-            "limits": httpx.Limits(max_keepalive_connections=0),
             "trust_env": False,
         }
         try:
@@ -133,7 +131,8 @@ class Rollouts(_Options):
     """Client of one server; a context manager."""
 
     def __enter__(self) -> Self:
-        self.http = httpx.Client(**self._options)
+        # A server may close an idle connection just as a request goes out on it, and httpx would not retry all.
+        self.http = httpx.Client(**self._options, limits=httpx.Limits(max_keepalive_connections=0))
         return self
 
     def __exit__(self, *error: object) -> None:

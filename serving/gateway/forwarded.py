@@ -7,7 +7,7 @@ SGLang's endpoints differ in which of these fields they have; the header goes to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Annotated, Any, ClassVar
 
@@ -55,24 +55,25 @@ _NOT_FOR_TEMPLATES = frozenset(
 """What SGLang itself gives `apply_chat_template`, or what changes what that returns. A template of the client's may
 block SGLang's process for ever."""
 _MAX_ITEMS = 10_000
-"""Of a request's lists, without token ids. For each bad item SGLang's validation makes up to thirty errors, and a text
-of all, during which its process does nothing else: an `input` of 50,000 numbers crashed it."""
-_LISTS = ("messages", "input", "system", "prompt", "stop", "include", "stop_token_ids", "input_ids", "tokens")
+"""Of the lists of a field, without token ids. For each bad item SGLang's validation makes up to thirty errors, and a
+text of all, during which its process does nothing else: an `input` of 50,000 numbers crashed it."""
+_NOT_VALIDATED = frozenset(("schema", "parameters", "input_schema"))
+"""Objects whose lists may be long: SGLang takes any."""
 _MAX_SALT_CHARS = 256
 _NULL, _NO_LIMIT = msgspec.Raw(b"null"), msgspec.Raw(b"-1")
 _SCALARS = (type(None), bool, int, float, str)
 
 
-def _num_items(value: object, *, with_ids: bool) -> int:
-    """How many items the lists of `value` have in all, at any depth; without token ids unless asked for."""
-    count, rest = 0, [value]
+def _num_items(value: object, *, may_be_ids: bool) -> int:
+    """How many items the lists of a field have in all, at any depth, without token ids; or entries its object has."""
+    count, rest = len(value) if isinstance(value, dict) else 0, [value]
     while rest:
         one = rest.pop()
         if isinstance(one, list):
-            count += len(one) if with_ids else sum(type(item) is not int for item in one)
+            count += sum(type(item) is not int for item in one) if may_be_ids else len(one)
             rest += (item for item in one if isinstance(item, list | dict))
         elif isinstance(one, dict):
-            rest += one.values()
+            rest += (item for name, item in one.items() if name not in _NOT_VALIDATED)
     return count
 
 
@@ -125,7 +126,8 @@ class ForwardedBody(Strict):
     model_config = ConfigDict(extra="ignore")
     limit_field: ClassVar[str] = "max_tokens"
     """The field into which the gateway writes its limit on completion tokens."""
-    input_may_be_ids: ClassVar[bool] = True
+    id_fields: ClassVar[Collection[str]] = ("prompt", "input", "input_ids", "tokens", "stop_token_ids")
+    """Fields that may be lists of token ids."""
 
     model: str
     stream: bool = False
@@ -137,15 +139,8 @@ class ForwardedBody(Strict):
     @model_validator(mode="before")
     @classmethod
     def _check_lists(cls, fields: object) -> object:
-        if not isinstance(fields, dict):
-            return fields
-        counts = {
-            name: _num_items(fields.get(name), with_ids=name == "input" and not cls.input_may_be_ids) for name in _LISTS
-        }
-        # The lists inside of a tool's schema may be long.
-        counts["tools"] = len(tools) if isinstance(tools := fields.get("tools"), list) else 0
-        for name, count in counts.items():
-            if count > _MAX_ITEMS:
+        for name, value in fields.items() if isinstance(fields, dict) else ():
+            if _num_items(value, may_be_ids=name in cls.id_fields) > _MAX_ITEMS:
                 raise invalid("too_many_items", f"may have at most {_MAX_ITEMS} items, token ids not counted", name)
         return fields
 
@@ -262,7 +257,7 @@ Absent = Annotated[None, PlainValidator(_refuse_stored_answers, json_schema_inpu
 
 class ResponsesBody(ForwardedBody):
     limit_field = "max_output_tokens"
-    input_may_be_ids = False
+    id_fields = ()
 
     max_output_tokens: Count | None = None
     store: Annotated[None, PlainValidator(_refuse_store, json_schema_input_type=bool)] = None

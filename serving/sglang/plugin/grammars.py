@@ -18,11 +18,13 @@ _ANY_JSON = "$$ANY$$"
 _MOST_WEIGHT = 4000
 """In units of which each takes 0.26 MB at most, at 128,000 tokens. So one grammar takes 1 GB while it is compiled."""
 _CHARS_OF_UNIT = 64
-"""Of JSON and EBNF. Each character of a regex is one unit."""
+_COSTLY = re.compile(r"\\[a-zA-Z]|(?<!\\)[\[.?*+|]")
+"""Parts of a regex that are one unit each: classes, repetitions and alternatives."""
 _MOST_REPEATS = 128
 """From about this bound on, xgrammar's tables for a repetition no longer grow."""
+_LENGTHS = ("minLength", "maxLength")
 _LENGTH_WEIGHT = 10
-"""Of a bound of a string's length, which takes 2.4 MB, whatever the length."""
+"""Of the bounds of a string's length, which take 2.4 MB, whatever the length; equal ones take it once."""
 _BOUNDS = re.compile(r"\{(\d*),?(\d*)\}")
 _MOST_BYTES = 100 << 20
 """Of one compiled grammar."""
@@ -41,17 +43,17 @@ def check_grammars(params: Mapping[str, Any]) -> None:
 
 
 def _weight(name: str, text: str) -> int:
-    if name == "regex":
-        return _weight_of_regex(text)
     weight = len(text) // _CHARS_OF_UNIT
     if weight > _MOST_WEIGHT or text == _ANY_JSON:
         return weight
+    if name == "regex":
+        return _weight_of_regex(text)
     return weight + (_weight_of_bounds(text) if name == "ebnf" else _weight_of_json(text))
 
 
 def _weight_of_json(text: str) -> int:
     """Of a schema or structural tag: of all that its objects hold, also where a name comes twice. Raises ValueError."""
-    weight = 0
+    weight, lengths = 0, set[str]()
 
     def add(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         nonlocal weight
@@ -60,21 +62,23 @@ def _weight_of_json(text: str) -> int:
                 weight += _weight_of_regex(value)
             elif name == "patternProperties" and isinstance(value, dict):
                 weight += sum(map(_weight_of_regex, value))
-            elif name in ("minLength", "maxLength"):
-                weight += _LENGTH_WEIGHT
+            elif name == "grammar" and isinstance(value, str):
+                weight += _weight_of_bounds(value)
             elif (name, value) == ("type", "repeat"):
                 weight += _MOST_REPEATS
+        if bounds := sorted(f"{name} {value}" for name, value in pairs if name in _LENGTHS):
+            lengths.add(", ".join(bounds))
         return dict(pairs)
 
     try:
         json.loads(text, object_pairs_hook=add)
     except RecursionError as error:
         raise ValueError("the grammar is nested too deeply") from error
-    return weight
+    return weight + _LENGTH_WEIGHT * len(lengths)
 
 
 def _weight_of_regex(text: str) -> int:
-    return len(text) if len(text) > _MOST_WEIGHT else len(text) + _weight_of_bounds(text)
+    return len(text) // _CHARS_OF_UNIT + len(_COSTLY.findall(text)) + _weight_of_bounds(text)
 
 
 def _weight_of_bounds(text: str) -> int:

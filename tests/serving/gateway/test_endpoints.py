@@ -150,11 +150,16 @@ def test_a_response_format_is_an_object(path: str) -> None:
     ("path", "name", "value"),
     [
         (RESPONSES, "input", [0] * 20_000),
-        ("/v1/chat/completions", "messages", [{"role": "user", "content": [{}] * 20_000}]),
+        ("/v1/chat/completions", "messages", [{"role": "user", "content": [0] * 20_000}]),
+        ("/v1/chat/completions", "messages", [{"role": "assistant", "tool_calls": [{}] * 20_000}]),
+        ("/v1/chat/completions", "response_format", {"type": "structural_tag", "structures": [{}] * 20_000}),
+        ("/v1/chat/completions", "logit_bias", {str(number): "x" for number in range(20_000)}),
+        (RESPONSES, "include", [0] * 20_000),
         ("/v1/chat/completions", "tools", [{}] * 20_000),
         ("/v1/completions", "prompt", [["x"] * 20_000]),
         ("/v1/completions", "stop_token_ids", ["x"] * 20_000),
-        (MESSAGES, "system", [7.5] * 20_000),
+        (MESSAGES, "system", [7] * 20_000),
+        (MESSAGES, "stop_sequences", [7] * 20_000),
     ],
 )
 def test_no_list_is_longer_than_sglang_can_refuse(path: str, name: str, value: Any) -> None:

@@ -34,6 +34,7 @@ def _tag(**content: Any) -> dict[str, Any]:
         {"json_schema": json.dumps({"enum": ["a" * 300_000]})},
         {"json_schema": "[" * 100_000 + "]" * 100_000},
         _tag(type="regex", pattern="[a-z]{1,500}" * 40),
+        _tag(type="grammar", grammar="root ::= " + "[a-z]{1,1000} " * 60),
         _tag(type="or", elements=[{"type": "repeat", "min": 0, "max": 999, "content": {}} for _ in range(40)]),
     ],
 )
@@ -60,7 +61,10 @@ def test_usual_grammars_are_taken() -> None:
         }
         for number in range(30)
     ]
+    uuid = "^([0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[1-8][0-9a-fA-F]{3}-[89abAB][0-9a-fA-F]{3}-[0-9a-fA-F]{12}|0{8}-0000)$"
     for taken in (
+        _schema(anyOf=[{"type": "string", "format": "uuid", "pattern": uuid} for _ in range(40)]),
+        _schema(anyOf=[{"type": "string", "minLength": 1, "maxLength": 255} for _ in range(400)]),
         {"regex": r"\d{4}-\d{2}-\d{2}T[^\n]{1,2000}"},
         {"json_schema": json.dumps({"anyOf": tools}), "regex": None},
         {"json_schema": "$$ANY$$"},
