@@ -136,6 +136,27 @@ def _close_idle(client: object) -> None:
         client.connection_pool.disconnect(inuse_connections=False)
 
 
+class LostTransactionError(StreamError):
+    """The connection was lost in the middle of a transaction. Redis may have carried it out."""
+
+
+def until_unraced(transaction: Callable[[], _R], *, attempts: int, what: str) -> _R:
+    """Run a transaction with WATCH again while other clients change what it watches.
+
+    Raises StreamError after so many attempts, and LostTransactionError where Redis answered WATCH and no more.
+    """
+    for _ in range(attempts):
+        try:
+            return transaction()
+        except exceptions.WatchError as error:
+            # redis-py puts a WatchError in the place of a lost connection's error, too. Redis may have carried that
+            # transaction out, and may be too slow for another one at once.
+            lost = error.__context__
+            if isinstance(lost, exceptions.ConnectionError | exceptions.TimeoutError | OSError):
+                raise LostTransactionError(_explain(lost)) from lost
+    raise StreamError(f"too many clients change {what} at once: try again")
+
+
 def is_denied(error: StreamError) -> bool:
     """Whether Redis refused the command because this user lacks the permission."""
     return isinstance(error.__cause__, exceptions.NoPermissionError)

@@ -15,7 +15,7 @@ import redis
 
 from speculator.errors import StreamError
 from speculator.host import now_ms
-from speculator.redis.client import RedisKeys, redis_errors
+from speculator.redis.client import RedisKeys, redis_errors, until_unraced
 
 ENGINE_TTL_S = 30
 RESTING_TTL_S = 60
@@ -193,15 +193,15 @@ class DraftPointer:
 
     def _transact(self, work: Callable[[Any], None], key: str) -> list[Any]:
         """`Redis.transaction`, which retries for ever, with a bounded number of attempts."""
-        tries = iter(range(_ATTEMPTS))
 
-        def bounded(transaction: Any) -> None:
-            if next(tries, None) is None:
-                raise StreamError(f"Redis did not take a change of {key} in {_ATTEMPTS} tries: try again")
-            work(transaction)
+        def once() -> list[Any]:
+            with self._redis.pipeline(transaction=True) as transaction:
+                transaction.watch(key)
+                work(transaction)
+                results: list[Any] = transaction.execute()
+                return results
 
-        results: list[Any] = self._redis.transaction(bounded, key)
-        return results
+        return until_unraced(once, attempts=_ATTEMPTS, what=key)
 
     @redis_errors
     def set_depth(self, engine_id: str, depth: int) -> None:

@@ -16,7 +16,6 @@ the oldest are lost. Loss is derived from state: a crash between trimming and co
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,10 +23,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import redis
-from redis.exceptions import OutOfMemoryError, ResponseError, WatchError
+from redis.exceptions import OutOfMemoryError, ResponseError
 
 from speculator.errors import StreamError
-from speculator.redis.client import RedisKeys
+from speculator.redis.client import RedisKeys, until_unraced
 
 # History is trimmed by this share of the cap at once, so that not every append at the cap must trim.
 _TRIM_STEP = 0.05
@@ -110,7 +109,7 @@ def _size_and_index(member: bytes, key: str) -> tuple[int, int]:
 
 
 class StreamAccounts:
-    """Accounts of one stream with one consumer group. Raises redis-py's errors; StreamError after too many races."""
+    """Accounts of one stream with one consumer group. Raises redis-py's errors, and those of `until_unraced`."""
 
     def __init__(self, client: redis.Redis, keys: RedisKeys, group: str, max_bytes: int) -> None:
         # redis-py's types allow every protocol and decoding; replies here are bytes over protocol 2.
@@ -441,7 +440,4 @@ class StreamAccounts:
         return [row["message_id"].decode() for row in rows]
 
     def _retry_when_raced(self, transaction: Callable[[], _R]) -> _R:
-        for _ in range(_ATTEMPTS):
-            with contextlib.suppress(WatchError):
-                return transaction()
-        raise StreamError("too many clients change the trace stream at once; try again")
+        return until_unraced(transaction, attempts=_ATTEMPTS, what="the trace stream")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,7 +12,7 @@ import redis
 from speculator.errors import StreamError
 from speculator.host import now_ms
 from speculator.redis import control_plane
-from speculator.redis.client import RedisKeys
+from speculator.redis.client import LostTransactionError, RedisKeys
 from speculator.redis.control_plane import (
     ENGINE_TTL_S,
     LINGER_S,
@@ -94,6 +93,32 @@ def test_a_redis_that_takes_no_change_is_not_asked_for_ever(redis_client: redis.
             change()
 
 
+class _CutOff(redis.Redis):
+    """Loses its connection in the middle of each transaction."""
+
+    num_begun = 0
+
+    def pipeline(self, transaction: Any = True, shard_hint: Any = None) -> Any:
+        pipe: Any = super().pipeline(transaction, shard_hint)
+        execute = pipe.execute
+
+        def cut_off() -> Any:
+            self.num_begun += 1
+            self.client_kill_filter(_id=pipe.immediate_execute_command("CLIENT ID"))
+            return execute()
+
+        pipe.execute = cut_off
+        return pipe
+
+
+def test_a_change_whose_connection_is_lost_is_not_sent_again(redis_client: redis.Redis) -> None:
+    cut_off = _CutOff(connection_pool=redis_client.connection_pool)
+    DraftPointer(redis_client, MODEL).publish(1)
+    with pytest.raises(LostTransactionError, match="cannot be reached"):
+        DraftPointer(cut_off, MODEL).replace(1, 2)
+    assert cut_off.num_begun == 1
+
+
 def test_a_replacement_needs_the_old_version_to_be_published(redis_client: redis.Redis) -> None:
     pointer = DraftPointer(redis_client, MODEL)
     assert not pointer.replace(3, 2)
@@ -112,13 +137,17 @@ def test_a_replacement_loses_to_what_is_published_meanwhile(redis_client: redis.
     trainer.publish(3)
 
     class Slow(redis.Redis):
-        def transaction(self, func: Callable[[Any], None], *watches: Any, **options: Any) -> Any:
-            def late(pipeline: Any) -> None:
-                func(pipeline)
+        def pipeline(self, transaction: Any = True, shard_hint: Any = None) -> Any:
+            pipe: Any = super().pipeline(transaction, shard_hint)
+            execute = pipe.execute
+
+            def late() -> Any:
                 if trainer.published() == 3:
                     trainer.publish(4)
+                return execute()
 
-            return super().transaction(late, *watches, **options)
+            pipe.execute = late
+            return pipe
 
     assert not DraftPointer(Slow(connection_pool=redis_client.connection_pool), MODEL).replace(3, 2)
     assert trainer.published() == 4

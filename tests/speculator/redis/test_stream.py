@@ -15,7 +15,7 @@ import pytest
 import redis
 
 from speculator.errors import StreamError
-from speculator.redis.client import RedisKeys, connect
+from speculator.redis.client import LostTransactionError, RedisKeys, connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
 from speculator.redis.stream_accounting import MAX_DEAD_LETTERS, StreamLag
@@ -388,6 +388,18 @@ def test_out_of_memory_is_explained_and_appending_recovers(own_server: EmbeddedR
         redis_client.config_set("maxmemory", "0")
         append(traces, 1)
         assert traces.lag().appended == 2
+
+
+def test_an_append_is_not_sent_again_where_its_connection_is_lost(own_server: EmbeddedRedis) -> None:
+    """It may have arrived: sent again at once, one trace would push others out. Redis closes it at a large value."""
+    with connect(own_server.url) as client:
+        client.config_set("proto-max-bulk-len", 1 << 20)
+        traces = open_stream(client, max_bytes=10 * CAP)
+        with pytest.raises(LostTransactionError, match="cannot be reached"):
+            traces.append(bytes(CAP + 1), trace_id="large")
+        statistics: Any = client.info("commandstats")
+        assert statistics["cmdstat_watch"]["calls"] == 1
+        append(traces, 1)
 
 
 def test_a_full_redis_gives_up_history_and_goes_on(own_server: EmbeddedRedis) -> None:
