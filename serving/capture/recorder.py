@@ -24,6 +24,7 @@ from serving.capture.sampling import POLL_EVERY_S, SAMPLING_REASONS, CaptureSamp
 from serving.engine import CapturePolicy
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import StreamError, TraceError, type_and_place
+from speculator.redis.client import LostTransactionError
 from speculator.trace import Features, Trace, TraceHeader, Verification, encode_trace
 
 DROP_REASONS = (
@@ -38,9 +39,13 @@ DROP_REASONS = (
     *SAMPLING_REASONS,
     *FILTER_REASONS,
 )
-"""`too_large` for the buffer or the stream; `invalid` does not encode; `failed` is a bug; `erased` by order for its
-tenant; `expired` is too old; `nothing_computed` teaches nothing; `sampled_…` Redis, trainer or buffer cannot take all;
-the rest by the operator's filter.
+"""`too_large` for the buffer, the stream or Redis; `invalid` does not encode; `failed` is a bug; `erased` by order for
+its tenant; `expired` is too old; `nothing_computed` teaches nothing; `sampled_…` Redis, trainer or buffer cannot take
+all; the rest by the operator's filter.
+"""
+_MOST_LOST = 8
+"""Attempts in a row at one trace in which Redis answers at first, and then not to the trace. It closes the connection
+on a trace above its limit of a value, 512 MiB by default; and a slow one may never get it in time.
 """
 log = structlog.get_logger(__name__)
 
@@ -206,7 +211,7 @@ class TraceRecorder:
             self._drop(trace, reason)
             return
         payload = encode_trace(trace, features=self._features)
-        pause_s = self._first_retry_s
+        pause_s, num_lost = self._first_retry_s, 0
         while self._is_pending(trace):
             if self._ttl_s and time.time() - trace.header.created_ms / 1000 > self._ttl_s:
                 self._drop(trace, "expired")
@@ -216,8 +221,13 @@ class TraceRecorder:
                     self._append(trace, payload)
                 return
             except StreamError as error:
-                log.warning("cannot record traces for now: %s (next attempt in %.1f s)", error, pause_s)
                 self._stream = None
+                num_lost = num_lost + 1 if isinstance(error, LostTransactionError) else 0
+                if num_lost == _MOST_LOST:
+                    log.warning("trace of %d bytes dropped, Redis never takes it: %s", len(payload), error)
+                    self._drop(trace, "too_large")
+                    return
+                log.warning("cannot record traces for now: %s (next attempt in %.1f s)", error, pause_s)
             pause_s = self._pause(pause_s)
 
     def _append(self, trace: Trace, payload: bytes) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from serving.capture.recorder import RecorderStats, TraceRecorder, memory_bytes
 from speculator.errors import StreamError
-from speculator.redis.client import connect
+from speculator.redis.client import LostTransactionError, connect
 from speculator.redis.embedded import EmbeddedRedis
 from speculator.redis.trace_stream import TraceStream
 from speculator.trace import decode_trace
@@ -130,6 +130,25 @@ def test_pauses_grow_to_a_bound(fake: FakeStream, opened: Open) -> None:
         wait_until(lambda: len(lines) >= 3)
     pauses = [line["event"].partition("next attempt in ")[2] for line in lines[:3]]
     assert pauses == ["0.1 s)", "0.2 s)", "0.2 s)"]
+
+
+def test_a_trace_that_redis_never_takes_does_not_hold_up_the_rest(
+    fake: FakeStream, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append, errors = fake.append, [LostTransactionError("lost")] * 5 + [StreamError("Redis is away")]
+    errors += [LostTransactionError("lost")] * 8
+
+    def refuse(payload: bytes, *, trace_id: str) -> str:
+        if trace_id == "t0":
+            raise errors.pop(0)
+        return append(payload, trace_id=trace_id)
+
+    monkeypatch.setattr(fake, "append", refuse)
+    recorder = opened(fake)
+    submit(recorder, 2)
+    wait_until(lambda: recorder.stats().pending == 0)
+    assert (fake.trace_ids, errors) == (["t1"], [])
+    assert recorder.stats().dropped_by_reason == {"too_large": 1}
 
 
 def test_what_cannot_be_recorded_is_dropped_with_the_reason(fake: FakeStream, opened: Open) -> None:
