@@ -193,7 +193,8 @@ class Review:
                 self._judge()
 
     def _agree(self) -> ReviewedVersion:
-        if self._ranks.is_leader and self._clock() - self._polled_s >= POLL_INTERVAL_S:
+        # The clock may be set back meanwhile.
+        if self._ranks.is_leader and abs(self._clock() - self._polled_s) >= POLL_INTERVAL_S:
             self._polled_s = self._clock()
             self._poll()
         return ReviewedVersion(*map(int, self._ranks.sum(self._word if self._ranks.is_leader else _NOBODY)))
@@ -355,7 +356,8 @@ class RollbackWatch:
         Reads the states at most every POLL_INTERVAL_S.
         """
         now_s, before = self._clock(), self._looked
-        if version == before[0] and now_s - before[1] < POLL_INTERVAL_S:
+        # The clock may be set back meanwhile.
+        if version == before[0] and abs(now_s - before[1]) < POLL_INTERVAL_S:
             return None
         self._looked = (version, now_s)
         try:

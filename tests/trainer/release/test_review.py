@@ -153,6 +153,13 @@ def test_good_versions_are_kept_and_then_left_alone(scene: Scene) -> None:
     assert not scene.review.has_work
 
 
+def test_a_version_is_seen_also_where_the_clock_was_set_back(scene: Scene) -> None:
+    scene.now_s -= 3600.0
+    scene.come(2)
+    scene.turn()
+    assert scene.review.version == 2
+
+
 def share_of_verdicts(
     share: float, loss: float, *, draws: int = 80, traces: int = 100
 ) -> dict[ReviewOutcome | None, float]:

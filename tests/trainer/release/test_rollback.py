@@ -95,6 +95,13 @@ def test_it_looks_now_and_then_and_at_once_at_another_version(desk: Desk) -> Non
     assert desk.poll(3, after_s=0.0) == 1
 
 
+def test_it_looks_also_where_the_clock_was_set_back(desk: Desk) -> None:
+    desk.make(2)
+    assert desk.poll(2) is None
+    desk.roll_back(2)
+    assert desk.poll(2, after_s=-3600.0) == 1
+
+
 def test_where_no_version_is_good_there_is_nothing_to_go_back_to(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     desk.lifecycle.move(1, VersionState.QUARANTINED, actor="operator:ann")
