@@ -114,7 +114,6 @@ class Trainer:
             name=consumer_name(self.ranks.rank),
             ttl_s=self._ttl_s,
             metrics=self.metrics,
-            clock=clock,
         )
         self._forgetting.poll()
         draft = self.learner.draft

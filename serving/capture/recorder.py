@@ -364,4 +364,9 @@ class ErasureWatch:
                 for forget in self._forget:
                     forget(tenants)
             self._done = orders
-        return {"erased_ms": max(self._done.values(), default=0)}
+        return {"erased_ms": self.erased_ms}
+
+    @property
+    def erased_ms(self) -> int:
+        """Time of the newest order that was carried out; 0 for none."""
+        return max(self._done.values(), default=0)

@@ -271,10 +271,13 @@ def erase_on_order(
     watch = ErasureWatch(erasures.orders, [erase])
 
     def poll() -> None:
-        erased = watch.poll()
-        # The watch logs that Redis is away. The rules of an older Redis configuration deny the key.
-        with suppress(StreamError):
-            erasures.report_gateway(gateway, int(erased["erased_ms"]))
+        try:
+            watch.poll()
+        finally:
+            # Also where it failed: without a report the gateway would count as stopped. The watch logs that Redis is
+            # away. The rules of an older Redis configuration deny the key.
+            with suppress(StreamError):
+                erasures.report_gateway(gateway, watch.erased_ms)
 
     return poll
 

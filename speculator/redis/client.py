@@ -29,7 +29,7 @@ from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from speculator.errors import ConfigError, StreamError
-from speculator.host import read_secret
+from speculator.host import now_ms, read_secret
 
 SOCKET_TIMEOUT_S = 5.0
 PASSWORD_FILE_VARIABLE = "SLIPSTREAM_REDIS_PASSWORD_FILE"  # noqa: S105 - its name
@@ -160,6 +160,32 @@ def until_unraced(transaction: Callable[[], _R], *, attempts: int, what: str) ->
 def is_denied(error: StreamError) -> bool:
     """Whether Redis refused the command because this user lacks the permission."""
     return isinstance(error.__cause__, exceptions.NoPermissionError)
+
+
+class ServerInfo:
+    """What Redis says of itself. Raises redis-py's errors."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self._redis: Any = client
+        self._may_ask = True
+
+    def section(self, name: str) -> dict[str, Any]:
+        """A section of INFO; {} where Redis refuses it."""
+        if not self._may_ask:
+            return {}
+        try:
+            return dict(self._redis.info(name))
+        except exceptions.ResponseError:
+            # Do not ask again: Redis logs each denied command.
+            self._may_ask = False
+            return {}
+
+    def time_ms(self) -> int:
+        """The time by Redis's clock, as in the ids of streams: services whose own clocks differ compare times by it. By
+        this machine's clock where Redis refuses INFO.
+        """
+        time_us = self.section("server").get("server_time_usec")
+        return now_ms() if time_us is None else int(time_us) // 1000
 
 
 def _explain(error: Exception) -> str:

@@ -22,7 +22,7 @@ from redis.exceptions import ResponseError
 from speculator.errors import ConfigError, StreamError, TraceError
 from speculator.host import now_ms, replacing
 from speculator.recording import RecordingReader, RecordingWriter
-from speculator.redis.client import RedisKeys, redis_errors
+from speculator.redis.client import RedisKeys, ServerInfo, redis_errors
 from speculator.redis.stream_accounting import LAST_ID, StreamAccounts, index_of, member_of, size_member
 from speculator.trace import TraceHeader, read_header
 
@@ -37,7 +37,8 @@ _MAX_GATEWAY_REPORTS = 4096
 class TrainerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Report of one trainer process on erasure orders."""
 
-    at_ms: int
+    at_ms: int = 0
+    """By Redis's clock; `ErasureOrders.report` sets it."""
     erased_ms: int
     """Time of the newest order that it has executed; 0 for none."""
     removed: dict[str, int] = {}
@@ -49,8 +50,14 @@ class ErasureOrders:
 
     def __init__(self, client: redis.Redis, model_key: str) -> None:
         self._redis: Any = client
+        self._server = ServerInfo(client)
         keys = RedisKeys(model_key=model_key)
         self._orders, self._trainers, self._gateways = keys.erasures, keys.trainers, keys.gateways
+
+    @redis_errors
+    def time_ms(self) -> int:
+        """The time by Redis's clock, as of `ServerInfo`."""
+        return self._server.time_ms()
 
     @redis_errors
     def order(self, tenant: str) -> int:
@@ -70,6 +77,7 @@ class ErasureOrders:
 
     @redis_errors
     def report(self, trainer: str, report: TrainerReport) -> None:
+        report = msgspec.structs.replace(report, at_ms=self._server.time_ms())
         self._redis.hset(self._trainers, trainer, msgspec.json.encode(report))
 
     @redis_errors
@@ -80,7 +88,7 @@ class ErasureOrders:
     @redis_errors
     def trainers(self) -> dict[str, TrainerReport]:
         """Reports of the trainers that run: those that reported within TRAINER_TTL_S."""
-        since_ms = now_ms() - int(1000 * TRAINER_TTL_S)
+        since_ms = self._server.time_ms() - int(1000 * TRAINER_TTL_S)
         try:
             found = {
                 name.decode(): msgspec.json.decode(report, type=TrainerReport)
@@ -99,7 +107,7 @@ class ErasureOrders:
     @redis_errors
     def gateways(self) -> dict[str, int]:
         """What each gateway last reported, by its name; only those that reported within GATEWAY_TTL_S."""
-        rows = self._redis.xrange(self._gateways, min=now_ms() - int(1000 * GATEWAY_TTL_S))
+        rows = self._redis.xrange(self._gateways, min=self._server.time_ms() - int(1000 * GATEWAY_TTL_S))
         try:
             return {fields[b"gateway"].decode(): int(fields[b"erased_ms"]) for _, fields in rows}
         except (KeyError, ValueError) as error:

@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from speculator.errors import StreamError
 from speculator.host import now_ms
-from speculator.redis.client import RedisKeys, redis_errors
+from speculator.redis.client import RedisKeys, ServerInfo, redis_errors
 from speculator.redis.stream_accounting import StreamAccounts, StreamLag, member_of
 from speculator.target_folder import read_config
 
@@ -80,7 +80,7 @@ class TraceStream:
         self._accounts = StreamAccounts(client, self._keys, group, max_bytes)
         self._group = group
         self._consumer = consumer
-        self._may_ask = True
+        self._server = ServerInfo(client)
         # Own pending entries come first after a start; None once they have all been read.
         self._resume_after: str | None = "0"
 
@@ -100,7 +100,8 @@ class TraceStream:
     @redis_errors
     def expire(self, ttl_s: float) -> None:
         """Remove and count entries and dead letters older than `ttl_s`."""
-        before_ms = int(max(self._redis_ms() - 1000 * ttl_s, 0))
+        # By Redis's clock: one machine whose clock is ahead would remove the traces of all.
+        before_ms = int(max(self._server.time_ms() - 1000 * ttl_s, 0))
         self._accounts.expire(before_ms)
         self._redis.xtrim(self._keys.dead_letters, minid=f"{before_ms}-0", approximate=False)
 
@@ -188,27 +189,9 @@ class TraceStream:
     @redis_errors
     def memory_share(self) -> float | None:
         """Share of `maxmemory` that Redis uses; None where it has no limit, or refuses INFO."""
-        memory = self._info("memory")
+        memory = self._server.section("memory")
         limit = memory.get("maxmemory")
         return float(memory["used_memory"] / limit) if limit else None
-
-    def _redis_ms(self) -> int:
-        """The time by Redis's clock, as in its ids: one machine whose clock is ahead would remove the traces of all.
-        By this machine's clock where Redis refuses INFO.
-        """
-        time_us = self._info("server").get("server_time_usec")
-        return now_ms() if time_us is None else int(time_us) // 1000
-
-    def _info(self, section: str) -> dict[str, Any]:
-        """A section of INFO; {} where Redis refuses it."""
-        if not self._may_ask:
-            return {}
-        try:
-            return dict(self._redis.info(section))
-        except redis.exceptions.ResponseError:
-            # Do not ask again: Redis logs each denied command.
-            self._may_ask = False
-            return {}
 
     def _expire_when_due(self) -> None:
         if self._ttl_s and time.monotonic() - self._expired_s > EXPIRE_EVERY_S:

@@ -8,7 +8,7 @@ import json
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +236,18 @@ def _again_and_again(report: Callable[[], None]) -> Iterator[None]:
     yield
     stop.set()
     reporter.join()
+
+
+def test_a_gateway_that_cannot_erase_goes_on_reporting(deployment: Deployment) -> None:
+    orders = ErasureOrders(deployment.client, deployment.key)
+
+    def fail(_: Collection[str]) -> None:
+        raise RuntimeError("a bug")
+
+    orders.order(ANNA)
+    with pytest.raises(RuntimeError, match="a bug"):
+        erase_on_order(orders, fail, "g")()
+    assert orders.gateways() == {"g": 0}
 
 
 def test_without_a_trainer_its_files_go_and_a_later_one_learns_nothing_of_theirs(

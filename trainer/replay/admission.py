@@ -23,7 +23,6 @@ from dataclasses import dataclass
 import structlog
 
 from speculator.errors import StreamError
-from speculator.host import now_ms
 from speculator.redis.trace_deletion import ErasureOrders, TraceRemover, TrainerReport, covers
 from trainer.checkpoint import Progress
 from trainer.config import TrainerConfig
@@ -273,7 +272,7 @@ REASONS = ("erased", "expired")
 
 class RetentionPolicy:
     """Says which traces to forget, and reports to Redis what was removed. `name` identifies this process there; `ttl_s`
-    0 sets no age limit; `clock` gives seconds since the epoch.
+    0 sets no age limit. Ages are by Redis's clock; while Redis is away nothing is too old.
     """
 
     def __init__(
@@ -284,10 +283,10 @@ class RetentionPolicy:
         name: str,
         ttl_s: float,
         metrics: TrainerMetrics,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self._erasures, self._remover, self._name, self._ttl_s = erasures, remover, name, ttl_s
-        self._metrics, self._clock = metrics, clock
+        self._metrics = metrics
+        self._now_ms: int | None = None
         self._orders: dict[str, int] = {}
         self._ordered: set[str] = set()
         """Tenants whose order has just come: everything of theirs goes, whatever the clocks of their engines said."""
@@ -300,9 +299,10 @@ class RetentionPolicy:
         """Why a trace must be forgotten, one of REASONS; None where it may be kept."""
         if provenance.tenant in self._ordered or covers(self._orders, provenance.tenant, provenance.created_ms):
             return "erased"
+        if not self._ttl_s or self._now_ms is None:
+            return None
         # The clock of an engine may be wrong: a trace from far in the future would never be too old.
-        too_old = self._ttl_s and abs(self._clock() - provenance.created_ms / 1000) > self._ttl_s
-        return "expired" if too_old else None
+        return "expired" if abs(self._now_ms - provenance.created_ms) > 1000 * self._ttl_s else None
 
     def reason_in_recording(self, provenance: Provenance) -> str | None:
         """The same for an operator's recording, which does not expire: the operator chose its age."""
@@ -323,7 +323,10 @@ class RetentionPolicy:
         self._polled_s = now_s
         try:
             orders = self._erasures.orders()
+            # Not by this machine's clock: one wrong reading would empty the replay, the evaluation sets and the disk.
+            self._now_ms = self._erasures.time_ms()
         except StreamError as error:
+            self._now_ms = None
             self._failed(error)
             return True
         # At the start an order may be older than what was kept since.
@@ -358,7 +361,6 @@ class RetentionPolicy:
         """Report to Redis that this process has removed everything that the orders cover."""
         self._ordered = set()
         report = TrainerReport(
-            at_ms=now_ms(),
             erased_ms=max(self._orders.values(), default=0),
             removed={tenant: self._removed[tenant] for tenant in self._orders},
         )

@@ -15,11 +15,12 @@ import redis
 
 from speculator.errors import ConfigError, TraceError
 from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
-from speculator.redis import trace_stream
+from speculator.redis import client as redis_of_ours
+from speculator.redis import trace_deletion
 from speculator.redis.client import RedisKeys, connect
 from speculator.redis.embedded import EmbeddedRedis
 from speculator.redis.stream_accounting import StreamLag
-from speculator.redis.trace_deletion import Removed, TraceRemover, remove_from_recording
+from speculator.redis.trace_deletion import ErasureOrders, Removed, TraceRemover, TrainerReport, remove_from_recording
 from speculator.redis.trace_stream import StreamEntry, TraceStream
 from speculator.trace import Trace, TraceHeader, encode_trace, read_header
 from tests.fixtures.traces import make_trace
@@ -172,10 +173,27 @@ def test_old_entries_go_by_themselves(redis_client: redis.Redis) -> None:
 
 def test_a_clock_that_is_ahead_ages_no_entries(redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(open_stream(redis_client, ttl_s=3600), ["bo"] * 2)
-    monkeypatch.setattr(trace_stream, "now_ms", lambda: int(1000 * (time.time() + 2 * 3600)))
+    monkeypatch.setattr(redis_of_ours, "now_ms", lambda: int(1000 * (time.time() + 2 * 3600)))
     ahead = open_stream(redis_client, ttl_s=3600)
     ahead.append(encode_trace(trace_of(9, "bo")), trace_id="third")
     assert ahead.lag().length == 3
+
+
+@pytest.mark.parametrize("skew_ms", [10**6, -(10**6)])
+def test_whoever_reports_is_found_whatever_this_machines_clock_says(
+    redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch, skew_ms: int
+) -> None:
+    orders = ErasureOrders(redis_client, "toy")
+    orders.report("trainer-0", TrainerReport(erased_ms=5))
+    orders.report_gateway("gateway-0", 5)
+    for module in (redis_of_ours, trace_deletion):
+        monkeypatch.setattr(module, "now_ms", lambda: int(1000 * time.time()) + skew_ms)
+    orders.report("trainer-1", TrainerReport(erased_ms=5))
+    assert set(orders.trainers()) == {"trainer-0", "trainer-1"}
+    assert orders.gateways() == {"gateway-0": 5}
+    key = RedisKeys(model_key="toy").trainers
+    redis_client.hset(key, "stopped", msgspec.json.encode(TrainerReport(at_ms=1, erased_ms=5)))
+    assert "stopped" not in orders.trainers()
 
 
 def recording(path: Path, traces: list[Trace]) -> Path:

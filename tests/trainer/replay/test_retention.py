@@ -38,6 +38,14 @@ def _always_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "POLL_S", 0.0)
 
 
+@pytest.fixture
+def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What Redis's clock says, by which traces age."""
+    now_s = [time.time()]
+    monkeypatch.setattr(ErasureOrders, "time_ms", lambda _: int(1000 * now_s[0]))
+    return now_s
+
+
 def mixed(traces: list[Trace], created_s: float | None = None) -> list[Trace]:
     """Of two tenants in turn."""
     created_ms = int(1000 * (time.time() if created_s is None else created_s))
@@ -64,6 +72,9 @@ def test_an_outage_of_redis_is_a_line_however_long_it_lasts() -> None:
             if self.is_away:
                 raise StreamError("Redis is away")
             return {}
+
+        def time_ms(self) -> int:
+            return 0
 
         def report(self, *_: object) -> None:
             self.orders()
@@ -182,12 +193,11 @@ def test_an_order_covers_all_that_has_come_from_an_engine_whose_clock_is_ahead(
 
 
 def test_a_trace_from_the_future_is_not_kept_for_ever(
-    start: MakeTrainer, stream: TraceStream, traces: list[Trace]
+    start: MakeTrainer, stream: TraceStream, traces: list[Trace], now_s: list[float]
 ) -> None:
     """The clock of an engine may be years ahead (Tr3kkR/Yuzu#2510)."""
-    now_s = [time.time()]
     send(stream, mixed(traces[:1], now_s[0] + HOUR_S / 2) + mixed(traces[1:2], now_s[0] + 1e9))
-    trainer = start(clock=lambda: now_s[0], trace_ttl_hours=1.0)
+    trainer = start(trace_ttl_hours=1.0)
     trainer.read(block_ms=0)
     assert kept(trainer) == {traces[0].header.trace_id}
     assert metric(trainer, "traces_total", outcome="expired") == 1
@@ -198,12 +208,11 @@ def test_a_trace_from_the_future_is_not_kept_for_ever(
 
 
 def test_old_traces_go_from_everywhere(
-    start: MakeTrainer, stream: TraceStream, traces: list[Trace], tmp_path: Path
+    start: MakeTrainer, stream: TraceStream, traces: list[Trace], now_s: list[float], tmp_path: Path
 ) -> None:
-    now_s = [time.time()]
     send(stream, mixed(traces[:6], now_s[0]))
     how = {"golden_traces": 2, "holdout_share": 0.5, "holdout_traces": 20, "trace_ttl_hours": 1.0}
-    trainer = start(clock=lambda: now_s[0], **how)
+    trainer = start(**how)
     trainer.read(block_ms=0)
     assert len(kept(trainer)) == 6
     now_s[0] += HOUR_S / 2
@@ -217,11 +226,45 @@ def test_old_traces_go_from_everywhere(
     assert len(list(trace_folder(tmp_path / "state").glob("*.trace"))) == 1
     assert metric(trainer, "forgotten_traces_total", reason="expired") == 6
     trainer.close()
-    again = start(clock=lambda: now_s[0] + HOUR_S, **how)
+    now_s[0] += HOUR_S
+    again = start(**how)
     again.read(block_ms=0)
     assert kept(again) == set()
     assert list(trace_folder(tmp_path / "state").glob("*.trace")) == []
     again.close()
+
+
+def test_while_redis_is_away_nothing_is_too_old(
+    start: MakeTrainer, stream: TraceStream, traces: list[Trace], now_s: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only Redis's clock can be trusted with what cannot be had again."""
+    send(stream, mixed(traces[:2], now_s[0]))
+    trainer = start(trace_ttl_hours=1.0)
+    trainer.read(block_ms=0)
+    now_s[0] += 2 * HOUR_S
+
+    def away(_: ErasureOrders) -> dict[str, int]:
+        raise StreamError("Redis is away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ErasureOrders, "orders", away)
+        trainer.read(block_ms=0)
+    assert len(kept(trainer)) == 2
+    trainer.read(block_ms=0)
+    assert kept(trainer) == set()
+    trainer.close()
+
+
+def test_a_wrong_clock_of_the_trainer_ages_nothing(
+    start: MakeTrainer, stream: TraceStream, traces: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send(stream, mixed(traces[:2]))
+    trainer = start(trace_ttl_hours=1.0, clock=lambda: 0.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "time", lambda: 1.0)
+        trainer.read(block_ms=0)
+    assert len(kept(trainer)) == 2
+    trainer.close()
 
 
 def test_an_operators_golden_recording_is_no_exception(
@@ -239,12 +282,11 @@ def test_an_operators_golden_recording_is_no_exception(
 
 
 def test_an_operators_golden_recording_may_be_as_old_as_the_operator_likes(
-    start: MakeTrainer, traces: list[Trace], tmp_path: Path
+    start: MakeTrainer, traces: list[Trace], now_s: list[float], tmp_path: Path
 ) -> None:
-    now_s = [time.time()]
     old = mixed(traces[:4], now_s[0] - 2 * HOUR_S)
     path = record(tmp_path / "golden.rec", old)
-    trainer = start(clock=lambda: now_s[0], golden=path, golden_traces=4, trace_ttl_hours=1.0)
+    trainer = start(golden=path, golden_traces=4, trace_ttl_hours=1.0)
     for _ in range(2):
         assert set(trainer.admission.golden.trace_ids) == {trace.header.trace_id for trace in old}
         now_s[0] += HOUR_S
