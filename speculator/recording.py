@@ -21,6 +21,7 @@ from typing import BinaryIO
 import msgspec
 
 from speculator.errors import ConfigError, TraceError
+from speculator.host import sync
 from speculator.trace import Trace, decode_trace
 
 FORMAT_VERSION = 1
@@ -165,6 +166,7 @@ class RecordingWriter:
             with self._file:
                 self._file.flush()
                 os.fsync(self._file.fileno())
+            sync(self.path.parent)
         except OSError as error:
             raise _not_writable(self.path, error) from error
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from speculator.draft.eagle3 import NUM_AUX_LAYERS, DraftConfig, Eagle3Draft
 from speculator.errors import ConfigError, DraftFileError, DraftMismatchError
+from speculator.host import sync, write_synced
 from speculator.target_folder import check_folder, open_weights, read_config, reading, stored_name, weight_files
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -248,8 +249,11 @@ def write_folder(out: Path, weights: Mapping[str, Tensor], config: Mapping[str, 
             folder = Path(scratch) / "draft"
             folder.mkdir()
             write_tensors(folder / "model.safetensors", weights)
-            (folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
+            sync(folder / "model.safetensors")
+            write_synced(folder / "config.json", (json.dumps(dict(config), indent=2) + "\n").encode())
+            sync(folder)
             folder.rename(out)
+            sync(out.parent)
     except OSError as error:
         raise _unwritable(out, error) from error
     return out

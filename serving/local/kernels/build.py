@@ -25,7 +25,7 @@ from torch import nn
 from serving.local.kernels.layers import KernelLinear
 from serving.local.kernels.library import PANEL, Kernels
 from speculator.errors import ConfigError
-from speculator.host import cache_root
+from speculator.host import cache_root, sync
 
 log = structlog.get_logger(__name__)
 _FOLDER = Path(__file__).parent
@@ -77,8 +77,7 @@ def found_kernels() -> Kernels | None:
         if not (instructions := available()):
             raise ConfigError("not for this CPU")
         shipped = SHIPPED / _file_name(instructions[0])
-        path = shipped if shipped.exists() else compile_library(find_compiler(), kernel_folder(), instructions[0])
-        kernels = Kernels(path)
+        kernels = Kernels(shipped) if shipped.exists() else _compiled(instructions[0])
     except (ConfigError, OSError, RuntimeError) as error:
         log.info("without kernels of our own", reason=(str(error).splitlines() or [type(error).__name__])[0])
         return None
@@ -86,6 +85,17 @@ def found_kernels() -> Kernels | None:
     products = "in pairs" if kernels.in_pairs else "one by one"
     log.info("with kernels of our own", instructions=instructions[0].needed[0], products=products)
     return kernels
+
+
+def _compiled(instructions: Instructions) -> Kernels:
+    compiler, folder = find_compiler(), kernel_folder()
+    path = compile_library(compiler, folder, instructions)
+    try:
+        return Kernels(path)
+    except OSError:
+        # Damaged, such as empty after a power cut.
+        path.unlink(missing_ok=True)
+        return Kernels(compile_library(compiler, folder, instructions))
 
 
 def compile_library(compiler: str, folder: Path, instructions: Instructions) -> Path:
@@ -101,6 +111,7 @@ def compile_library(compiler: str, folder: Path, instructions: Instructions) -> 
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise RuntimeError(done.stderr.strip() or f"{compiler} ended with {done.returncode}")
+            sync(made)
             made.replace(path)
     return path
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from speculator.draft.checkpoint import (
     expected_shapes,
     read_target_tensor,
     target_fingerprint,
+    write_folder,
 )
 from speculator.errors import ConfigError, DraftFileError, DraftMismatchError
 from tests.fixtures.drafts import CONFIG, TARGET_IDS, make_draft
@@ -185,3 +187,22 @@ def test_an_incomplete_target_is_explained(tmp_path: Path, missing: str) -> None
     if missing != "config.json":
         with pytest.raises(ConfigError):
             read_target_tensor(target, "model.norm.weight")
+
+
+def test_a_folder_gets_its_name_when_it_would_survive_a_power_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, fsync, rename = list[str](), os.fsync, Path.rename
+
+    def noting(descriptor: int) -> None:
+        done.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    def renamed(path: Path, target: Path) -> Path:
+        done.append("renamed")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    monkeypatch.setattr(Path, "rename", renamed)
+    write_folder(tmp_path / "out", {"a": torch.zeros(3)}, {"x": 1})
+    assert done == ["model.safetensors", "config.json", "draft", "renamed", tmp_path.name]

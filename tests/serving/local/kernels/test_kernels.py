@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from serving.local.kernels import build
 from serving.local.kernels.build import (
     AVX2,
     AVX512,
@@ -576,6 +577,23 @@ def test_kernels_are_compiled_once_whoever_starts_first(tmp_path: Path) -> None:
     compile_library(str(counting), folder, AVX2)
     assert len((tmp_path / "runs").read_text().splitlines()) == num_runs
     assert [path.suffix for path in folder.iterdir()] == [".so"]
+
+
+@pytest.mark.skipif(not available(), reason="this CPU has no kernels")
+def test_a_library_that_a_power_cut_left_empty_is_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = compile_library(find_compiler(), kernel_folder(), available()[0])
+    copying = tmp_path / "g++"
+    copying.write_text(f'#!/bin/bash\ncp {made} "${{@: -2:1}}"\n')
+    copying.chmod(0o700)
+    monkeypatch.setenv("CXX", str(copying))
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
+    monkeypatch.setattr(build, "SHIPPED", tmp_path / "none")
+    damaged = kernel_folder() / made.name
+    damaged.touch()
+    assert found_kernels.__wrapped__() is not None
+    assert damaged.read_bytes() == made.read_bytes()
 
 
 def test_of_two_libraries_in_a_process_each_calls_its_own(tmp_path: Path) -> None:
