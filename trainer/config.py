@@ -56,7 +56,9 @@ MOST_KNOWN_TRACES = 1_000_000
 class TrainerConfig(BaseSettings):
     """Raises pydantic's ValidationError; `load_config` turns it into a ConfigError that names the variable."""
 
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
     model_dir: Path
     """The target, a Hugging Face folder; only its embedding, output rows and final norm are read."""

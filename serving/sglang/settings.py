@@ -31,7 +31,9 @@ def is_enabled(environment: Mapping[str, str] = os.environ) -> bool:
 class PluginSettings(BaseSettings):
     """The plugin's settings. Raises pydantic's ValidationError; `load_settings` turns it into a ConfigError."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
     redis_url: str = "redis://127.0.0.1:6379/0"
     """Redis with the trace stream and the draft pointer; SGLang also starts and serves without it."""

@@ -341,6 +341,14 @@ def test_a_wrong_setting_names_its_variable(monkeypatch: pytest.MonkeyPatch, tmp
         load_config(model_dir=tmp_path, redis_url="x", store_dir=tmp_path, state_dir=tmp_path)
 
 
+@pytest.mark.parametrize("name", ["max_passes", "trace_ttl_hours", "publish_interval_s"])
+def test_a_setting_that_is_not_finite_is_refused(tmp_path: Path, name: str) -> None:
+    folders: dict[str, Any] = {"model_dir": tmp_path, "store_dir": tmp_path, "state_dir": tmp_path}
+    for value in ("inf", "nan"):
+        with pytest.raises(ConfigError, match=f"SLIPSTREAM_TRAINER_{name.upper()}"):
+            load_config(redis_url="x", model_key="x", **{name: value}, **folders)
+
+
 def test_no_more_trace_ids_are_remembered_than_a_checkpoint_holds(tmp_path: Path) -> None:
     folders: dict[str, Any] = {"model_dir": tmp_path, "store_dir": tmp_path, "state_dir": tmp_path}
     with pytest.raises(ConfigError, match="SLIPSTREAM_TRAINER_MAX_KNOWN_TRACES"):
