@@ -9,6 +9,7 @@ Under `torchrun`, sizes and limits hold for each process: two processes make a s
 from __future__ import annotations
 
 import os
+import zlib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -183,6 +184,19 @@ class TrainerConfig(BaseSettings):
     def _check_loss(cls, loss: str) -> str:
         LossMix.parse(loss)
         return loss
+
+
+_MAY_DIFFER = {
+    *("model_dir", "redis_url", "store_dir", "state_dir", "golden", "metrics_port", "metrics_host"),
+    *("device", "num_threads", "nice", "busy_share", "card_share"),
+    *("stream_max_bytes", "replay_max_bytes", "max_waiting_traces", "max_known_traces"),
+}
+"""What depends on a rank's machine."""
+
+
+def shared_checksum(config: TrainerConfig) -> int:
+    """Checksum of the settings that all ranks must share: with different ones their weights would drift apart."""
+    return zlib.crc32(config.model_dump_json(exclude=_MAY_DIFFER).encode())
 
 
 def load_config(**values: Any) -> TrainerConfig:

@@ -20,7 +20,7 @@ from speculator.errors import ConfigError, DraftMismatchError
 from speculator.versions.lineage import TenantCounts, counts_of, ensure_lineage, load_draft
 from speculator.versions.store import DraftStore
 from trainer.checkpoint import Progress, load_checkpoint
-from trainer.config import ENV_PREFIX, TrainerConfig
+from trainer.config import ENV_PREFIX, TrainerConfig, shared_checksum
 from trainer.drift import LearningCurve
 from trainer.learning.batch import cut, pack
 from trainer.learning.optimizer_step import Guard, Learner, StepReport
@@ -67,7 +67,14 @@ class Training:
         self._suspects: list[Stored] = []
 
     def resume(self) -> Progress:
-        """Load the last checkpoint, where there is one. Its version may be barred meanwhile."""
+        """Load the last checkpoint, where there is one. Its version may be barred meanwhile.
+
+        Raises ConfigError where the ranks have different settings or checkpoints, and DraftMismatchError.
+        """
+        if not self._ranks.all_equal(shared_checksum(self._config)):
+            raise ConfigError(
+                f"the ranks' settings differ: start all of them with the same {ENV_PREFIX}* variables and options"
+            )
         saved = load_checkpoint(self._config.state_dir)
         num_steps = -1 if saved is None else int(saved[0]["num_steps"])
         if not self._ranks.all_equal(num_steps):

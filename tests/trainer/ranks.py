@@ -152,6 +152,16 @@ def trainers(config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
     }
 
 
+def differ(config: TrainerConfig, ranks: Ranks) -> str:
+    """One setting of rank 1 is another."""
+    changes = {"learning_rate": 0.5} if ranks.rank == 1 else {"replay_max_bytes": 1 << 20}
+    try:
+        Trainer(config.model_copy(update=changes), CollectorRegistry(), ranks=ranks)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 def hears_nothing(config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
     """Redis is away for rank 1 from the start of the loop on; all traces come to rank 0."""
     trainer = Trainer(config, CollectorRegistry(), ranks=ranks)
@@ -248,6 +258,7 @@ def main(model_dir: Path, folder: Path, redis_url: str, last_port: str) -> None:
     seen["uneven"] = uneven_steps(learner, batch, ranks.rank)
     safetensors.torch.save_file(learner.state(), folder / f"uneven-{ranks.rank}.safetensors")
     configs = {key: stream_config(model_dir, folder, redis_url, key) for key in KEYS}
+    seen["differ"] = differ(configs[KEYS[0]], ranks)
     seen[KEYS[0]] = trainers(configs[KEYS[0]], ranks)
     seen[KEYS[1]] = hears_nothing(configs[KEYS[1]], ranks)
     seen[KEYS[2]] = became_two(configs[KEYS[2]], ranks)

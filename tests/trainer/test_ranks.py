@@ -33,7 +33,7 @@ from tests.trainer.examples import batch_of, config_for, record
 from tests.trainer.learning.test_batch import with_trees
 from tests.trainer.ranks import KEYS, NUM_STEPS, new_learner, read_traces, stream_config
 from trainer.checkpoint import Progress, joined, load_checkpoint, share_of
-from trainer.config import ENV_PREFIX, TrainerConfig
+from trainer.config import ENV_PREFIX, TrainerConfig, shared_checksum
 from trainer.loop import Trainer
 from trainer.ranks import Ranks, join_ranks
 
@@ -177,6 +177,19 @@ def test_a_bad_trace_of_one_rank_costs_no_other_and_all_go_on(run: Run) -> None:
     assert set(progress.replay) == {*first["kept"], *second["kept"]}
     manifest = DraftStore(run.folder / KEYS[0] / "store").manifest(2)
     assert manifest.info["num_traces"] == 4
+
+
+def test_ranks_with_different_settings_do_not_start(run: Run) -> None:
+    assert all("settings differ" in seen["differ"] for seen in run.seen)
+
+
+def test_settings_of_one_machine_may_differ_between_ranks(tmp_path: Path) -> None:
+    config = config_for(tmp_path, tmp_path)
+    checksums = [
+        shared_checksum(config.model_copy(update=changes))
+        for changes in ({}, {"nice": 5, "metrics_port": 1}, {"learning_rate": 0.5})
+    ]
+    assert checksums[0] == checksums[1] != checksums[2]
 
 
 def test_a_rank_that_hears_nothing_learns_with_the_others(run: Run) -> None:
