@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ class _Round:
     cold: tuple[bool, ...]
     """Requests of which the head says nothing: it has not read them, or they are left out."""
     left_out: tuple[bool, ...]
-    """Requests whose proposals are not taken, whatever they are."""
+    """Requests whose proposals are not taken, whatever they are, and those of `ended`."""
     requests: list[Any]
     facts: tuple[_RequestFacts, ...]
     text: Continuations | None
@@ -75,12 +76,22 @@ class _Round:
     prompts_s: float = 0.0
     """Seconds of prefills before it."""
     accepted: Sequence[int] | None = None
+    """Accepted proposals of each request, 0 of those that had ended."""
+    ended: tuple[bool, ...] = ()
+    """Requests that had ended, or were retracted: with overlap scheduling SGLang verifies these once more, and drops
+    the result. Known with what was accepted.
+    """
     from_text: Sequence[bool] = ()
     """Which of its proposals were earlier text; known with what was accepted."""
 
     @property
     def batch(self) -> int:
         return len(self.requests)
+
+    @property
+    def committed(self) -> int:
+        """Tokens that it added to answers, once verified."""
+        return self.batch - sum(self.ended) + sum(self.accepted or ())
 
     @property
     def uses_head(self) -> bool:
@@ -289,11 +300,13 @@ class DepthControl:
         round_ = next((round_ for round_ in self._rounds if round_.accepted is None), None)
         if round_ is None:
             return
-        round_.accepted = list(accepted)
+        round_.ended = tuple(request.is_retracted or request.finished() for request in round_.requests)
+        round_.left_out = tuple(map(operator.or_, round_.left_out, round_.ended))
+        round_.accepted = [0 if had_ended else count for count, had_ended in zip(accepted, round_.ended, strict=True)]
         planned = round_.plan.from_text or (False,) * round_.batch
         round_.from_text = planned if round_.text is None else round_.text.agree(round_.requests, planned)
         if self._planner is not None and not round_.is_control:
-            self._weigh(self._planner, round_, sum(accepted))
+            self._weigh(self._planner, round_, sum(round_.accepted))
         if round_.depth > 0:
             self._count(round_, round_.accepted)
         self._settle()
@@ -308,9 +321,8 @@ class DepthControl:
             facts.num_text_rounds += is_text
             if self._planner is not None and not is_cold and not is_text:
                 self._planner.positions.add(done.head_depth, min(count, done.head_depth))
-            # SGLang's own field for it. It counts no verification of a request that had ended.
-            if not (request.is_retracted or request.finished()):
-                request.spec_num_cap_tokens += done.depth if is_text else done.head_depth
+            # SGLang's own field for it.
+            request.spec_num_cap_tokens += done.depth if is_text else done.head_depth
         num_verified = done.batch - sum(done.left_out)
         self.num_verifications += num_verified
         self.num_verified_tokens += num_verified + sum(accepted)
@@ -320,8 +332,9 @@ class DepthControl:
         """Count accept lengths, without those of the head where it ran no passes, or had not read the request."""
         answers = np.array([len(request.output_ids) for request in done.requests])
         contexts = answers + [facts.num_prompt_tokens for facts in done.facts]
-        committed, from_text = np.add(accepted, 1), np.array(done.from_text)
-        by_head = ~(from_text | np.array(done.cold)) & done.uses_head
+        committed, counts = np.add(accepted, 1), ~np.array(done.left_out)
+        from_text = np.array(done.from_text) & counts
+        by_head = ~(from_text | np.array(done.cold)) & counts & done.uses_head
         for source, rows in ((_HEAD, by_head), (_SUFFIX, from_text)):
             if rows.any():
                 self.by_length.add(source, contexts[rows], answers[rows], committed[rows])
@@ -388,19 +401,25 @@ class DepthControl:
             self._measure(done, done.seconds, done.accepted)
 
     def _measure(self, done: _Round, seconds: float, accepted: Sequence[int]) -> None:
-        committed = done.batch + sum(accepted)
+        earned = [
+            (facts.group, 0 if had_ended else 1 + count)
+            for facts, count, had_ended in zip(done.facts, accepted, done.ended, strict=True)
+        ]
         self.meter.add(
             batch=done.batch,
             drafted=not done.is_control,
             seconds=seconds,
-            committed=committed,
-            earned=[(facts.group, 1 + count) for facts, count in zip(done.facts, accepted, strict=True)],
+            committed=done.committed,
+            earned=earned,
         )
-        self.end_to_end.add(done.arm, batch=done.batch, seconds=seconds, committed=committed, prompts_s=done.prompts_s)
+        self.end_to_end.add(
+            done.arm, batch=done.batch, seconds=seconds, committed=done.committed, prompts_s=done.prompts_s
+        )
         self.tally.add(
             drafted=not done.is_control,
             depths=(done.head_depth, done.depth),
             seconds=seconds,
+            committed=done.committed,
             accepted=accepted,
             from_text=done.from_text,
             left_out=done.left_out,
@@ -409,7 +428,9 @@ class DepthControl:
         if self._planner is not None and not done.is_control:
             expected_s = self._planner.seconds(done.batch, done.depth, uses_head=done.uses_head)
             if plain_s := self._planner.seconds(done.batch, 0, uses_head=False):
-                self._estimated.add(batch=done.batch, committed=committed, expected_s=expected_s, plain_s=plain_s)
+                # Plain decoding, too, computes a row behind each answer's end.
+                plain_rows = done.batch + sum(accepted)
+                self._estimated.add(batch=done.batch, committed=plain_rows, expected_s=expected_s, plain_s=plain_s)
         _record(done, seconds, accepted)
         if self._on_round is None:
             return
@@ -434,7 +455,8 @@ def _facts_of(request: Any) -> _RequestFacts:
 
 
 def _watched(done: _Round, seconds: float, accepted: Sequence[int]) -> WatchedRound:
-    rows = zip(done.requests, done.facts, accepted, done.cold, done.from_text, strict=True) if done.uses_head else ()
+    is_out = map(any, zip(done.cold, done.left_out, done.from_text, strict=True))
+    rows = zip(done.requests, done.facts, accepted, is_out, strict=True) if done.uses_head else ()
     by_text = done.depth * sum(done.from_text)
     return WatchedRound(
         version=done.version,
@@ -442,19 +464,22 @@ def _watched(done: _Round, seconds: float, accepted: Sequence[int]) -> WatchedRo
         batch=done.batch,
         drafted=not done.is_control,
         seconds=seconds,
-        committed=done.batch + sum(accepted),
+        committed=done.committed,
         proposed=Proposed(done.batch * done.depth - by_text, by_text) if done.uses_head else None,
         verifications=tuple(
             Verification(str(request.rid), facts.stratum, count, done.depth)
-            for request, facts, count, is_cold, is_text in rows
-            if not is_cold and not is_text
+            for request, facts, count, is_out in rows
+            if not is_out
         ),
     )
 
 
 def _record(done: _Round, seconds: float, accepted: Sequence[int]) -> None:
     """A span in each answer that is traced. It ends now: with overlap scheduling up to a step after its round."""
-    for facts, count, is_text, is_out in zip(done.facts, accepted, done.from_text, done.left_out, strict=True):
+    rows = zip(done.facts, accepted, done.from_text, done.left_out, done.ended, strict=True)
+    for facts, count, is_text, is_out, had_ended in rows:
+        if had_ended:
+            continue
         record(
             facts.parent,
             "verify",

@@ -106,24 +106,26 @@ class RoundTally:
         drafted: bool,
         depths: tuple[int, int],
         seconds: float,
+        committed: int,
         accepted: Sequence[int],
         from_text: Sequence[bool],
         left_out: Sequence[bool],
         sources: np.ndarray | None,
     ) -> None:
-        """Add a step, with the accepted proposals of each request; `from_text` says whose proposals were earlier text,
-        and `sources` [B] whose text that was (a `TextSource`), None where there was none. Of those that are `left_out`
-        only the tokens count.
+        """Add a step with its `committed` tokens and the accepted proposals of each request; `from_text` says whose
+        proposals were earlier text, and `sources` [B] whose text that was (a `TextSource`), None where there was none.
+        Proposals of those that are `left_out` do not count.
 
         `depths` are the proposals of a request from the head, and from earlier text.
         """
         mode = "speculative" if drafted else "control"
         self._rounds[mode] += 1
         self._seconds[mode] += seconds
-        accepted_B, is_text_B = np.array(accepted, np.int64), np.array(from_text, bool)
-        self._tokens[mode] += len(accepted_B) + int(accepted_B.sum())
+        accepted_B, counts_B = np.array(accepted, np.int64), ~np.array(left_out, bool)
+        is_text_B = np.array(from_text, bool) & counts_B
+        self._tokens[mode] += committed
         for most, counts, sums in (
-            (depths[0], accepted_B[~(is_text_B | np.array(left_out, bool))], self._of_head),
+            (depths[0], accepted_B[~is_text_B & counts_B], self._of_head),
             (depths[1], accepted_B[is_text_B], self._of_text),
         ):
             depth = min(most, _MOST_PROPOSALS)

@@ -212,6 +212,65 @@ def test_what_the_watch_is_told() -> None:
         assert round_.kind == (2, 2 * only.depth, 0)
 
 
+@pytest.mark.parametrize(
+    "ends", [{"finished_reason": Finish("stop")}, {"is_retracted": True}], ids=["ended", "retracted"]
+)
+def test_a_verification_behind_the_end_of_an_answer_costs_time_and_says_nothing(ends: dict[str, Any]) -> None:
+    """Overlap scheduling verifies a request once more after its last step."""
+    seen: list[WatchedRound] = []
+    control, (goes_on, over) = make_control(seconds=SECONDS, seen=seen), requests(2)
+    for _ in range(200):
+        control.started()
+        control.launched([goes_on, over], 3)
+        vars(over).update(ends)
+        control.verified([3, 1])
+    report = EngineReport.parse({name: str(value) for name, value in control.report().items()})
+    assert (control.num_verifications, control.num_verified_tokens) == (200, 800)
+    assert report.round_tokens == {"speculative": 800, "control": 0}
+    assert report.proposals == report.accepted == {"1": 200, "2": 200, "3": 200}
+    assert report.tokens_by_length == {"head/context/512": 800, "head/answer/32": 800}
+    assert float(control.explanation()["acceptance"].split(",")[1]) > 0.9
+    assert [one.spec_num_cap_tokens for one in (goes_on, over)] == [600, 0]
+    assert {(round_.batch, round_.committed, round_.proposed) for round_ in seen} == {(2, 4, Proposed(6))}
+    assert {(one.request_id, one.accepted) for round_ in seen for one in round_.verifications} == {("r0", 3)}
+
+
+def test_text_behind_the_end_of_an_answer_is_not_counted() -> None:
+    seen: list[WatchedRound] = []
+    control, batch = make_long_control(seen, is_fresh=True), requests(1)
+    batch[0].finished_reason = Finish("stop")
+    assert with_text(control, batch, [8]) == 8
+    report = EngineReport.parse({name: str(value) for name, value in control.report().items()})
+    assert (report.text_proposals, report.verifications_by_length, seen[-1].committed) == ({}, {}, 0)
+    assert control.tally.report()["accepted_text"] == "own=0,group=0,tenant=0"
+
+
+def test_the_speedup_end_to_end_counts_what_answers_have_got() -> None:
+    """Answers of 8 tokens, by a draft that is always right, with overlap scheduling."""
+    device = SlowDevice()
+    control = make_control(seconds=SECONDS, device=device, plain_share=0.2)
+    got, took_s = {True: 0, False: 0}, {True: 0.0, False: 0.0}
+    for _ in range(400):
+        (request,), missing, depths = requests(1), 8, list[int]()
+        while request.finished_reason is None:
+            depths.append(control.steps_for(1))
+            control.started()
+            device.now_s += SECONDS[depths[-1]]
+            took_s[depths[-1] > 0] += SECONDS[depths[-1]]
+            control.launched([request], depths[-1])
+            device.finish()
+            if len(depths) > 1:
+                control.verified([depths[-2]])
+                came = min(1 + depths[-2], missing)
+                got[depths[-2] > 0] += came
+                missing -= came
+            if missing == 0:
+                request.finished_reason = Finish("stop")
+        control.verified([depths[-1]])
+    ratio = took_s[False] / got[False] / (took_s[True] / got[True])
+    assert control.end_to_end.measure().ratio == pytest.approx(ratio, rel=0.05)
+
+
 def test_a_fixed_depth_is_measured_too() -> None:
     control = DepthControl(
         [3],
@@ -503,6 +562,7 @@ def test_proposals_are_counted_by_position_as_one_by_one() -> None:
             drafted=True,
             depths=depths,
             seconds=0.1,
+            committed=1,
             accepted=accepted,
             from_text=from_text,
             left_out=left_out,
