@@ -84,7 +84,7 @@ class EngineRuntime:
         self._choosing = PartGuard("depth", holds=alone)
         device = self._device = device_layer(device_of(worker))
         self.draft = new_draft(worker, store, manifest, device, alone=alone)
-        self._remembering = PartGuard("text")
+        self._remembering = PartGuard("text", off=self._stop_remembering)
         # All ranks must verify the same proposals from earlier text.
         self._splicing = PartGuard("splice", off=self._stop_text, holds=alone)
         # Swaps happen in meetings, so an error there ends them.
@@ -354,6 +354,10 @@ class EngineRuntime:
         if self._splice is not None:
             self._splice.drop()
 
+    def _stop_remembering(self) -> None:
+        if self.text is not None:
+            self.text.stop()
+
     def _stop_capture(self) -> None:
         if self._traces is not None:
             self._traces.capture.stop()
@@ -439,6 +443,8 @@ class EngineRuntime:
     def _status(self) -> Fields:
         if self._pointer is None or self._erasures is None:
             return {}
+        if self.text is not None:
+            self.text.expire()
         self._asked_limit = self._pointer.depth_limit(self._engine_id)
         if self.text is not None:
             for tenant, group_id in self._pointer.ended_groups():

@@ -90,7 +90,7 @@ class _Tenant:
 
 
 class ChainDrafter:
-    """The recent text of every tenant that a scheduler serves; used by one thread."""
+    """The recent text of every tenant that a scheduler serves; used by one thread at a time."""
 
     def __init__(self, *, width: int, arena_tokens: int = ARENA_TOKENS) -> None:
         """Chains have at most `width` proposals. `arena_tokens` is a power of two."""

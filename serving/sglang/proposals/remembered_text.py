@@ -15,12 +15,13 @@ leaves no text for others.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from serving.group_cache.texts import GroupKey
 from serving.sglang.capture.device_reads import LEAST_PROBABILITY
 from serving.sglang.capture.request import has_metadata, is_health_check, policy_of
 from serving.sglang.proposals.chain_drafter import ChainDrafter
-from speculator.proposals.suffix_drafter import MAX_MATCH
+from speculator.proposals.suffix_drafter import MAX_MATCH, TENANT_WINDOW
 
 _ATTRIBUTE = "_slipstream_text"
 _COUNT_EVERY = 64
@@ -174,7 +175,9 @@ class RememberedText:
         self._drafter = ChainDrafter(width=self.width)
         self.sharing = sharing
         self._captures_unmarked, self._ttl_s = captures_unmarked, ttl_s
-        self._tasks: deque[Callable[[ChainDrafter], object]] = deque()
+        self._looking = threading.Lock()
+        """Held by who uses the drafter."""
+        self._is_stopped = False
         self._ended: deque[int] = deque()
         self._num_looks = 0
         self.num_tokens = self.num_evicted = 0
@@ -197,7 +200,8 @@ class RememberedText:
         if self._error is not None:
             raise self._error
         if self._thread is None:
-            found = self._look_up(requests, [len(request.output_ids) for request in requests])
+            with self._looking:
+                found = self._look_up(requests, [len(request.output_ids) for request in requests])
             return found.continuations if found.continuations.counts.any() else None
         if (newest := self._found) is None:
             return None
@@ -211,6 +215,24 @@ class RememberedText:
         """Fields of the engine's report; for any thread."""
         return {"text_tokens": self.num_tokens, "text_evicted": self.num_evicted}
 
+    def stop(self) -> None:
+        """Drop all text, after an error; nothing may be looked up afterwards. It waits for a lookup at most.
+
+        Groups go on ending in Redis.
+        """
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._jobs.get_nowait()
+        self._jobs.put(None)
+        with self._looking:
+            self._is_stopped = True
+            self._drafter = ChainDrafter(width=self.width, arena_tokens=TENANT_WINDOW)
+            # The frames of an error hold requests, too.
+            self._found = self._error = None
+            # The old one gets slots of the old drafter.
+            self._ended = deque()
+            self.num_tokens = 0
+
     def close(self) -> None:
         if self._thread is not None:
             self._jobs.put(None)
@@ -219,11 +241,15 @@ class RememberedText:
             self.sharing.close(_CLOSING_S)
 
     def _run(self) -> None:
-        try:
-            while (job := self._jobs.get()) is not None:
-                self._found = self._look_up(*job)
-        except Exception as error:
-            self._error = error
+        while (job := self._jobs.get()) is not None:
+            with self._looking:
+                if self._is_stopped:
+                    return
+                try:
+                    self._found = self._look_up(*job)
+                except Exception as error:
+                    self._error = error
+                    return
 
     def _look_up(self, requests: Sequence[Any], lengths: Sequence[int]) -> _Found:
         """Look up continuations at these lengths of the answers."""
@@ -248,29 +274,42 @@ class RememberedText:
         return _Found(continuations, list(requests), list(map(id, requests)))
 
     def forget(self, tenants: Collection[str]) -> None:
-        """Drop all text of these tenants before the next lookup; for any thread but those that look up."""
+        """Drop all text of these tenants; for any thread but those that look up."""
         # Sharing first: what it has already taken is dropped with the windows.
         if self.sharing is not None:
             self.sharing.forget(tenants)
-        self._tasks.append(lambda drafter: drafter.forget(tenants))
+        with self._looking:
+            # The requests of the newest lookup may have ended.
+            self._found = None
+            self._free_ended()
+            self._drafter.forget(tenants)
 
     def drop(self, tenant: str, group_id: str) -> None:
-        """Drop the text of a prompt group that has ended, before the next lookup and in Redis; for any thread."""
+        """Drop the text of a prompt group that has ended, here and in Redis; for any thread."""
         if self.sharing is not None:
             self.sharing.drop(tenant, group_id)
-        self._tasks.append(lambda drafter: drafter.drop(tenant, group_id))
+        with self._looking:
+            self._drafter.drop(tenant, group_id)
+
+    def expire(self) -> None:
+        """Drop what is too old, also where nothing is looked up; for any thread but those that look up."""
+        if self._ttl_s:
+            with self._looking:
+                self._drafter.expire(self._ttl_s)
 
     def target_updated(self, version: int) -> None:
         """Note a new version of the target; for any thread."""
         if self.sharing is not None:
             self.sharing.set_target_version(version)
-        self._tasks.append(ChainDrafter.target_updated)
+        with self._looking:
+            self._drafter.target_updated()
 
-    def _tidy(self) -> None:
-        while self._tasks:
-            self._tasks.popleft()(self._drafter)
+    def _free_ended(self) -> None:
         while self._ended:
             self._drafter.end(self._ended.popleft())
+
+    def _tidy(self) -> None:
+        self._free_ended()
         if self._ttl_s:
             self._drafter.expire(self._ttl_s)
         if self.sharing is not None:

@@ -371,6 +371,8 @@ def test_text_that_cannot_be_looked_for_is_not_proposed(scene: Scene) -> None:
     assert scene.runtime.steps_for(lambda: 2, 1) == 0
     assert scene.decode([request]) is SERVED
     scene.wait_for_failure("text:TypeError=1")
+    assert scene.runtime.text is not None
+    assert scene.runtime.text._is_stopped
 
 
 @pytest.mark.parametrize("unstarted", [REMEMBERING], indirect=True)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import redis
 from serving.group_cache.sync import GroupSharing
 from serving.group_cache.texts import GroupKey, GroupTextPiece, GroupTexts, ReadPosition, decode_pieces, encode_piece
 from serving.metrics import GroupTextMetrics
+from serving.sglang.plugin.part_guard import PartGuard
 from serving.sglang.proposals.remembered_text import Continuations, RememberedText
 from speculator.host import now_ms
 from speculator.redis.client import connect
@@ -130,6 +134,58 @@ def test_what_ends_the_thread_is_raised_where_the_text_is_asked_for(behind: Reme
     wait_until(lambda: behind._error is not None)
     with pytest.raises(AttributeError):
         behind.find([request([1])])
+
+
+def test_text_that_cannot_be_looked_for_any_more_is_gone_and_nothing_is_queued(behind: RememberedText) -> None:
+    newest = request([*TEXT, 5], SEEN)
+    looked(behind, [newest])
+    broken = request([1])
+    del broken.sampling_params
+    behind.processed([broken])
+    wait_until(lambda: behind._error is not None)
+    guard = PartGuard("text", off=behind.stop)
+    assert guard(behind.find, [newest]) is None
+    assert guard.is_off
+    freed = weakref.ref(newest)
+    del newest
+    gc.collect()
+    assert freed() is None
+    for number in range(3):
+        behind.drop("t", f"g{number}")
+    behind.target_updated(2)
+    behind.forget(["t"])
+    assert not behind._drafter._tenants
+    assert behind.report()["text_tokens"] == 0
+
+
+def test_a_lookup_under_way_when_text_is_stopped_is_the_last() -> None:
+    text, asked = make_text(overlaps=True), request([*TEXT, 5], SEEN)
+    assert text._thread is not None
+    with text._looking:
+        text.processed([asked])
+        wait_until(lambda: text._jobs.empty())
+        stopping = threading.Thread(target=text.stop)
+        stopping.start()
+    stopping.join(10)
+    text._thread.join(10)
+    assert (text._thread.is_alive(), text._found, text._error) == (False, None, None)
+    assert not text._drafter._tenants
+
+
+def test_an_order_to_erase_takes_effect_where_nothing_is_looked_up() -> None:
+    text = make_text(ttl_s=3600)
+    wrote(text, TEXT, tenant="a", group_id="g")
+    wrote(text, TEXT, tenant="b", group_id="g")
+    text.drop("a", "g")
+    assert not text._drafter._tenants["a"].groups
+    text.forget(["a"])
+    assert list(text._drafter._tenants) == ["b"]
+    assert not text._drafter._of_slot, "requests that have ended"
+    text.expire()
+    assert list(text._drafter._tenants) == ["b"]
+    text._ttl_s = 1e-9
+    text.expire()
+    assert not text._drafter._tenants
 
 
 def test_two_tenants_with_the_same_text_never_draft_from_each_other() -> None:
