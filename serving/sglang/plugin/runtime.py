@@ -277,6 +277,7 @@ class EngineRuntime:
             self._capturing(lambda: probe.on_tree(scores, organized[1]))
 
     def released(self, request: Any) -> None:
+        self._choosing(self.depth.released, request)
         if self._traces is not None:
             self._capturing(self._traces.capture.on_release, request)
 

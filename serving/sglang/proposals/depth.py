@@ -222,6 +222,10 @@ class DepthControl:
         if namespace:
             request.extra_key = f"{request.extra_key}|{namespace}" if request.extra_key else namespace
 
+    def released(self, request: Any) -> None:
+        """A request gives up its KV cache: it has ended, or was retracted and will be prefilled again."""
+        self._draft_sleep.released(request)
+
     def started(self) -> None:
         """A decode step begins."""
         self._clock.start()

@@ -10,7 +10,9 @@ A draft that has learnt nothing reads no prompts, either: keys and values of ran
 version. One that has learnt goes on reading prompts, since time may wake it at any step.
 
 SGLang caches prefixes whether the draft has read them or not. Those from before the first version that has learnt lack
-the draft's keys and values, so later requests have a prefix cache of their own.
+the draft's keys and values, so later requests have a prefix cache of their own. Answers that were decoded while a
+draft that has learnt slept stay in the cache, and later turns on them judge versions: to leave out all requests with a
+cached prefix would often leave none.
 """
 
 from __future__ import annotations
@@ -74,6 +76,14 @@ class DraftSleep:
         """Make these requests cold: the draft does not read their tokens."""
         for request in requests:
             setattr(request, _COLD, True)
+
+    def released(self, request: Any) -> None:
+        """Note that a request gives up its KV cache. If it goes on, the draft reads it again, and it is no longer cold.
+
+        But not where SGLang may have cached its prompt before a draft could read it.
+        """
+        if not request.finished() and not self._is_fresh and self.prefix_namespace in (request.extra_key or ""):
+            setattr(request, _COLD, False)
 
     @staticmethod
     def is_cold(request: Any) -> bool:

@@ -37,6 +37,7 @@ class Request:
         self.finished_reason: Finish | None = None
         self.is_retracted, self.spec_num_cap_tokens, self.decode_batch_idx = False, 0, 0
         self.time_stats = SimpleNamespace(scheduler_recv_time=time.perf_counter())
+        self.extra_key: str | None = None
         self.lora_id = self.multimodal_inputs = self.input_embeds = self.grammar = self.custom_logit_processor = None
         params = {
             "temperature": 1.0,

@@ -313,6 +313,15 @@ def test_without_our_choice_of_the_depth_it_is_sglangs_own(scene: Scene) -> None
     scene.wait_for_failure("depth:AttributeError=1")
 
 
+def test_a_request_that_is_retracted_will_be_read_again(scene: Scene) -> None:
+    request, sleep = Request([1, 2, 3]), scene.runtime.depth._draft_sleep
+    scene.runtime.depth.draft_changed(2)
+    scene.runtime.arrived(request)
+    sleep.mark([request])
+    scene.runtime.released(request)
+    assert not sleep.is_cold(request)
+
+
 @pytest.mark.parametrize("unstarted", [REMEMBERING], indirect=True)
 def test_text_of_a_group_goes_to_other_engines_and_the_report_counts_it(
     scene: Scene, model_dir: Path, redis_client: redis.Redis

@@ -405,6 +405,32 @@ def test_a_prefix_that_no_draft_has_read_is_of_no_later_request() -> None:
     assert key(learnt, None) is None
 
 
+def test_a_retracted_request_is_drafted_for_again_once_it_is_read_again() -> None:
+    def retracted_and_read(control: DepthControl, request: Any) -> int:
+        """Its greatest depth after its next prefill, but for the first step, planned before the request was seen."""
+        request.is_retracted = True
+        control.released(request)
+        request.is_retracted = False
+        assert control.reads_prompt_of([request])
+        step(control, [request])
+        return max(step(control, [request], accepts=True) for _ in range(60))
+
+    control, (asleep,) = make_control(seconds=SECONDS), requests(1)
+    while not control.is_asleep:
+        step(control, [asleep])
+    step(control, [asleep])
+    control.draft_changed(2)
+    assert {step(control, [asleep]) for _ in range(30)} == {0}
+    assert retracted_and_read(control, asleep) == 3
+
+    control, (unread,) = make_control(is_fresh=True, seconds=SECONDS), requests(1)
+    control.arrived(unread)
+    assert not control.reads_prompt_of([unread])
+    control.released(unread)
+    control.draft_changed(2)
+    assert retracted_and_read(control, unread) == 0, "SGLang may still have its unread prompt"
+
+
 def text_for(batch: list[Any], tokens: list[int]) -> Continuations:
     """Text that is always right, for the first of these requests."""
     found, probabilities = np.zeros((len(batch), len(tokens)), np.int32), np.zeros((len(batch), len(tokens)))
