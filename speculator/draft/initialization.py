@@ -121,7 +121,7 @@ def fresh_draft(
             draft.fc.weight.mul_(_FEATURE_SCALE)
         _attend_to_own_position(draft)
         draft.midlayer.mlp.down_proj.weight.mul_(_OUTPUT_SCALE)
-        offset = 1.0 if target.get("model_type") in _OFFSET_NORMS else 0.0
+        offset = 1.0 if str(target.get("model_type")) in _OFFSET_NORMS else 0.0
         draft.norm.weight.copy_((read_target_tensor(model_dir, NORM).float() + offset) * output_scale(target))
         draft.lm_head.weight.copy_(read_target_tensor(model_dir, LM_HEAD)[draft.target_ids])
     return draft

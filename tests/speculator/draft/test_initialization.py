@@ -162,6 +162,15 @@ def test_every_head_of_a_fresh_draft_looks_at_its_own_position(model_dir: Path) 
     assert own_HT.mean() > 2 * others.abs().mean()
 
 
+def test_a_type_that_is_no_text_is_an_unknown_one(tmp_path: Path) -> None:
+    folder = make_toy_model(tmp_path / "toy")
+    config = json.loads((folder / "config.json").read_text())
+    known = fresh_draft(folder, seed=0, draft_vocab_size=16)
+    for odd in ({}, [64]):
+        (folder / "config.json").write_text(json.dumps({**config, "model_type": odd}))
+        assert torch.equal(fresh_draft(folder, seed=0, draft_vocab_size=16).norm.weight, known.norm.weight)
+
+
 def test_a_folder_without_a_model_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json"):
         fresh_draft(tmp_path, seed=0)
