@@ -31,26 +31,22 @@ _NOT_FOR_CLIENTS = frozenset(
 """Refused fields: code to run, a pattern that can block SGLang's process for ever, a grammar that can end it since it
 allows no token (`root ::= root`), a machine to connect to, and a part of the cache key."""
 _NOT_FOR_TEMPLATES = frozenset(
-    (
-        *(
-            "chat_template",
-            "conversation",
-            "messages",
-            "tools",
-            "add_generation_prompt",
-            "tokenize",
-            "tokenizer_kwargs",
-        ),
-        *(
-            "padding",
-            "truncation",
-            "max_length",
-            "return_tensors",
-            "return_dict",
-            "return_assistant_tokens_mask",
-            "self",
-        ),
-    )
+    {
+        "chat_template",
+        "conversation",
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "tokenize",
+        "tokenizer_kwargs",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "self",
+    }
 )
 """What SGLang itself gives `apply_chat_template`, or what changes what that returns. A template of the client's may
 block SGLang's process for ever."""

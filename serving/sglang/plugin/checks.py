@@ -112,7 +112,7 @@ def check_server(args: Any, settings: PluginSettings) -> str:
         )
     if args.enable_memory_saver:
         raise ConfigError("--enable-memory-saver releases weights that draft swaps write: leave it out")
-    if (args.hicache_storage_backend is not None or args.enable_lmcache) and not parts_storage():
+    if (args.hicache_storage_backend is not None or args.enable_lmcache) and not separates_tenants_in_storage():
         raise ConfigError(
             f"SGLang {sglang_version()} shares between tenants what --hicache-storage-backend and --enable-lmcache "
             f"store: leave them out, or {INSTALL}"
@@ -136,8 +136,8 @@ def check_server(args: Any, settings: PluginSettings) -> str:
     return manifest.target_fingerprint
 
 
-def parts_storage() -> bool:
-    """Whether SGLang parts tenants in storage outside the server as well; 0.5.17 does not."""
+def separates_tenants_in_storage() -> bool:
+    """Whether SGLang keeps tenants apart in storage outside the server, too; 0.5.17 does not."""
     from sglang.srt.mem_cache import utils
 
     return hasattr(utils, "storage_namespace_seed")

@@ -108,9 +108,9 @@ def test_storage_outside_the_server_is_refused_where_tenants_would_share_it(
     model_dir: Path, store: DraftStore, storage: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storing, settings = arguments(model_dir, store, **storage), PluginSettings(store=store.root)
-    monkeypatch.setattr("serving.sglang.plugin.checks.parts_storage", lambda: True)
+    monkeypatch.setattr("serving.sglang.plugin.checks.separates_tenants_in_storage", lambda: True)
     check_server(storing, settings)
-    monkeypatch.setattr("serving.sglang.plugin.checks.parts_storage", lambda: False)
+    monkeypatch.setattr("serving.sglang.plugin.checks.separates_tenants_in_storage", lambda: False)
     with pytest.raises(ConfigError, match="shares between tenants"):
         check_server(storing, settings)
 
