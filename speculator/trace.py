@@ -139,7 +139,8 @@ class BranchRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """One span of T tokens. `target_topk_*` row t is the target's distribution *after* token t, at temperature 1.
+    """One span of T tokens. `target_topk_*` row t is the target's distribution *after* token t, at temperature 1, with
+    the request's penalties.
 
     A float8 feature means its product with `aux_scale`. Decoded features are bfloat16, without a scale.
     """
@@ -154,7 +155,7 @@ class Trace:
     target_topk_logprobs: np.ndarray = field(repr=False)
     """[T, K] float16: their logprobs; −inf without a distribution."""
     constrained: np.ndarray = field(repr=False)
-    """[T] bool: a grammar or a penalty changed the distribution; no distillation."""
+    """[T] bool: a grammar, a bias or the like changed the distribution; no distillation."""
     rounds: VerifyRounds = field(repr=False)
     aux_scale: Tensor | None = field(default=None, repr=False)
     """[T] float16: with float8 features, their factor."""

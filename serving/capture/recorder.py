@@ -204,7 +204,7 @@ class TraceRecorder:
                 self._drop(trace, self._sampler.reason)
                 return
         if not trace.has_label:
-            # As where a grammar or a penalty changed the whole answer: the trainer would refuse it.
+            # As where a grammar or a bias changed the whole answer: the trainer would refuse it.
             self._drop(trace, "nothing_computed")
             return
         if self._reason_to_drop is not None and (reason := self._reason_to_drop(trace)) is not None:

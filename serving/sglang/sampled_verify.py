@@ -46,11 +46,7 @@ class SampledVerify:
             self._under_way = None
 
     def around_walk(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Hook of SGLang's `verify_tree_greedy_func`; the logits already include penalties, biases and grammars.
-
-        Penalties are right for the first token alone; what is chosen behind it is dropped
-        (serving/sglang/penalties.py).
-        """
+        """Hook of SGLang's `verify_tree_greedy_func`; the logits already include penalties, biases and grammars."""
         if self._under_way is not None:
             verify_input, batch, logits_output = self._under_way
             if not batch.sampling_info.is_all_greedy and commits_argmax(logits_output.next_token_logits):

@@ -64,8 +64,8 @@ def with_draft(
         model_key=model_key(start.model_dir, fingerprint),
         target_fingerprint=fingerprint,
     )
-    if not any(word.partition("=")[0] == _DEFAULTS for word in options.extra):
-        _warn_of_penalties(options.model_dir, captures=options.capture)
+    if options.capture and not any(word.partition("=")[0] == _DEFAULTS for word in options.extra):
+        _warn_of_defaults(options.model_dir)
     if shares_gpu and not any(word.partition("=")[0] == FRACTION for word in options.extra):
         options = replace(options, extra=(*options.extra, FRACTION, str(_fraction(options, store, version))))
     return options, version
@@ -75,21 +75,15 @@ _DEFAULTS = "--sampling-defaults"
 """SGLang's option: whether requests get what they leave out from the model's generation_config.json."""
 
 
-def _warn_of_penalties(model_dir: Path, *, captures: bool) -> None:
-    """Warn where the model's own defaults penalise every answer: no proposal is taken then. These and `min_p` also
-    leave hardly a trace with a label to learn from.
-    """
+def _warn_of_defaults(model_dir: Path) -> None:
+    """Warn where the model's own defaults leave hardly a trace with a label to learn from."""
     try:
-        defaults = json.loads((model_dir / "generation_config.json").read_bytes())
-        names = ("repetition_penalty", "min_p") if captures else ("repetition_penalty",)
-        penalties = {name: defaults.get(name) for name in names}
+        min_p = json.loads((model_dir / "generation_config.json").read_bytes()).get("min_p")
     except (OSError, ValueError, AttributeError):
         return
-    if given := {name: value for name, value in penalties.items() if value not in (None, 0, 1)}:
-        fix = f"let requests say repetition_penalty 1 and min_p 0, or pass {_DEFAULTS} openai after --"
-        loss = "no proposal is taken" if "repetition_penalty" in given else "they teach nothing"
-        what = f"generation_config.json changes all answers: {loss}"
-        log.warning(what, **given, fix=fix)
+    if min_p:
+        fix = f"let requests say min_p 0, or pass {_DEFAULTS} openai after --"
+        log.warning("generation_config.json changes all answers, which teach nothing then", min_p=min_p, fix=fix)
 
 
 def exec_sglang(start: SglangStart, *, host: str, port: int, engine_id: str, shares_gpu: bool = False) -> NoReturn:

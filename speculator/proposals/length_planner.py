@@ -91,12 +91,10 @@ class LengthPlanner:
         *,
         head_lengths: Sequence[int],
         text_gains_BL: np.ndarray | None = None,
-        num_left_out: int = 0,
     ) -> LengthPlan:
         """Plan a round. `lengths`: available lengths, 0 first; `head_lengths`: those for the head's chains, 0 first.
 
         `text_gains_BL` [B, L]: expected accepted tokens of each request's suffix chain, cut at each of `lengths`.
-        `num_left_out` requests take no proposals; their suffix chains are empty.
         """
         plain_s = self.times.verify_s(batch, 0, 0)
         if not plain_s:
@@ -105,14 +103,12 @@ class LengthPlanner:
             (self.positions.rate(position) for position in range(1, head_lengths[-1] + 1)), operator.mul
         )
         head_gains = list(itertools.accumulate(reaches, initial=0.0))
-        best = without = self._without_head(batch, lengths, plain_s, head_gains, text_gains_BL, num_left_out)
+        best = without = self._without_head(batch, lengths, plain_s, head_gains, text_gains_BL)
         if len(head_lengths) > 1:
             columns = [list(lengths).index(length) for length in head_lengths[1:]]
-            head_gains_L = np.array(head_gains)[head_lengths[1:]]
-            gains_L = batch * head_gains_L
+            gains_L = batch * np.array(head_gains)[head_lengths[1:]]
             if text_gains_BL is not None:
-                gains_L = np.maximum(text_gains_BL[:, columns], head_gains_L).sum(0)
-            gains_L = gains_L - num_left_out * head_gains_L
+                gains_L = np.maximum(text_gains_BL[:, columns], np.array(head_gains)[head_lengths[1:]]).sum(0)
             plans = [
                 self._with_head(without, length, gain)
                 for length, gain in zip(head_lengths[1:], gains_L.tolist(), strict=True)
@@ -172,14 +168,12 @@ class LengthPlanner:
         plain_s: float,
         head_gains: Sequence[float],
         text_gains_BL: np.ndarray | None,
-        num_left_out: int,
     ) -> LengthPlan:
         """The best plan without the head's passes; without suffix text, plain decoding."""
         plain = LengthPlan(batch=batch, expected_tokens=float(batch), expected_s=plain_s, plain_s=plain_s)
         best = plain
         if text_gains_BL is not None and text_gains_BL.any():
-            first = _first(head_gains)
-            totals = (batch - num_left_out * first + np.maximum(text_gains_BL, first).sum(0)).tolist()
+            totals = (batch + np.maximum(text_gains_BL, _first(head_gains)).sum(0)).tolist()
             for length, tokens in zip(lengths[1:], totals[1:], strict=True):
                 seconds = self.text_times.verify_s(batch, length, 0)
                 if tokens * best.expected_s > _BETTER * best.expected_tokens * seconds:

@@ -255,12 +255,12 @@ def test_the_label_after_a_prompt_is_the_targets_own_however_its_first_token_is_
     }
     before = nothing_computed(plugged.report())
     answered = httpx.post(f"{plugged.server.url}/generate", json=body, timeout=60, trust_env=False).raise_for_status()
-    # Of the biased and the penalised one nothing can be learned, so they leave no trace; they are in the batch, though.
-    found = plugged.traces(3)
-    plugged.wait_for(lambda report: nothing_computed(report) == before + 2)
+    # Of the biased one nothing can be learned, so it leaves no trace; it is in the batch, though.
+    found = plugged.traces(4)
+    plugged.wait_for(lambda report: nothing_computed(report) == before + 1)
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    for prompt, answer in zip(prompts[:3], answered.json()[:3], strict=True):
+    for prompt, answer in itertools.compress(zip(prompts, answered.json(), strict=True), (1, 1, 1, 0, 1)):
         trace = found[answer["meta_info"]["id"]]
         last = len(prompt) - 1 - trace.header.first_position
         _, logprobs = _forward(model, torch.tensor([prompt]), len(prompt) - 1)
@@ -391,9 +391,14 @@ def test_sampling_and_constraints_are_recorded(plugged: Plugged, traces: dict[st
     assert (free.header.sampling.temperature, free.header.sampling.top_p, free.header.sampling.top_k) == (0.7, 0.9, 40)
     assert not free.constrained.any()
     before = nothing_computed(plugged.report())
-    plugged.server.generate(ids, max_new_tokens=6, frequency_penalty=0.5)
-    # The penalty has changed every distribution.
+    plugged.server.generate(ids, max_new_tokens=6, min_p=0.5)
     plugged.wait_for(lambda report: nothing_computed(report) == before + 1)
+    penalised = plugged.server.generate(ids, max_new_tokens=24, frequency_penalty=1.5)
+    ((_, trace),) = plugged.traces(1).items()
+    served = penalised["output_ids"]
+    assert trace.target_topk_ids[-len(served) :, 0].tolist() == served, "the labels have the penalties"
+    assert served != plugged.server.generate(ids, max_new_tokens=24)["output_ids"]
+    assert len(plugged.traces(1)) == 1
     assert plugged.stream.read(1, 200) == []
 
 

@@ -132,10 +132,8 @@ def test_penalties_are_those_of_a_plain_server(plugged: Plugged, plain: SglangSe
     steps, lengths = zip(
         *((one["meta_info"]["spec_verify_ct"], len(one["output_ids"]) - 1) for one in answers), strict=True
     )
-    assert steps[2:-2] == lengths[2:-2], "a token each"
-    assert sum(steps[:2]) < sum(lengths[:2])
-    assert 29 <= steps[-2] <= lengths[-2]
-    assert lengths[-1] < 29
+    assert sum(steps) < 0.9 * sum(lengths), "proposals are taken"
+    assert lengths[-2] >= 29 > lengths[-1]
 
 
 def test_it_stays_so_beside_a_head_that_is_asked_and_swapped(

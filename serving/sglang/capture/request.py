@@ -115,16 +115,13 @@ def received_ms(request: Any) -> int:
 
 
 def is_constrained(request: Any) -> bool:
-    """Whether something but temperature, top-k and top-p changes the distribution of this answer's tokens."""
+    """Whether something but temperature, top-k, top-p and penalties changes the distribution of the answer's tokens."""
     params = request.sampling_params
     return bool(
         request.grammar is not None
         or params.logit_bias
         or params.min_new_tokens
         or params.min_p
-        or params.frequency_penalty
-        or params.presence_penalty
-        or params.repetition_penalty != 1.0
         or request.custom_logit_processor
     )
 
@@ -151,7 +148,7 @@ class SpanRequest:
     sampling: SamplingParams
     policy: CapturePolicy
     constrained: bool
-    """A grammar, bias or penalty changes the distribution of the answer's tokens."""
+    """A grammar, a bias or the like changes the distribution of the answer's tokens."""
     created_ms: int
     """When the request came, in ms since 1970."""
 

@@ -205,7 +205,7 @@ SGLANG_RECORDS = (
     SglangRecord(
         "sglang.srt.speculative.eagle_info.EagleVerifyInput",
         (
-            *("draft_token", "draft_token_num", "draft_probs", "topk", "positions"),
+            *("draft_token", "draft_token_num", "draft_probs", "topk", "positions", "spec_steps"),
             *("retrieve_next_token", "retrieve_next_sibling"),
         ),
     ),

@@ -139,7 +139,7 @@ def add_hooks(settings: PluginSettings, registry: Any, hook_type: Any) -> None:
     add(VERIFIED, _around_verified, "around")
     sampled = SampledVerify()
     add(SAMPLED_VERIFY, sampled.around_sampling, "around")
-    add(SAMPLED_VERIFY, _after_sampled_verify, "after")
+    add(SAMPLED_VERIFY, _around_sampled_verify, "around")
     add(WALK, sampled.around_walk, "around")
     add(DRAFT, _around_draft, "around")
     add(DRAFT_PASSES, _around_draft_passes, "around")
@@ -227,10 +227,9 @@ def _around_verify(run: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any)
     return _runtimes[id(worker)].verify(lambda: run(worker, batch, *args, **kwargs), batch)
 
 
-def _after_sampled_verify(result: Any, _: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
-    _predicted, accept_lens, accept_index = result
-    if (runtime := _the_runtime()) is not None:
-        runtime.walked(batch, accept_lens, accept_index)
+def _around_sampled_verify(run: Any, *args: Any, **kwargs: Any) -> Any:
+    runtime = _the_runtime()
+    return run(*args, **kwargs) if runtime is None else runtime.walk(run, *args, **kwargs)
 
 
 def _around_verified(run: Any, worker: Any, accepted: list[int], *args: Any, **kwargs: Any) -> Any:

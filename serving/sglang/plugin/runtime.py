@@ -28,7 +28,7 @@ from serving.hotswap.follower import DraftFollower
 from serving.sglang.capture.pipeline import TracePipeline
 from serving.sglang.capture.request import Origin
 from serving.sglang.device import Device, device_layer
-from serving.sglang.penalties import commit_one, penalised
+from serving.sglang.penalties import TreePenalties
 from serving.sglang.plugin.checks import resolved, verification_of, version_of
 from serving.sglang.plugin.part_guard import PartGuard, failed_parts
 from serving.sglang.plugin.parts import depths_of, device_of, new_draft, new_probe, new_text, tensor_parallel_group
@@ -82,7 +82,8 @@ class EngineRuntime:
         self._capturing = PartGuard("capture", off=self._stop_capture)
         # Where there are several ranks all must choose the same depth and exchange the same draft in the same step.
         self._choosing = PartGuard("depth", holds=alone)
-        device = self._device = device_layer(device_of(worker))
+        device = device_layer(device_of(worker))
+        self._penalties = TreePenalties(device, lags=not args.disable_overlap_schedule)
         self.draft = new_draft(worker, store, manifest, device, alone=alone)
         self._remembering = PartGuard("text", off=self._stop_remembering)
         # All ranks must verify the same proposals from earlier text.
@@ -148,11 +149,12 @@ class EngineRuntime:
             self._choosing(self.depth.interrupted, batch.reqs or ())
             if self.text is not None and not batch.forward_mode.is_idle():
                 self._remembering(self.text.processed, batch.reqs)
+            for request in batch.reqs or ():
+                self._penalties.prefilled(request)
             self._prefilling = batch
             result = run()
             self._prefilling = None
             return result
-        self._choosing(self.depth.leave_out, penalised(batch))
         if self._splice is not None and not self._splicing.is_off and not batch.forward_mode.is_idle():
             found = None if self.text is None else self._remembering(self.text.find, batch.reqs)
             found = self._choosing(self._agreement.text, found, batch.reqs, self._splice.width)
@@ -178,15 +180,13 @@ class EngineRuntime:
             self._capturing(self._after_verify, batch, before, result, accept_index)
         return result
 
-    def walked(self, batch: Any, accept_lens: torch.Tensor, accept_index: torch.Tensor) -> None:
-        """Keep the accepted path of the verification that is under way, cut where penalties change with each token.
-
-        SGLang's own result has it only from 0.5.22.
-        """
+    def walk(self, run: Callable[..., Any], verify_input: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run SGLang's walk down the tree of the verification that is under way."""
         # Without a guard: SGLang would go on with another text than the target's.
-        if any(is_penalised := penalised(batch)):
-            commit_one(self._device, is_penalised, accept_lens, accept_index)
-        self._accept_index = accept_index
+        result = self._penalties.around_sampling(run, verify_input, batch, *args, **kwargs)
+        # The verification's own result has the accepted path only from SGLang 0.5.22.
+        self._accept_index = result[2]
+        return result
 
     def verified(self, run: Callable[[], Any], accepted: list[int]) -> None:
         self._capturing(self._verdict, accepted)
@@ -278,6 +278,7 @@ class EngineRuntime:
 
     def released(self, request: Any) -> None:
         self._choosing(self.depth.released, request)
+        self._penalties.released(request)
         if self._traces is not None:
             self._capturing(self._traces.capture.on_release, request)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import math
-import operator
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -66,9 +65,7 @@ class _Round:
     arm: Arm
     """Its arm in the A/B test of the end-to-end speedup."""
     cold: tuple[bool, ...]
-    """Requests of which the head says nothing: it has not read them, or they are left out."""
-    left_out: tuple[bool, ...]
-    """Requests whose proposals are not taken, whatever they are, and those of `ended`."""
+    """Requests that the head has not read."""
     requests: list[Any]
     facts: tuple[_RequestFacts, ...]
     text: Continuations | None
@@ -156,7 +153,6 @@ class DepthControl:
         """What the draft's reading of a step without its chains takes, in plain steps, by depth."""
         self._are_cold = False
         """Whether all requests of the last step are cold: the head is then not used."""
-        self._left_out: tuple[bool, ...] = ()
         self._rounds: deque[_Round] = deque()
         self._present: Sequence[Any] = ()
         """Requests of the last step, decode or prefill."""
@@ -169,14 +165,8 @@ class DepthControl:
         self.num_verifications = self.num_verified_tokens = 0
         """Requests' verifications with proposals, and the tokens that they committed, bonus included."""
 
-    def leave_out(self, left_out: tuple[bool, ...]) -> None:
-        """Say, before `found`, which requests of the next step take no proposals; empty where all do."""
-        self._left_out = left_out
-
     def found(self, text: Continuations | None) -> None:
         """Set the continuations for the next step's requests, before it is planned."""
-        if text is not None and any(self._left_out):
-            text = text.of(np.where(self._left_out, -1, np.arange(len(self._left_out))))
         self.text = text
 
     def steps_for(self, batch: int) -> int:
@@ -193,13 +183,12 @@ class DepthControl:
 
     def _planned(self, planner: LengthPlanner, batch: int) -> LengthPlan:
         depths = [depth for depth in self._depths if self.limit is None or depth <= self.limit]
-        num_left_out = sum(self._left_out)
-        asks_head = not self.is_asleep and not self._are_cold and num_left_out < batch
+        asks_head = not self.is_asleep and not self._are_cold
         gains = None
         if self.text is not None and len(self.text.counts) == batch:
             gains = self.text.gains(depths)
         head_depths = [depth for depth in depths if depth <= self._head_depth] if asks_head else [0]
-        return planner.plan(batch, depths, head_lengths=head_depths, text_gains_BL=gains, num_left_out=num_left_out)
+        return planner.plan(batch, depths, head_lengths=head_depths, text_gains_BL=gains)
 
     @property
     def is_asleep(self) -> bool:
@@ -250,7 +239,6 @@ class DepthControl:
         plan = self.plan
         if self._planner is None or depth != plan.num_proposals:
             plan = LengthPlan(batch=len(requests), num_proposals=depth, uses_head=depth > 0)
-        left_out = self._left_out or (False,) * len(requests)
         round_ = _Round(
             self._version,
             self.target_version,
@@ -258,10 +246,7 @@ class DepthControl:
             plan,
             self._is_control,
             self._arm,
-            cold=tuple(
-                is_out or self._draft_sleep.is_cold(request) for request, is_out in zip(requests, left_out, strict=True)
-            ),
-            left_out=left_out,
+            cold=tuple(map(self._draft_sleep.is_cold, requests)),
             requests=list(requests),
             facts=tuple(_facts_of(request) for request in requests),
             text=self.text if plan.from_text else None,
@@ -305,7 +290,6 @@ class DepthControl:
         if round_ is None:
             return
         round_.ended = tuple(request.is_retracted or request.finished() for request in round_.requests)
-        round_.left_out = tuple(map(operator.or_, round_.left_out, round_.ended))
         round_.accepted = [0 if had_ended else count for count, had_ended in zip(accepted, round_.ended, strict=True)]
         planned = round_.plan.from_text or (False,) * round_.batch
         round_.from_text = planned if round_.text is None else round_.text.agree(round_.requests, planned)
@@ -317,9 +301,9 @@ class DepthControl:
 
     def _count(self, done: _Round, accepted: Sequence[int]) -> None:
         """Count the accepted proposals of a round."""
-        rows = zip(done.requests, done.facts, accepted, done.cold, done.from_text, done.left_out, strict=True)
-        for request, facts, count, is_cold, is_text, is_out in rows:
-            if is_out:
+        rows = zip(done.requests, done.facts, accepted, done.cold, done.from_text, done.ended, strict=True)
+        for request, facts, count, is_cold, is_text, had_ended in rows:
+            if had_ended:
                 continue
             facts.num_rounds += 1
             facts.num_text_rounds += is_text
@@ -327,7 +311,7 @@ class DepthControl:
                 self._planner.positions.add(done.head_depth, min(count, done.head_depth))
             # SGLang's own field for it.
             request.spec_num_cap_tokens += done.depth if is_text else done.head_depth
-        num_verified = done.batch - sum(done.left_out)
+        num_verified = done.batch - sum(done.ended)
         self.num_verifications += num_verified
         self.num_verified_tokens += num_verified + sum(accepted)
         self._count_by_length(done, accepted)
@@ -336,7 +320,7 @@ class DepthControl:
         """Count accept lengths, without those of the head where it ran no passes, or had not read the request."""
         answers = np.array([len(request.output_ids) for request in done.requests])
         contexts = answers + [facts.num_prompt_tokens for facts in done.facts]
-        committed, counts = np.add(accepted, 1), ~np.array(done.left_out)
+        committed, counts = np.add(accepted, 1), ~np.array(done.ended)
         from_text = np.array(done.from_text) & counts
         by_head = ~(from_text | np.array(done.cold)) & counts & done.uses_head
         for source, rows in ((_HEAD, by_head), (_SUFFIX, from_text)):
@@ -426,7 +410,7 @@ class DepthControl:
             committed=done.committed,
             accepted=accepted,
             from_text=done.from_text,
-            left_out=done.left_out,
+            ended=done.ended,
             sources=None if done.text is None else done.text.sources,
         )
         if self._planner is not None and not done.is_control:
@@ -459,7 +443,7 @@ def _facts_of(request: Any) -> _RequestFacts:
 
 
 def _watched(done: _Round, seconds: float, accepted: Sequence[int]) -> WatchedRound:
-    is_out = map(any, zip(done.cold, done.left_out, done.from_text, strict=True))
+    is_out = map(any, zip(done.cold, done.ended, done.from_text, strict=True))
     rows = zip(done.requests, done.facts, accepted, is_out, strict=True) if done.uses_head else ()
     by_text = done.depth * sum(done.from_text)
     return WatchedRound(
@@ -480,8 +464,7 @@ def _watched(done: _Round, seconds: float, accepted: Sequence[int]) -> WatchedRo
 
 def _record(done: _Round, seconds: float, accepted: Sequence[int]) -> None:
     """A span in each answer that is traced. It ends now: with overlap scheduling up to a step after its round."""
-    rows = zip(done.facts, accepted, done.from_text, done.left_out, done.ended, strict=True)
-    for facts, count, is_text, is_out, had_ended in rows:
+    for facts, count, is_text, had_ended in zip(done.facts, accepted, done.from_text, done.ended, strict=True):
         if had_ended:
             continue
         record(
@@ -489,7 +472,7 @@ def _record(done: _Round, seconds: float, accepted: Sequence[int]) -> None:
             "verify",
             seconds,
             batch=done.batch,
-            depth=0 if is_out else done.depth,
+            depth=done.depth,
             accepted=count,
             from_text=is_text,
             draft_version=done.version,

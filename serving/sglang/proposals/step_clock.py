@@ -109,19 +109,19 @@ class RoundTally:
         committed: int,
         accepted: Sequence[int],
         from_text: Sequence[bool],
-        left_out: Sequence[bool],
+        ended: Sequence[bool],
         sources: np.ndarray | None,
     ) -> None:
         """Add a step with its `committed` tokens and the accepted proposals of each request; `from_text` says whose
         proposals were earlier text, and `sources` [B] whose text that was (a `TextSource`), None where there was none.
-        Proposals of those that are `left_out` do not count.
+        Those for requests that had `ended` do not count.
 
         `depths` are the proposals of a request from the head, and from earlier text.
         """
         mode = "speculative" if drafted else "control"
         self._rounds[mode] += 1
         self._seconds[mode] += seconds
-        accepted_B, counts_B = np.array(accepted, np.int64), ~np.array(left_out, bool)
+        accepted_B, counts_B = np.array(accepted, np.int64), ~np.array(ended, bool)
         is_text_B = np.array(from_text, bool) & counts_B
         self._tokens[mode] += committed
         for most, counts, sums in (

@@ -35,7 +35,7 @@ class Request:
     def __init__(self, prompt: list[int], rid: str = "r", **changes: Any) -> None:
         self.rid, self.origin_input_ids, self.output_ids = rid, prompt, list[int]()
         self.finished_reason: Finish | None = None
-        self.is_retracted, self.spec_num_cap_tokens, self.decode_batch_idx = False, 0, 0
+        self.is_retracted, self.spec_num_cap_tokens = False, 0
         self.time_stats = SimpleNamespace(scheduler_recv_time=time.perf_counter())
         self.extra_key: str | None = None
         self.lora_id = self.multimodal_inputs = self.input_embeds = self.grammar = self.custom_logit_processor = None

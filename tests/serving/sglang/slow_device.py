@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -151,10 +152,15 @@ class SlowDevice(CpuDevice):
         return self._watched.to_host(tensor)
 
     def upload(self, numbers: Sequence[int]) -> Tensor:
-        index = super().upload(numbers)
+        return self._placed(super().upload(numbers))
+
+    def upload_table(self, numbers: np.ndarray) -> Tensor:
+        return self._placed(super().upload_table(numbers))
+
+    def _placed(self, tensor: Tensor) -> Tensor:
         if self._watched is not None:
-            self._watched.place(index)
-        return index
+            self._watched.place(tensor)
+        return tensor
 
     def synchronize(self) -> None:
         self.log.append("synchronize")

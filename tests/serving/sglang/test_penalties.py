@@ -1,52 +1,155 @@
-"""Which requests of a step commit one token alone, and that cutting the others' neighbours off waits for no device."""
+"""Penalties at the nodes of a tree are those of plain decoding along the path, and nothing waits for the device."""
 
 from __future__ import annotations
 
+import itertools
+import random
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from serving.sglang.penalties import commit_one, penalised
+from serving.sglang.penalties import TreePenalties, paths
 from tests.serving.sglang.harness import Request
 from tests.serving.sglang.slow_device import NoWaiting, SlowDevice
 
-
-def batch_of(*requests: Request, has_penalties: bool = True) -> Any:
-    penalties = torch.zeros(len(requests), 8) if has_penalties else None
-    return SimpleNamespace(reqs=list(requests), sampling_info=SimpleNamespace(acc_additive_penalties=penalties))
-
-
-@pytest.mark.parametrize(
-    ("params", "expected"),
-    [
-        ({}, False),
-        ({"logit_bias": {"1": 5.0}, "min_p": 0.1}, False),
-        ({"frequency_penalty": 0.5}, True),
-        ({"presence_penalty": -0.5}, True),
-        ({"repetition_penalty": 1.1}, True),
-    ],
+VOCAB = 11
+STOP = 3
+PENALTIES = (
+    {},
+    {"frequency_penalty": 0.5},
+    {"presence_penalty": -0.7},
+    {"repetition_penalty": 1.3},
+    {"frequency_penalty": -0.2, "presence_penalty": 0.4, "repetition_penalty": 0.8, "min_new_tokens": 9},
+    {"min_new_tokens": 6},
 )
-def test_what_changes_with_every_token_takes_no_proposals(params: dict[str, Any], expected: bool) -> None:
-    assert penalised(batch_of(Request([1]), Request([1], **params))) == (False, expected)
-    assert penalised(batch_of(Request([1]), has_penalties=False)) == ()
 
 
-def test_the_end_is_forbidden_until_sglang_has_counted_the_least_tokens() -> None:
-    request, found = Request([1], min_new_tokens=3), []
-    for request.decode_batch_idx in range(1, 6):
-        found += penalised(batch_of(request))
-    assert found == [True, True, False, False, False]
+class Tree:
+    """Random proposals of one request: each node's parent comes before it."""
+
+    def __init__(self, dice: random.Random, root: int, *, num_nodes: int, num_children: int, depth: int) -> None:
+        self.parents, self.tokens, levels = [-1], [root], [0]
+        while len(self.parents) < num_nodes:
+            open_ = [n for n in range(len(levels)) if levels[n] < depth - 1 and self.parents.count(n) < num_children]
+            self.parents.append(dice.choice(open_))
+            self.tokens.append(dice.randrange(VOCAB))
+            levels.append(levels[self.parents[-1]] + 1)
+
+    def path(self, node: int) -> list[int]:
+        """From the root."""
+        return [] if node < 0 else [*self.path(self.parents[node]), node]
+
+    def links(self) -> tuple[list[int], list[int]]:
+        children = [[n for n, parent in enumerate(self.parents) if parent == node] for node in range(len(self.parents))]
+        next_sibling = [-1] * len(children)
+        for siblings in children:
+            for one, other in itertools.pairwise(siblings):
+                next_sibling[one] = other
+        return [own[0] if own else -1 for own in children], next_sibling
 
 
-def test_these_commit_their_first_token_and_the_device_goes_on() -> None:
-    lens = torch.tensor([3, 2, 1, 3], dtype=torch.int32)
-    index = torch.tensor([[0, 1, 2], [3, 4, -1], [6, -1, -1], [9, 10, 11]], dtype=torch.int32)
-    watched = NoWaiting()
-    watched.place(lens, index)
-    with watched:
-        commit_one(SlowDevice(watched), (True, False, True, False), lens, index)
+def plainly(request: Request, logits: Tensor, answer: list[int], *, lags: bool) -> Tensor:
+    """What SGLang's penalties make of logits behind this answer in plain decoding, one after another."""
+    params, logits = request.sampling_params, logits.clone()
+    counted = [*request.origin_input_ids[-1:], *answer[:-1]] if lags else answer
+    for token, count in Counter(counted).items():
+        logits[token] -= params.frequency_penalty * count + params.presence_penalty
+        factor = params.repetition_penalty
+        logits[token] *= factor if logits[token] < 0 else 1 / factor
+    if len(answer) < params.min_new_tokens:
+        logits[STOP] = -torch.inf
+    return logits
+
+
+def new_request(rid: str, **params: Any) -> Request:
+    request = Request([5, 6, 7], rid, stop_token_ids={STOP}, **params)
+    request.tokenizer = SimpleNamespace(eos_token_id=None, additional_stop_token_ids=None)
+    request.eos_token_ids = None
+    return request
+
+
+@pytest.mark.parametrize("lags", [False, True])
+@pytest.mark.parametrize(("num_nodes", "num_children", "depth"), [(1, 1, 1), (4, 1, 4), (9, 3, 4)])
+def test_each_node_has_the_penalties_of_its_own_path(num_nodes: int, num_children: int, depth: int, lags: bool) -> None:
+    dice, watched = random.Random(num_nodes), NoWaiting()
+    penalties = TreePenalties(SlowDevice(watched), lags=lags)
+    requests = [new_request(str(number), **params) for number, params in enumerate(PENALTIES)]
+    requests[1].output_ids = [2, 2, 4]  # it was retracted, and its prompt is read again
+    answers = [[*request.output_ids, dice.randrange(VOCAB)] for request in requests]
+    for request in requests:
+        penalties.prefilled(request)
+    for step in range(8):
+        trees = [
+            Tree(dice, answer[-1], num_nodes=num_nodes, num_children=num_children, depth=depth) for answer in answers
+        ]
+        links = [tree.links() for tree in trees]
+        levels = [[len(tree.path(node)) - 1 for node in range(num_nodes)] for tree in trees]
+        verify_input = SimpleNamespace(
+            draft_token=torch.tensor([tree.tokens for tree in trees]).flatten(),
+            draft_token_num=num_nodes,
+            retrieve_next_token=torch.tensor([first for first, _ in links]),
+            retrieve_next_sibling=torch.tensor([sibling for _, sibling in links]),
+            positions=torch.tensor(
+                [[2 + len(answer) + at for at in own] for answer, own in zip(answers, levels, strict=True)]
+            ).flatten(),
+            topk=num_children,
+            spec_steps=depth - 1,
+        )
+        logits = torch.randn(len(requests) * num_nodes, VOCAB, generator=torch.Generator().manual_seed(step))
+        accepted = [tree.path(dice.randrange(num_nodes)) for tree in trees]
+        index = torch.full((len(requests), depth), -1)
+        for row, path in enumerate(accepted):
+            index[row, : len(path)] = torch.tensor(path) + row * num_nodes
+        expected = [
+            plainly(
+                request,
+                logits[row * num_nodes + node],
+                answer[:-1] + [tree.tokens[n] for n in tree.path(node)],
+                lags=lags,
+            )
+            for row, (request, answer, tree) in enumerate(zip(requests, answers, trees, strict=True))
+            for node in range(num_nodes)
+        ]
+        info = SimpleNamespace(acc_additive_penalties=torch.zeros(1), acc_scaling_penalties=None)
+        batch = SimpleNamespace(reqs=requests, sampling_info=info, forward_mode=SimpleNamespace(is_idle=lambda: False))
+        watched.place(verify_input, logits, index)
+        with watched:
+            penalties.around_sampling(
+                lambda *_, index=index: (None, None, index),
+                verify_input,
+                batch,
+                SimpleNamespace(next_token_logits=logits),
+            )
+        torch.testing.assert_close(logits, torch.stack(expected))
+        assert info.acc_additive_penalties is None, "SGLang adds nothing more"
+        for row, path in enumerate(accepted):
+            bonus = dice.randrange(VOCAB)
+            answers[row] += [*(trees[row].tokens[node] for node in path[1:]), bonus]
+        if step == 4:
+            # One ends, and another takes its place.
+            penalties.released(requests.pop(2))
+            requests.append(new_request("late", presence_penalty=0.3))
+            penalties.prefilled(requests[-1])
+            answers = [*answers[:2], *answers[3:], [1]]
     assert watched.num_operators
-    assert lens.tolist() == [1, 2, 1, 3]
-    assert index.tolist() == [[0, -1, -1], [3, 4, -1], [6, -1, -1], [9, 10, 11]]
+
+
+def test_a_batch_without_penalties_is_left_alone() -> None:
+    penalties = TreePenalties(SlowDevice(NoWaiting()), lags=False)
+    penalties.prefilled(Request([1], "a"))
+    info = SimpleNamespace(acc_additive_penalties=None)
+    batch = SimpleNamespace(sampling_info=info, forward_mode=SimpleNamespace(is_idle=lambda: False))
+    assert penalties.around_sampling(lambda *given: given, 1, batch, 2) == (1, batch, 2)
+    idle = SimpleNamespace(sampling_info=None, forward_mode=SimpleNamespace(is_idle=lambda: True))
+    assert penalties.around_sampling(lambda *given: given, 1, idle, 2) == (1, idle, 2)
+
+
+def test_paths_end_at_the_root() -> None:
+    next_token, next_sibling = torch.tensor([[1, 3, -1, -1]]), torch.tensor([[-1, 2, -1, -1]])
+    assert paths(next_token, next_sibling, num_children=2, depth=3).tolist() == [
+        [[0, 4, 4], [1, 0, 4], [2, 0, 4], [3, 1, 0]]
+    ]

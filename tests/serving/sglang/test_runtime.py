@@ -234,7 +234,11 @@ class Exhausted:
         (Exhausted(), {}, "capture:OutOfMemoryError=1"),
         (None, {"prefix_lens": None}, "capture:TypeError=1"),
         (SimpleNamespace(next_token_logits=torch.zeros(1, VOCAB)), {}, "capture:AttributeError=1"),
-        (None, {"reqs": [SimpleNamespace(rid="unlike a request")]}, "capture:AttributeError=1"),
+        (
+            None,
+            {"reqs": [SimpleNamespace(rid="of another shape", sampling_params=Request([1]).sampling_params)]},
+            "capture:AttributeError=1",
+        ),
     ],
 )
 def test_a_failure_turns_capture_off_and_serving_goes_on(
@@ -291,13 +295,20 @@ def test_what_the_draft_has_not_read_was_drawn_from_nothing(scene: Scene) -> Non
         assert torch.equal(drawn_from, torch.zeros(2, VOCAB))
 
 
-def test_a_penalty_lets_a_verification_commit_one_token_and_others_as_many_as_before(scene: Scene) -> None:
-    penalised = Request([4, 5, 6], "b", frequency_penalty=1.5)
-    info = SimpleNamespace(acc_additive_penalties=torch.zeros(2, VOCAB))
-    batch = scene.batch("decode", [Request([1, 2, 3], "a"), penalised], sampling_info=info)
-    lens, index = torch.tensor([2, 2]), torch.tensor([[0, 1], [2, 3]])
-    scene.runtime.step(lambda: scene.runtime.walked(batch, lens, index), batch)
-    assert (lens.tolist(), index.tolist()) == ([2, 1], [[0, 1], [2, -1]])
+def test_penalties_are_ours_and_the_accepted_path_is_kept(scene: Scene) -> None:
+    request = Request([4, 5, 6], "b", frequency_penalty=1.5)
+    scene.runtime.step(lambda: None, scene.batch("extend", [request]))
+    info = SimpleNamespace(acc_additive_penalties=torch.ones(1, VOCAB), acc_scaling_penalties=None)
+    batch = scene.batch("decode", [request], sampling_info=info)
+    tree = SimpleNamespace(
+        draft_token=torch.tensor([7]), draft_token_num=1, topk=1, spec_steps=0, positions=torch.tensor([3])
+    )
+    tree.retrieve_next_token = tree.retrieve_next_sibling = torch.tensor([[-1]])
+    output = SimpleNamespace(next_token_logits=torch.zeros(1, VOCAB))
+    result = (None, torch.tensor([1]), torch.tensor([[0]]))
+    assert scene.runtime.walk(lambda *_: result, tree, batch, output) is result
+    assert output.next_token_logits.nonzero().tolist() == [[0, 7]], "its first token, which no step has counted"
+    assert info.acc_additive_penalties is None
 
 
 def test_without_our_choice_of_the_depth_it_is_sglangs_own(scene: Scene) -> None:

@@ -177,20 +177,6 @@ def test_each_request_has_the_better_of_its_two_chains() -> None:
     assert not alone.uses_head
 
 
-@pytest.mark.parametrize(("text", "heads"), [(None, DEPTHS), (4.0, DEPTHS), (0.0, DEPTHS), (4.0, [0])])
-def test_requests_that_are_left_out_promise_nothing(text: float | None, heads: list[int]) -> None:
-    planner = LengthPlanner(max_depth=4)
-    warm(planner, slope=0.01, text_slope=0.01)
-    for _ in range(200):
-        planner.positions.add(4, 2)
-    texts = [None, None] if text is None else [gains(text)[:, :-1], gains(text, 0.0, 0.0, 0.0)[:, :-1]]
-    one = planner.plan(1, DEPTHS, head_lengths=heads, text_gains_BL=texts[0])
-    four = planner.plan(4, DEPTHS, head_lengths=heads, text_gains_BL=texts[1], num_left_out=3)
-    assert four.expected_tokens - 4 == pytest.approx(one.expected_tokens - 1)
-    assert four.expected_tokens > 5
-    assert not any(four.from_text[1:])
-
-
 def test_text_that_is_hardly_accepted_is_not_proposed() -> None:
     planner = LengthPlanner(max_depth=4)
     warm(planner, slope=0.2, text_slope=0.2)

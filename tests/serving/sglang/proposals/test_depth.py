@@ -133,30 +133,6 @@ def test_a_version_that_comes_into_a_long_cold_answer_is_looked_at_in_the_next(s
     assert depths.count(3) > 10
 
 
-def test_requests_that_are_left_out_neither_ask_for_proposals_nor_count_as_refusing_them() -> None:
-    seen: list[WatchedRound] = []
-    control, batch = make_control(seconds=SECONDS, seen=seen), requests(2)
-
-    def decode(*left_out: bool, depth: int | None = None, accepted: list[int]) -> int:
-        control.leave_out(left_out)
-        planned = control.steps_for(len(left_out))
-        control.started()
-        control.launched(batch, planned if depth is None else depth)
-        control.verified(accepted)
-        return planned
-
-    assert not any(decode(True, True, accepted=[0, 0]) for _ in range(200))
-    assert not control.is_asleep, "that says nothing of the head"
-    for _ in range(200):
-        decode(True, False, depth=3, accepted=[0, 3])
-    assert [request.spec_num_cap_tokens for request in batch] == [0, 600]
-    report = EngineReport.parse({name: str(value) for name, value in control.report().items()})
-    assert control.num_verified_tokens == 4 * control.num_verifications == 800
-    assert report.proposals == report.accepted == {"1": 200, "2": 200, "3": 200}
-    assert float(control.explanation()["acceptance"].split(",")[0]) > 0.9
-    assert {(one.request_id, one.accepted) for round_ in seen for one in round_.verifications} == {("r1", 3)}
-
-
 def test_what_the_steps_add_up_to() -> None:
     control, batch = make_control(control_share=0.5), requests(2)
     depths = [step(control, batch, accepts=True) for _ in range(40)]
@@ -582,7 +558,7 @@ def test_proposals_are_counted_by_position_as_one_by_one() -> None:
         depths = dice.randrange(4), dice.choice((0, 3, 16, 100))
         from_text = [dice.random() < 0.5 for _ in range(dice.randrange(1, 6))]
         accepted = [dice.randint(0, depths[is_text]) for is_text in from_text]
-        left_out = [not count and not is_text for count, is_text in zip(accepted, from_text, strict=True)]
+        ended = [not count and not is_text for count, is_text in zip(accepted, from_text, strict=True)]
         sources = np.array([dice.randrange(3) for _ in from_text])
         tally.add(
             drafted=True,
@@ -591,10 +567,10 @@ def test_proposals_are_counted_by_position_as_one_by_one() -> None:
             committed=1,
             accepted=accepted,
             from_text=from_text,
-            left_out=left_out,
+            ended=ended,
             sources=sources,
         )
-        for count, is_text, is_out, source in zip(accepted, from_text, left_out, sources, strict=True):
+        for count, is_text, is_out, source in zip(accepted, from_text, ended, sources, strict=True):
             if is_out:
                 continue
             by_source[TEXTS[source]] += count * is_text
