@@ -35,7 +35,14 @@ if TYPE_CHECKING:
 _STAGES = {1: "device", 2: "server", 3: "asleep", 4: "drafting", 5: "shared"}
 _DEVICE_TESTS = tuple(
     f"tests/serving/sglang/{name}"
-    for name in ("capture", "test_cuda.py", "test_no_waiting.py", "test_runtime.py", "test_swap.py")
+    for name in (
+        "capture",
+        "test_cuda.py",
+        "test_no_waiting.py",
+        "test_penalties.py",
+        "test_runtime.py",
+        "test_swap.py",
+    )
 )
 _SERVER_TESTS = ("tests/sglang/test_capture.py", "tests/sglang/test_depth.py")
 _QUICK_SERVER_TESTS = (
@@ -160,6 +167,10 @@ def _summary(document: dict[str, Any]) -> tuple[list[tuple[str, object]], list[T
         for batch, took_ms in document["device"]["remembering_ms"].items():
             rows.append((f"earlier text, {batch} requests", f"{took_ms:.2f} ms of the scheduler's thread"))
         targets.append(Target("remembering_ms", document["device"]["remembering_ms"]["64"], 0.1, at_least=False))
+        for one in document["device"]["penalties"]:
+            on_device = f", {one['device_ms']:.2f} ms on the GPU" if "device_ms" in one else ""
+            cost = f"{one['host_ms']:.2f} ms of the scheduler's thread{on_device}, {one['launches']} launches"
+            rows.append((f"penalties, {one['batch']} requests", cost))
         rows.append(("assembler's Python a request and step", f"{document['device']['assembling_us']:.1f} µs"))
         targets += _of_threads(document["device"])
         came = document["device"]["yield"]

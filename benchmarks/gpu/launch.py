@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +24,8 @@ from serving.sglang.capture.assembler import Gathering
 from serving.sglang.capture.capture import StepCapture
 from serving.sglang.capture.device_reads import DraftLogprobRecorder
 from serving.sglang.capture.verification_rows import TopTokens
-from serving.sglang.device import CpuDevice, device_layer
+from serving.sglang.device import CpuDevice, Device, device_layer
+from serving.sglang.penalties import TreePenalties
 from serving.sglang.proposals.remembered_text import RememberedText, ring_size
 from serving.sglang.proposals.splice import CommittedTokens, TextSplice
 from speculator.proposals.length_planner import LengthPlanner
@@ -52,6 +54,9 @@ class Elsewhere(CpuDevice):
 
     def upload(self, numbers: Sequence[int]) -> Tensor:
         return super().upload(numbers).to(self._device)
+
+    def upload_table(self, numbers: np.ndarray) -> Tensor:
+        return super().upload_table(numbers).to(self._device)
 
 
 class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -152,19 +157,8 @@ def cost(device: torch.device, width: int, batch: int, captured: int, steps: int
     }
     timed, sizes = (device, (width, VOCAB, TOPK)) if is_gpu else (torch.device("cpu"), _NARROW)
     _, step = decode_step(timed, sizes, batch, captured, branch_share=DEFAULT_BRANCH_SHARE)
-    layer = device_layer(timed)
-    host_ms, device_ms = [], []
-    for _ in range(5 + steps):
-        begin, begun_s = layer.record_event(), time.perf_counter()
-        step()
-        host_ms.append(1000 * (time.perf_counter() - begun_s))
-        end = layer.record_event()
-        end.wait()
-        device_ms.append(1000 * end.seconds_since(begin))
-    found["host_ms"] = round(statistics.median(host_ms[5:]), 4)
-    if is_gpu:
-        found["device_ms"] = round(statistics.median(device_ms[5:]), 4)
-    return found
+    found["host_ms"], device_ms = _times_ms(device_layer(timed), step, steps)
+    return found | ({"device_ms": device_ms} if is_gpu else {})
 
 
 def assembling_us(batch: int, steps: int) -> float:
@@ -236,18 +230,66 @@ def remembering_ms(device: torch.device, batch: int, steps: int) -> float:
     return round(statistics.median(times_ms[5:]), 4)
 
 
+def penalties_cost(device: torch.device, batch: int, steps: int) -> dict[str, Any]:
+    """Launches, and median milliseconds of the thread and of the GPU, that penalties of all requests add to a step."""
+    is_gpu = device.type == "cuda"
+
+    def new_step(device: torch.device, vocab: int) -> Callable[[], object]:
+        layer = device_layer(device) if device.type == "cuda" else Elsewhere(device)
+        penalties = TreePenalties(layer, lags=True)
+        requests = [Request([1] * 8, str(number), repetition_penalty=1.05) for number in range(batch)]
+        for request in requests:
+            penalties.prefilled(request)
+        nodes = torch.zeros(batch, DEPTH + 1, dtype=torch.int64, device=device)
+        tree = SimpleNamespace(
+            draft_token=nodes.flatten(),
+            draft_token_num=DEPTH + 1,
+            positions=nodes.flatten(),
+            retrieve_next_token=nodes - 1,
+            retrieve_next_sibling=nodes - 1,
+            topk=1,
+            spec_steps=DEPTH,
+        )
+        output = SimpleNamespace(next_token_logits=torch.randn(nodes.numel(), vocab, device=device))
+        result = (None, None, torch.zeros(batch, DEPTH + 1, dtype=torch.int32, device=device))
+
+        def step() -> None:
+            info = SimpleNamespace(acc_additive_penalties=output, acc_scaling_penalties=None)
+            idle = SimpleNamespace(is_idle=lambda: False)
+            asked = SimpleNamespace(reqs=requests, sampling_info=info, forward_mode=idle)
+            penalties.around_sampling(lambda *_: result, tree, asked, output)
+
+        return step
+
+    step, launches = new_step(device, VOCAB), Launches()
+    step()
+    with launches:
+        step()
+    timed = device if is_gpu else torch.device("cpu")
+    host_ms, device_ms = _times_ms(device_layer(timed), step if is_gpu else new_step(timed, _NARROW[1]), steps)
+    found = {"batch": batch, "launches": launches.count, "host_ms": host_ms}
+    return found | ({"device_ms": device_ms} if is_gpu else {})
+
+
+def _times_ms(layer: Device, step: Callable[[], object], steps: int) -> tuple[float, float]:
+    """Median milliseconds of the thread and of the device a step."""
+    host_ms, device_ms = [], []
+    for _ in range(5 + steps):
+        begin, begun_s = layer.record_event(), time.perf_counter()
+        step()
+        host_ms.append(1000 * (time.perf_counter() - begun_s))
+        end = layer.record_event()
+        end.wait()
+        device_ms.append(1000 * end.seconds_since(begin))
+    return round(statistics.median(host_ms[5:]), 4), round(statistics.median(device_ms[5:]), 4)
+
+
 def top_tokens_ms(device: torch.device, rows: int, steps: int) -> dict[str, Any]:
     """Milliseconds that a GPU takes to find the likeliest tokens of float32 logits."""
     layer, logits = device_layer(device), torch.randn(rows, VOCAB, device=device)
     top_tokens = TopTokens(TOPK, layer)
-    times = []
-    for _ in range(steps):
-        begin = layer.record_event()
-        top_tokens(logits)
-        end = layer.record_event()
-        end.wait()
-        times.append(1000 * end.seconds_since(begin))
-    return {"rows": rows, "vocab": VOCAB, "device_ms": round(statistics.median(times), 4)}
+    _, device_ms = _times_ms(layer, lambda: top_tokens(logits), steps)
+    return {"rows": rows, "vocab": VOCAB, "device_ms": device_ms}
 
 
 def measure(*, quick: bool) -> dict[str, Any]:
@@ -264,6 +306,7 @@ def measure(*, quick: bool) -> dict[str, Any]:
         ],
     }
     found["remembering_ms"] = {str(batch): remembering_ms(device, batch, 30 if quick else 100) for batch in (1, 64)}
+    found["penalties"] = [penalties_cost(device, batch, 20 if quick else 60) for batch in (1, 64)]
     found["assembling_us"] = round(statistics.median(assembling_us(64, 50) for _ in range(5)), 2)
     if is_gpu:
         found["top_tokens"] = [top_tokens_ms(device, rows, 30) for rows in (5, 160, 320, 1280)]

@@ -21,6 +21,7 @@ from torch import Tensor
 from serving.sglang.device import Device
 
 _FEWEST_ROWS = 8
+_NEUTRAL = (0.0, 0.0, 1.0, 0.0, 0.0)
 _NOBODY = 0
 """The row of requests without penalties: it stays empty."""
 
@@ -38,14 +39,16 @@ class _Answer:
 
 
 class _Asked(NamedTuple):
-    """What the requests of a step ask for."""
+    """What the requests of a step ask for, on the device."""
 
+    rows: Tensor
+    """int64 [B]: where their tokens are counted."""
     numbers: Tensor
     """float32 [B, 5]: penalties of frequency, presence and repetition, least tokens of the answer, tokens of the
     prompt.
     """
-    stops: Tensor
-    """int64 [B, S]; repeated where a request has fewer."""
+    stops: Tensor | None
+    """int64 [B, S], repeated where a request has fewer; None where no request has a least number of tokens."""
 
 
 class _Paths(NamedTuple):
@@ -67,6 +70,9 @@ class TreePenalties:
         self._device, self._lags = device, lags
         self._answers: dict[str, _Answer] = {}
         self._free: list[int] = []
+        self._present: list[_Answer | None] = []
+        self._asked: _Asked | None = None
+        """Of the requests of the last step, which are mostly those of the next."""
         self._counts: Tensor | None = None
         """int32 [rows, V]: how often each token is committed, but for the newest one, which is the root of the next
         tree.
@@ -102,20 +108,21 @@ class TreePenalties:
         if batch.forward_mode.is_idle() or info.acc_additive_penalties is None:
             return run(verify_input, batch, logits_output, *args, **kwargs)
         answers = [self._answers.get(request.rid) for request in batch.reqs]
-        logits = logits_output.next_token_logits
-        counts, rows_B = self._counted(answers, logits), self._upload_rows(answers)
-        num_nodes = verify_input.draft_token_num
+        if self._asked is None or answers != self._present:
+            self._present, self._asked = answers, self._uploaded(answers)
+        asked, num_nodes = self._asked, verify_input.draft_token_num
+        counts = self._counted(answers, logits_output.next_token_logits)
         _penalise(
-            logits.view(len(answers), num_nodes, -1),
-            counts.index_select(0, rows_B),
+            logits_output.next_token_logits.view(len(answers), num_nodes, -1),
+            counts.index_select(0, asked.rows),
             self._paths(verify_input),
-            self._upload_asked(answers),
-            verify_input.positions.view(-1, num_nodes) if any(answer and answer.stops for answer in answers) else None,
+            asked,
+            verify_input.positions.view(-1, num_nodes),
         )
         # Of this step's own copy: SGLang adds nothing more.
         info.acc_additive_penalties = info.acc_scaling_penalties = None
         result = run(verify_input, batch, logits_output, *args, **kwargs)
-        _count(counts, rows_B, verify_input.draft_token, result[2])
+        _count(counts, asked.rows, verify_input.draft_token, result[2])
         return result
 
     def _counted(self, answers: list[_Answer | None], logits: Tensor) -> Tensor:
@@ -135,19 +142,14 @@ class TreePenalties:
                 answer.earlier = None
         return self._counts
 
-    def _upload_rows(self, answers: list[_Answer | None]) -> Tensor:
-        return self._device.index(tuple(_NOBODY if answer is None else answer.row for answer in answers))
-
-    def _upload_asked(self, answers: list[_Answer | None]) -> _Asked:
-        num_stops = max(1, *(len(answer.stops) for answer in answers if answer is not None))
-        table = np.zeros((len(answers), 5 + num_stops), np.float64)
-        table[:, 2] = 1
-        for row, answer in zip(table, answers, strict=True):
-            if answer is not None:
-                row[:5] = answer.numbers
-                row[5:] = np.resize(answer.stops or (0,), num_stops)
-        on_device = self._device.upload_table(table)
-        return _Asked(on_device[:, :5].float(), on_device[:, 5:].long())
+    def _uploaded(self, answers: list[_Answer | None]) -> _Asked:
+        rows = self._device.index(tuple(_NOBODY if answer is None else answer.row for answer in answers))
+        numbers = np.array([_NEUTRAL if answer is None else answer.numbers for answer in answers], np.float32)
+        stops = [answer.stops if answer is not None else () for answer in answers]
+        most = max(map(len, stops))
+        table = np.array([np.resize(one or (0,), most) for one in stops], np.int64)
+        upload = self._device.upload_table
+        return _Asked(rows, upload(numbers), upload(table) if most else None)
 
     def _paths(self, verify_input: Any) -> _Paths:
         num_nodes = verify_input.draft_token_num
@@ -187,14 +189,12 @@ def paths(next_token_BN: Tensor, next_sibling_BN: Tensor, *, num_children: int, 
     return torch.stack(path, dim=-1)
 
 
-def _penalise(
-    logits_BNV: Tensor, counts_BV: Tensor, paths_: _Paths, asked: _Asked, positions_BN: Tensor | None
-) -> None:
+def _penalise(logits_BNV: Tensor, counts_BV: Tensor, paths_: _Paths, asked: _Asked, positions_BN: Tensor) -> None:
     """Change the logits as SGLang's penalties do in plain decoding (sglang/srt/sampling/penaltylib), at each node by
-    `counts_BV` and the tokens of its path. `positions_BN` are needed where a request has a least number of tokens.
+    `counts_BV` and the tokens of its path.
     """
     frequency_B11, presence_B11, repetition_B11, *_ = asked.numbers[..., None, None].unbind(1)
-    if positions_BN is not None:
+    if asked.stops is not None:
         is_early_BN = positions_BN + 1 < asked.numbers[:, 3:].sum(1, keepdim=True)
         forbidden_BN1 = torch.zeros_like(is_early_BN, dtype=logits_BNV.dtype).masked_fill_(is_early_BN, -torch.inf)
         stops_BNS = asked.stops[:, None].expand(-1, logits_BNV.shape[1], -1)

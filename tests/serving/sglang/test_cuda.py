@@ -18,6 +18,7 @@ from serving.sglang.swap import SglangDraft
 from speculator.trace import Trace
 from tests.fixtures.waiting import wait_until
 from tests.serving.sglang.harness import VOCAB, decode_half_of_a_batch, make_capture
+from tests.serving.sglang.test_penalties import LAGS, SHAPES, check_against_plain
 from tests.serving.sglang.test_swap import FusedDraft, install_in_thread
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -55,6 +56,19 @@ def test_a_host_index_would_have_waited(gpu: torch.device) -> None:
     found = torch.zeros(3, device=gpu)
     with no_waiting(), pytest.raises(RuntimeError):
         found[[0, 1]]
+
+
+@LAGS
+@SHAPES
+def test_penalties_wait_for_nothing(
+    gpu: torch.device, num_nodes: int, num_children: int, depth: int, lags: bool
+) -> None:
+    def on_device(*objects: Any) -> contextlib.AbstractContextManager[None]:
+        for one in objects:
+            _move(one, gpu)
+        return no_waiting()
+
+    check_against_plain(CudaDevice(gpu), on_device, num_nodes, num_children, depth, lags=lags)
 
 
 def test_capture_of_half_a_batch_waits_for_nothing(gpu: torch.device) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from serving.sglang.device import Device
 from serving.sglang.penalties import TreePenalties, paths
 from tests.serving.sglang.harness import Request
 from tests.serving.sglang.slow_device import NoWaiting, SlowDevice
@@ -72,11 +75,35 @@ def new_request(rid: str, **params: Any) -> Request:
     return request
 
 
-@pytest.mark.parametrize("lags", [False, True])
-@pytest.mark.parametrize(("num_nodes", "num_children", "depth"), [(1, 1, 1), (4, 1, 4), (9, 3, 4)])
+SHAPES = pytest.mark.parametrize(("num_nodes", "num_children", "depth"), [(1, 1, 1), (4, 1, 4), (9, 3, 4)])
+LAGS = pytest.mark.parametrize("lags", [False, True])
+
+
+@LAGS
+@SHAPES
 def test_each_node_has_the_penalties_of_its_own_path(num_nodes: int, num_children: int, depth: int, lags: bool) -> None:
-    dice, watched = random.Random(num_nodes), NoWaiting()
-    penalties = TreePenalties(SlowDevice(watched), lags=lags)
+    watched = NoWaiting()
+
+    def on_device(*objects: Any) -> NoWaiting:
+        watched.place(*objects)
+        return watched
+
+    check_against_plain(SlowDevice(watched), on_device, num_nodes, num_children, depth, lags=lags)
+    assert watched.num_operators
+
+
+def check_against_plain(
+    layer: Device,
+    on_device: Callable[..., AbstractContextManager[object]],
+    num_nodes: int,
+    num_children: int,
+    depth: int,
+    *,
+    lags: bool,
+) -> None:
+    """Eight steps of random trees; `on_device` moves tensors to the device and returns what notices waiting for it."""
+    dice = random.Random(num_nodes)
+    penalties = TreePenalties(layer, lags=lags)
     requests = [new_request(str(number), **params) for number, params in enumerate(PENALTIES)]
     requests[1].output_ids = [2, 2, 4]  # it was retracted, and its prompt is read again
     answers = [[*request.output_ids, dice.randrange(VOCAB)] for request in requests]
@@ -116,15 +143,14 @@ def test_each_node_has_the_penalties_of_its_own_path(num_nodes: int, num_childre
         ]
         info = SimpleNamespace(acc_additive_penalties=torch.zeros(1), acc_scaling_penalties=None)
         batch = SimpleNamespace(reqs=requests, sampling_info=info, forward_mode=SimpleNamespace(is_idle=lambda: False))
-        watched.place(verify_input, logits, index)
-        with watched:
+        with on_device(verify_input, logits, index):
             penalties.around_sampling(
                 lambda *_, index=index: (None, None, index),
                 verify_input,
                 batch,
                 SimpleNamespace(next_token_logits=logits),
             )
-        torch.testing.assert_close(logits, torch.stack(expected))
+        torch.testing.assert_close(logits.cpu(), torch.stack(expected))
         assert info.acc_additive_penalties is None, "SGLang adds nothing more"
         for row, path in enumerate(accepted):
             bonus = dice.randrange(VOCAB)
@@ -135,7 +161,6 @@ def test_each_node_has_the_penalties_of_its_own_path(num_nodes: int, num_childre
             requests.append(new_request("late", presence_penalty=0.3))
             penalties.prefilled(requests[-1])
             answers = [*answers[:2], *answers[3:], [1]]
-    assert watched.num_operators
 
 
 def test_a_batch_without_penalties_is_left_alone() -> None:
