@@ -91,6 +91,11 @@ class _Http1(H11Protocol):
     def _unsupported_upgrade_warning(self) -> None:
         """Log nothing: uvicorn would write two lines for each such request, and advise another library."""
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        # Not cancelled by uvicorn where the client resets the connection: it would keep this object until it fires.
+        self._unset_keepalive_if_required()
+
 
 class _Uvicorn(uvicorn.Server):
     """A uvicorn server that handles no signals and sets `accepting` once it accepts connections."""

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
+import struct
 import subprocess
 import sys
+import weakref
+from collections.abc import Callable
 from ipaddress import IPv4Address
 
 import httpx
@@ -170,6 +174,11 @@ class Connection:
     def close(self) -> None:
         self._writer.close()
 
+    def reset(self) -> None:
+        linger = struct.pack("ii", 1, 0)
+        self._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        self._writer.close()
+
 
 def test_a_connection_without_a_request_is_closed_after_a_while() -> None:
     """Which is longer than any load balancer's own, as the operator has it."""
@@ -183,6 +192,25 @@ def test_a_connection_without_a_request_is_closed_after_a_while() -> None:
             connection.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("end", [Connection.close, Connection.reset])
+def test_nothing_is_kept_of_an_idle_connection_that_its_client_ends(end: Callable[[Connection], None]) -> None:
+    """No key is needed to open, and to end, many of them."""
+
+    async def run() -> None:
+        async with serve(gateway(DoubleEngine())) as server:
+            connection = await Connection.to(server)
+            assert await connection.ask() == b"200"
+            connections = server._server.server_state.connections
+            [kept] = [weakref.ref(protocol) for protocol in connections]
+            end(connection)
+            while connections:  # noqa: ASYNC110 - the server's
+                await asyncio.sleep(0)
+            gc.collect()
+            assert kept() is None
+
+    asyncio.run(asyncio.wait_for(run(), 10))
 
 
 def test_connections_without_a_request_make_room_for_others() -> None:
