@@ -8,9 +8,13 @@ from __future__ import annotations
 import ast
 import sys
 from pathlib import Path
+from types import MethodType, SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
+from serving.sglang.plugin import contract, hooks
 from serving.sglang.plugin.checks import VERSIONS, sglang_version
 from serving.sglang.plugin.contract import (
     CPU_FUNCTIONS,
@@ -34,6 +38,8 @@ _CALLED = (
     ("sglang.srt.layers.sampler.sampling_from_probs_torch",),
 )
 
+# What SGLang's functions that run here take from their module.
+_OF_ITS_MODULE = ("DisaggregationMode", "current_platform", "logger", "logging")
 
 _Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -139,6 +145,27 @@ def test_the_walk_hands_back_the_accepted_path_last(sources: Sources) -> None:
     for value in returned:
         assert isinstance(value, ast.Tuple)
         assert [getattr(one, "id", None) for one in value.elts][2] == "accept_index"
+
+
+@pytest.mark.parametrize("holds", [False, True])
+@pytest.mark.parametrize("is_paused", [True, False])
+def test_requests_that_hold_no_keys_keep_no_update_from_flushing_the_cache(
+    sources: Sources, is_paused: bool, holds: bool
+) -> None:
+    scheduler = MagicMock(_engine_paused=is_paused, last_batch=None, chunked_req=None, enable_overlap=False)
+    scheduler._pp_microbatches_drained.return_value, scheduler.dllm_manager.any_staging_reqs.return_value = True, False
+    scheduler.enable_hisparse = scheduler.enable_hierarchical_cache = scheduler.enable_lmcache = False
+    waiting = SimpleNamespace(req_pool_idx=3 if holds else None, kv=SimpleNamespace(holds_kv=holds))
+    scheduler.waiting_queue, scheduler.grammar_manager.grammar_queue = [waiting], ["compiling"]
+    for path in (contract.IDLE.path, "sglang.srt.managers.scheduler.Scheduler.flush_cache"):
+        function = sources.find(path)
+        assert isinstance(function, ast.FunctionDef)
+        names: dict[str, Any] = {}
+        exec(ast.unparse(function), dict.fromkeys(_OF_ITS_MODULE, MagicMock()), names)  # noqa: S102
+        setattr(scheduler, function.name, MethodType(names[function.name], scheduler))
+    hook, updater, request = hooks._around_weights_updated, SimpleNamespace(scheduler=scheduler), SimpleNamespace()
+    assert hook(lambda *_: scheduler.flush_cache(), updater, request) is (is_paused and not holds)
+    assert (scheduler.waiting_queue, scheduler.grammar_manager.grammar_queue) == ([waiting], ["compiling"])
 
 
 def test_what_is_missing_is_noticed(tmp_path: Path) -> None:

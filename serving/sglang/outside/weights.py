@@ -5,7 +5,9 @@
 
 All servers at once, each for itself: one that cannot open the files keeps its old weights and label. Where reading them
 fails half-way, SGLang reads the same folder again: the server then ends, or has the new weights under its old label
-until the update is repeated. Where this process is killed in between, a server stays paused until then.
+until the update is repeated. Where SGLang refuses to flush its cache, as beside a request that goes on running, the new
+weights also read the old ones' keys and values until then; SGLang 0.5.17 ends. Where this process is killed in between,
+a server stays paused until then.
 """
 
 from __future__ import annotations

@@ -94,6 +94,8 @@ WEIGHT_UPDATES = tuple(
 )
 WEIGHTS_UPDATED = SglangFunction(f"{_WEIGHTS}.flush_cache_after_weight_update", ("self", "recv_req"))
 """Called once the target has new weights, also where the draft did not take them or the cache cannot be flushed."""
+IDLE = SglangFunction("sglang.srt.managers.scheduler.Scheduler.is_fully_idle", ("self", "for_health_check"))
+"""Not called: whether it can ignore requests that wait, which a flush of the cache asks for while paused."""
 _AMX = "sglang.srt.layers.attention.intel_amx_backend.IntelAMXAttnBackend"
 _ATTEND = ("self", "q", "k", "v", "layer", "forward_batch")
 CPU_PLAN = SglangFunction(f"{_AMX}.init_forward_metadata", ("self", "forward_batch"))
@@ -156,6 +158,7 @@ SGLANG_FUNCTIONS = (
     PROCESSED,
     *WEIGHT_UPDATES,
     WEIGHTS_UPDATED,
+    IDLE,
     CHAT,
     COMPLETION,
     RESPONSE,

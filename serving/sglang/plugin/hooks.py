@@ -6,9 +6,11 @@ all hooks are in place or the server does not start (serving/sglang/plugin/contr
 
 from __future__ import annotations
 
+import inspect
 import logging
 import zlib
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import structlog
@@ -157,7 +159,7 @@ def add_hooks(settings: PluginSettings, registry: Any, hook_type: Any) -> None:
     add(DEPTH_CHANGE, _after_depth_change, "after")
     for update in WEIGHT_UPDATES:
         add(update, _around_weight_update, "around")
-    add(WEIGHTS_UPDATED, _before_weights_updated, "before")
+    add(WEIGHTS_UPDATED, _around_weights_updated, "around")
     if CPU_PLAN in functions_of():
         add(CPU_PLAN, one_token.after_cpu_plan, "after")
         add(CPU_EXTEND, one_token.around_cpu_extend, "around")
@@ -323,9 +325,31 @@ def _refused_update(request: Any) -> Any:
     )
 
 
-def _before_weights_updated(_: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+def _around_weights_updated(run: Any, updater: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     if (runtime := _the_runtime()) is not None and getattr(request, "selector", "") != "draft":
         runtime.target_updated(request.weight_version)
+    with _waiting_aside(updater.scheduler):
+        return run(updater, request, *args, **kwargs)
+
+
+@contextmanager
+def _waiting_aside(scheduler: Any) -> Iterator[None]:
+    """Let SGLang flush the cache of a paused server where requests wait: for their grammar, or to be read anew.
+
+    They hold no keys and values, but SGLang refuses to flush beside them, and 0.5.17 ends at that.
+    """
+    if not scheduler._engine_paused:
+        yield
+        return
+    grammars = scheduler.grammar_manager
+    compiling, waiting = grammars.grammar_queue, scheduler.waiting_queue
+    grammars.grammar_queue = []
+    if "ignore_waiting" not in inspect.signature(scheduler.is_fully_idle).parameters:
+        scheduler.waiting_queue = [request for request in waiting if request.req_pool_idx is not None]
+    try:
+        yield
+    finally:
+        grammars.grammar_queue, scheduler.waiting_queue = compiling, waiting
 
 
 def before_conversion(endpoint: Any, request: Any, raw_request: Any = None) -> None:

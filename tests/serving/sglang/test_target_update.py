@@ -30,3 +30,31 @@ def test_the_target_stays_while_its_keys_and_values_are_stored_elsewhere(
     setattr(updater.scheduler, storage, False)
     hook(lambda _, asked: updated.append(asked), updater, request)
     assert updated == [request]
+
+
+@pytest.mark.parametrize("ignores_waiting", [True, False])
+def test_a_paused_server_flushes_its_cache_beside_requests_that_wait(ignores_waiting: bool) -> None:
+    """SGLang refuses that while a grammar compiles, and 0.5.17 also while a request waits to be read again."""
+
+    class Scheduler(SimpleNamespace):
+        if ignores_waiting:
+
+            def is_fully_idle(self, for_health_check: bool = False, ignore_waiting: bool = False) -> bool:
+                return (ignore_waiting or not self.waiting_queue) and not self.grammar_manager.grammar_queue
+        else:
+
+            def is_fully_idle(self, for_health_check: bool = False) -> bool:
+                return not self.waiting_queue and not self.grammar_manager.grammar_queue
+
+    waiting, compiling = [SimpleNamespace(req_pool_idx=None)], ["first", "second"]
+    grammars = SimpleNamespace(grammar_queue=[*compiling])
+    scheduler = Scheduler(_engine_paused=True, waiting_queue=[*waiting], grammar_manager=grammars)
+    updater, request = SimpleNamespace(scheduler=scheduler), SimpleNamespace(selector="all", weight_version="2")
+
+    def flush(updater: SimpleNamespace, asked: object) -> None:
+        assert updater.scheduler.is_fully_idle(**{"ignore_waiting": True} if ignores_waiting else {})
+        raise RuntimeError("the update fails later")
+
+    with pytest.raises(RuntimeError):
+        hooks._around_weights_updated(flush, updater, request)
+    assert (scheduler.waiting_queue, grammars.grammar_queue) == (waiting, compiling)
