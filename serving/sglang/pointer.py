@@ -144,13 +144,20 @@ class RankTarget:
 
         Updates without a step between them are parts of one version.
         """
-        version = version_of_label(label)
-        if version is None and step != self._updated_at:
-            version = self.version + 1
-        elif version is not None:
-            self._labelled = max(self._labelled, version)
+        if version_of_label(label) is not None:
+            self.labelled(label)
+        elif step != self._updated_at:
+            self._serve(self.version + 1)
         self._updated_at = step
-        if version is None or version <= self.version:
+
+    def labelled(self, label: str | None) -> None:
+        """Note a label of the weights in service; a higher version than theirs becomes theirs."""
+        if (version := version_of_label(label)) is not None:
+            self._labelled = max(self._labelled, version)
+            self._serve(version)
+
+    def _serve(self, version: int) -> None:
+        if version <= self.version:
             return
         self.version = version
         self._on_version(version)

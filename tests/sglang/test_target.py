@@ -197,6 +197,9 @@ def test_weights_from_tensors_are_the_targets_too_and_without_a_label_the_next_v
     assert follows(model_dir, plugged.ids(QUESTION), answer)
     report = plugged.wait_for(lambda report: report["target_version"] != str(before))
     assert report["target_version"] == str(before + 1), "two parts are one update"
+    label = {"new_version": str(before + 3), "abort_all_requests": False}
+    assert httpx.post(f"{plugged.server.url}/update_weight_version", json=label, trust_env=False).is_success
+    plugged.wait_for(lambda report: report["target_version"] == report["target_label"] == str(before + 3))
 
 
 async def until(driver: Driver, condition: object) -> None:

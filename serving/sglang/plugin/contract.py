@@ -94,6 +94,8 @@ WEIGHT_UPDATES = tuple(
 )
 WEIGHTS_UPDATED = SglangFunction(f"{_WEIGHTS}.flush_cache_after_weight_update", ("self", "recv_req"))
 """Called once the target has new weights, also where the draft did not take them or the cache cannot be flushed."""
+LABELLED = SglangFunction("sglang.srt.managers.scheduler.Scheduler.handle_update_weight_version", ("self", "recv_req"))
+"""Takes a label that comes after the weights. Older versions tell their HTTP process alone."""
 IDLE = SglangFunction("sglang.srt.managers.scheduler.Scheduler.is_fully_idle", ("self", "for_health_check"))
 """Not called: whether it can ignore requests that wait, which a flush of the cache asks for while paused."""
 _AMX = "sglang.srt.layers.attention.intel_amx_backend.IntelAMXAttnBackend"
@@ -170,6 +172,8 @@ SGLANG_FUNCTIONS = (
 CPU_FUNCTIONS = (CPU_PLAN, CPU_EXTEND, CPU_DECODE)
 """Needed on a CPU only, as `GPU_FUNCTIONS` on a GPU only."""
 GPU_FUNCTIONS = (TRITON_PLAN, TRITON_GRAPH, TRITON_EXTEND, TRITON_DECODE)
+OPTIONAL_FUNCTIONS = (LABELLED,)
+"""Hooked where this SGLang has them."""
 DRAFT_LAYER = SglangFunction(
     "sglang.srt.models.llama_eagle3.LlamaDecoderLayer.forward",
     ("self", "positions", "embeds", "hidden_states", "forward_batch", "residual"),
@@ -179,9 +183,18 @@ NORMED_RESIDUAL = (DRAFT_LAYER,)
 
 
 def functions_of(environment: Mapping[str, str] = os.environ) -> tuple[SglangFunction, ...]:
-    """Functions that the plugin hooks or calls; `SGLANG_USE_CPU_ENGINE` says whether a CPU's or a GPU's."""
+    """Functions that the plugin hooks or calls here; `SGLANG_USE_CPU_ENGINE` says whether a CPU's or a GPU's."""
     is_cpu = environment.get("SGLANG_USE_CPU_ENGINE") == "1"
-    return (*SGLANG_FUNCTIONS, *(CPU_FUNCTIONS if is_cpu else GPU_FUNCTIONS))
+    optional = filter(_exists, OPTIONAL_FUNCTIONS)
+    return (*SGLANG_FUNCTIONS, *(CPU_FUNCTIONS if is_cpu else GPU_FUNCTIONS), *optional)
+
+
+def _exists(function: SglangFunction) -> bool:
+    try:
+        pkgutil.resolve_name(function.path)
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ from serving.sglang.plugin.contract import (
     GRAMMAR,
     GRAMMAR_MASK,
     KEEP_GRAMMAR,
+    LABELLED,
     PROCESSED,
     RELEASE,
     RESPONSE,
@@ -160,6 +161,8 @@ def add_hooks(settings: PluginSettings, registry: Any, hook_type: Any) -> None:
     for update in WEIGHT_UPDATES:
         add(update, _around_weight_update, "around")
     add(WEIGHTS_UPDATED, _around_weights_updated, "around")
+    if LABELLED in functions_of():
+        add(LABELLED, _after_label, "after")
     if CPU_PLAN in functions_of():
         add(CPU_PLAN, one_token.after_cpu_plan, "after")
         add(CPU_EXTEND, one_token.around_cpu_extend, "around")
@@ -330,6 +333,11 @@ def _around_weights_updated(run: Any, updater: Any, request: Any, *args: Any, **
         runtime.target_updated(request.weight_version)
     with _waiting_aside(updater.scheduler):
         return run(updater, request, *args, **kwargs)
+
+
+def _after_label(_: Any, scheduler: Any, request: Any) -> None:
+    if (runtime := _the_runtime()) is not None:
+        runtime.target_labelled(request.new_version)
 
 
 @contextmanager

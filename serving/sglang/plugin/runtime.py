@@ -286,6 +286,10 @@ class EngineRuntime:
         """Note new weights of the target, under this label if any."""
         self._target.updated(label, self.steps)
 
+    def target_labelled(self, label: str) -> None:
+        """Note a label that came after the weights."""
+        self._target.labelled(label)
+
     # -- guarded parts ----------------------------------------------------------------------------------------------
 
     def _launched(self, batch: Any) -> None:

@@ -37,3 +37,14 @@ def test_only_labels_say_which_weights_other_engines_must_have() -> None:
     assert (target.version, target.status()["target_label"]) == (1, 0)
     target.updated("4", 2)
     assert (target.version, target.status()["target_label"]) == (4, 4)
+
+
+def test_a_label_that_comes_after_the_weights_counts_no_second_version() -> None:
+    heard: list[int] = []
+    target = RankTarget(heard.append)
+    for step, label in enumerate(("11", "12", "12", "default", "9"), 1):
+        target.updated(None, step)
+        target.updated(None, step)
+        target.labelled(label)
+    assert heard == [1, 11, 12, 13, 14, 15]
+    assert (target.version, target.status()["target_label"]) == (15, 12)

@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from serving.sglang.plugin import hooks
+from serving.sglang.pointer import RankTarget
 
 
 @pytest.mark.parametrize("storage", ["enable_hicache_storage", "enable_lmcache"])
@@ -30,6 +31,18 @@ def test_the_target_stays_while_its_keys_and_values_are_stored_elsewhere(
     setattr(updater.scheduler, storage, False)
     hook(lambda _, asked: updated.append(asked), updater, request)
     assert updated == [request]
+
+
+def test_a_label_of_its_own_names_the_version_of_the_weights_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """slime and miles send weights without a label, and then POST /update_weight_version."""
+    target = RankTarget(lambda _: None)
+    runtime = SimpleNamespace(target_updated=lambda label: target.updated(label, 7), target_labelled=target.labelled)
+    monkeypatch.setattr(hooks, "_runtimes", {0: runtime})
+    updater = SimpleNamespace(scheduler=SimpleNamespace(_engine_paused=False))
+    for _ in range(2):
+        hooks._around_weights_updated(lambda *_: None, updater, SimpleNamespace(weight_version=None))
+    hooks._after_label(None, updater.scheduler, SimpleNamespace(new_version="12"))
+    assert (target.version, target.status()["target_label"]) == (12, 12)
 
 
 @pytest.mark.parametrize("ignores_waiting", [True, False])
