@@ -248,7 +248,7 @@ def _stage(arguments: argparse.Namespace, prompts: list[Prompt], opened: ExitSta
     )
     embed = fresh_draft(model_dir, seed=0).embed
     stream = TraceStream(connect(redis_url), key, max_bytes=cap_for(model_dir))
-    recorder = TraceRecorder(lambda: stream, max_buffer_bytes=64 << 20)
+    recorder = TraceRecorder(stream, max_buffer_bytes=64 << 20)
     opened.callback(recorder.close, timeout_s=10)
     engines: dict[str, LocalEngine] = {}
     followers: dict[str, DraftFollower] = {}

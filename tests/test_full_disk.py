@@ -34,7 +34,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 def test_redis_on_a_full_disk_gets_every_trace_when_there_is_room(disk: Path) -> None:
     with EmbeddedRedis(disk / "redis") as server, connect(server.url) as client:
         stream = TraceStream(client, "m", max_bytes=1 << 20)
-        recorder = TraceRecorder(lambda: stream, max_buffer_bytes=1 << 20)
+        recorder = TraceRecorder(stream, max_buffer_bytes=1 << 20)
         recorder.submit(make_trace(trace_id="before"))
         wait_until(lambda: recorder.stats().appended == 1 and stream.lag().undelivered == 1)
         with filled(disk):

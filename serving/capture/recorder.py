@@ -78,16 +78,16 @@ class RecorderStats:
 
 
 class TraceRecorder:
-    """Takes traces from engine threads and appends them to the stream that `stream_factory` opens.
+    """Takes traces from engine threads and appends them to the stream on a thread of its own.
 
-    The factory is called on the recorder's thread, again after a StreamError, so serving starts without Redis. On this
-    thread, too, `on_append` gets the number of bytes of each trace, the `sampler` looks and draws, and `reason_to_drop`
-    says why a trace must not leave the process, or None. Traces older than `ttl_s` are dropped; 0 sets no limit.
+    On this thread, too, `on_append` gets the number of bytes of each trace, the `sampler` looks and draws, and
+    `reason_to_drop` says why a trace must not leave the process, or None. Traces older than `ttl_s` are dropped; 0 sets
+    no limit.
     """
 
     def __init__(
         self,
-        stream_factory: Callable[[], AppendStream],
+        stream: AppendStream,
         *,
         max_buffer_bytes: int,
         features: Features = "float8",
@@ -98,13 +98,12 @@ class TraceRecorder:
         retry_s: tuple[float, float] = (0.1, 5.0),
     ) -> None:
         """`retry_s` are the first and the longest pause before another attempt."""
-        self._stream_factory = stream_factory
+        self._stream = stream
         self._max_buffer_bytes, self._on_append = max_buffer_bytes, on_append
         self._features = features
         self._reason_to_drop, self._ttl_s = reason_to_drop, ttl_s
         self._sampler, (self._first_retry_s, self._last_retry_s) = sampler, retry_s
         self._appending = threading.Lock()
-        self._stream: AppendStream | None = None
         # Guarded by the condition: everything below.
         self._changed = threading.Condition()
         self._queue: collections.deque[Trace] = collections.deque()
@@ -221,7 +220,6 @@ class TraceRecorder:
                     self._append(trace, payload)
                 return
             except StreamError as error:
-                self._stream = None
                 num_lost = num_lost + 1 if isinstance(error, LostTransactionError) else 0
                 if num_lost == _MOST_LOST:
                     log.warning("trace of %d bytes dropped, Redis never takes it: %s", len(payload), error)
@@ -233,8 +231,6 @@ class TraceRecorder:
     def _append(self, trace: Trace, payload: bytes) -> None:
         if not self._is_pending(trace):
             return
-        if self._stream is None:
-            self._stream = self._stream_factory()
         if len(payload) > self._stream.max_bytes:
             self._drop(trace, "too_large")
             return

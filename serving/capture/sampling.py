@@ -123,7 +123,7 @@ class CaptureSampler:
 
     def __init__(
         self,
-        open_stream: Callable[[], WatchedStream],
+        stream: WatchedStream,
         *,
         floor: float,
         at_start: bool = False,
@@ -135,12 +135,11 @@ class CaptureSampler:
 
         `buffer_share` says how full the engine's buffer is, at the moment.
         """
-        self._open_stream, self._floor, self._at_start = open_stream, floor, at_start
+        self._stream, self._floor, self._at_start = stream, floor, at_start
         self._buffer_share = buffer_share
         self._clock, self._rng = clock, rng or random.Random()
         self._looked_at = 1.0, SAMPLING_REASONS[0]
         """The smallest share at the last poll, and which of SAMPLING_REASONS asked for it."""
-        self._stream: WatchedStream | None = None
         self._polled_s = -math.inf
         self._last: tuple[int, int, float] | None = None
         """Entries that waited, entries that trainers had ever taken, and when that was."""
@@ -179,10 +178,8 @@ class CaptureSampler:
         if now_s - self._polled_s < POLL_EVERY_S:
             return
         try:
-            stream = self._stream = self._stream or self._open_stream()
-            self._decide(stream.lag(), stream.max_bytes, stream.memory_share(), now_s)
+            self._decide(self._stream.lag(), self._stream.max_bytes, self._stream.memory_share(), now_s)
         except StreamError as error:
-            self._stream = None
             log.debug("the capture share is not updated: %s", error)
         except Exception as error:
             log.error("the capture share is not updated, the stream cannot be read: %s", type_and_place(error))

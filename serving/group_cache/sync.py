@@ -135,7 +135,7 @@ class GroupSharing:
 
     def __init__(
         self,
-        open_texts: Callable[[], GroupTexts],
+        texts: GroupTexts,
         *,
         vocab_size: int,
         metrics: GroupTextMetrics,
@@ -146,11 +146,11 @@ class GroupSharing:
         max_queued_tokens: int = _MAX_QUEUED_TOKENS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`open_texts` is called on a thread of its own, until it raises no StreamError. Text of targets more than
-        `keep_versions` before this engine's is not taken. At most `max_followed` groups are followed, and
-        `max_queued_tokens` wait for Redis. `clock` gives seconds, of any origin.
+        """`texts` is used on a thread of its own. Text of targets more than `keep_versions` before this engine's is not
+        taken. At most `max_followed` groups are followed, and `max_queued_tokens` wait for Redis. `clock` gives
+        seconds, of any origin.
         """
-        self._open_texts, self._vocab_size, self.metrics = open_texts, vocab_size, metrics
+        self._texts, self._vocab_size, self.metrics = texts, vocab_size, metrics
         self._target_version, self._keep_versions = target_version, keep_versions
         self._interval_s, self._clock = interval_s, clock
         self._max_followed, self._max_queued_tokens = max_followed, max_queued_tokens
@@ -288,13 +288,12 @@ class GroupSharing:
     # -- this thread's ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        texts, pause_s = None, self._interval_s
+        pause_s = self._interval_s
         while self._wait(pause_s):
             try:
-                texts = texts or self._open_texts()
                 with self._exchanging:
-                    self._write(texts)
-                    self._read(texts)
+                    self._write()
+                    self._read()
                 pause_s = self._interval_s
             except StreamError as error:
                 log.warning("text of prompt groups is not shared for now: %s (next attempt in %.1f s)", error, pause_s)
@@ -320,21 +319,21 @@ class GroupSharing:
         since_s = self._clock() - _ACTIVE_S
         return [group for group in self._followed.values() if group.active_s >= since_s]
 
-    def _write(self, texts: GroupTexts) -> None:
+    def _write(self) -> None:
         with self._changed:
             ended, self._ended = self._ended, set()
             queued, self._queue, self._unfinished = list(self._queue), deque(), {}
         unwritten: list[Queued] = []
         try:
             if ended:
-                texts.drop(sorted(ended))
+                self._texts.drop(sorted(ended))
                 ended = set()
-            queued = self._still_wanted(queued, texts.ttl_s)
+            queued = self._still_wanted(queued, self._texts.ttl_s)
             if queued:
                 pieces: dict[GroupKey, bytes] = defaultdict(bytes)
                 for one in queued:
                     pieces[one.group.key] += one.encoded(self._target_version)
-                self.metrics.evicted += texts.append(pieces)
+                self.metrics.evicted += self._texts.append(pieces)
                 self.metrics.count("published", num_tokens(queued))
         except StreamError:
             unwritten = queued
@@ -362,13 +361,13 @@ class GroupSharing:
                 found.append(one)
         return found
 
-    def _read(self, texts: GroupTexts) -> None:
+    def _read(self) -> None:
         with self._changed:
             for key in [key for key, group in self._followed.items() if group.window() is None]:
                 del self._followed[key]
             places = {group.key: (group, group.place) for group in self._active()}
         if places:
-            found = texts.fetch({key: place for key, (_, place) in places.items()})
+            found = self._texts.fetch({key: place for key, (_, place) in places.items()})
             for key, (place, data) in found.items():
                 self._arrive(places[key][0], place, data)
 

@@ -16,72 +16,20 @@ import structlog
 from serving.request_metadata import version_of_label
 from speculator.errors import ConfigError, StreamError
 from speculator.redis.client import connect
-from speculator.redis.control_plane import CanaryHolder, CanarySlot, DraftPointer, EndedGroups
-from speculator.redis.trace_deletion import ErasureOrders
+from speculator.redis.control_plane import CanaryHolder, CanarySlot, DraftPointer
 
 
-class LazyPointer:
-    """A `DraftPointer` that connects at its first use; every method raises StreamError while Redis is away. Used by one
-    thread.
-    """
-
-    def __init__(self, redis_url: str, model_key: str) -> None:
-        self._redis_url, self._model_key = redis_url, model_key
-        self._pointer: DraftPointer | None = None
-        self._erasures: ErasureOrders | None = None
-        self._ended_groups: EndedGroups | None = None
-
-    def desired(self) -> int | None:
-        return self._connected().desired()
-
-    def pinned(self) -> int | None:
-        return self._connected().pinned()
-
-    def replace(self, old: int, new: int) -> bool:
-        return self._connected().replace(old, new)
-
-    def depth_limit(self, engine_id: str) -> int | None:
-        return self._connected().depth_limit(engine_id)
-
-    def report_engine(self, engine_id: str, status: Mapping[str, str | int | float]) -> None:
-        self._connected().report_engine(engine_id, status)
-
-    def hold_canary(self, holder: CanaryHolder, *, ttl_s: float, on_probation: bool) -> CanarySlot:
-        return self._connected().hold_canary(holder, ttl_s=ttl_s, on_probation=on_probation)
-
-    def release_canary(self, holder: CanaryHolder, *, forget_crashes: bool = False) -> None:
-        self._connected().release_canary(holder, forget_crashes=forget_crashes)
-
-    def orders(self) -> dict[str, int]:
-        """Tenants to be erased, with the time of each order in ms (speculator/redis/trace_deletion.py)."""
-        self._connected()
-        assert self._erasures is not None
-        return self._erasures.orders()
-
-    def ended_groups(self) -> list[tuple[str, str]]:
-        """Tenant and id of the prompt groups that have ended since this was last asked."""
-        self._connected()
-        assert self._ended_groups is not None
-        return self._ended_groups.read()
-
-    def refuse_second(self, engine_id: str) -> None:
-        """Raises ConfigError where another living server reports under this engine id; Redis may be away."""
-        try:
-            report = self._connected().engines().get(engine_id)
-        except StreamError:
-            return
-        if report is not None and _is_alive(report.get("process", "")):
-            raise ConfigError(
-                f"engine id {engine_id} is in use by {report['process']}: stop that server, or set SLIPSTREAM_ENGINE_ID"
-            )
-
-    def _connected(self) -> DraftPointer:
-        if self._pointer is None:
-            client = connect(self._redis_url)
-            self._erasures = ErasureOrders(client, self._model_key)
-            self._ended_groups = EndedGroups(client, self._model_key)
-            self._pointer = DraftPointer(client, self._model_key)
-        return self._pointer
+def refuse_second(redis_url: str, model_key: str, engine_id: str) -> None:
+    """Raises ConfigError where another living server reports under this engine id; Redis may be away."""
+    try:
+        with connect(redis_url) as client:
+            process = DraftPointer(client, model_key).engines().get(engine_id, {}).get("process", "")
+    except StreamError:
+        return
+    if _is_alive(process):
+        raise ConfigError(
+            f"engine id {engine_id} is in use by {process}: stop that server, or set SLIPSTREAM_ENGINE_ID"
+        )
 
 
 class RankPointer:

@@ -120,7 +120,7 @@ def run_server(
         watch = LiveWatch(version)
         if options.share_groups:
             texts = GroupTexts(connection(), key, ttl_s=ttl_s)
-            sharing = GroupSharing(lambda: texts, vocab_size=len(target.embed), metrics=GroupTextMetrics())
+            sharing = GroupSharing(texts, vocab_size=len(target.embed), metrics=GroupTextMetrics())
             registry.register(sharing.metrics)
             opened.callback(sharing.close, timeout_s=5)
         draft = load_draft(store, version, embed=target.embed, target_fingerprint=fingerprint)
@@ -207,11 +207,11 @@ async def wait_for_failure(engine: Engine, *, poll_s: float = 1.0) -> None:
 def _recorder(options: ServeOptions, stream: TraceStream) -> TraceRecorder:
     keep = CaptureFilter.load(options.capture_filter, options.engine.model_dir)
     return TraceRecorder(
-        lambda: stream,
+        stream,
         max_buffer_bytes=_RECORDER_BUFFER_BYTES,
         reason_to_drop=keep.reason_to_drop if keep else None,
         ttl_s=3600 * options.trace_ttl_hours,
-        sampler=CaptureSampler(lambda: stream, floor=options.capture_floor) if options.capture_floor < 1 else None,
+        sampler=CaptureSampler(stream, floor=options.capture_floor) if options.capture_floor < 1 else None,
     )
 
 

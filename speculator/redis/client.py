@@ -34,38 +34,43 @@ from speculator.host import now_ms, read_secret
 SOCKET_TIMEOUT_S = 5.0
 PASSWORD_FILE_VARIABLE = "SLIPSTREAM_REDIS_PASSWORD_FILE"  # noqa: S105 - its name
 """Environment variable with the path of a file that holds the password of the URL's user."""
+_MALFORMED = (
+    "the Redis URL is malformed: set SLIPSTREAM_REDIS_URL or --redis-url to redis://, rediss://, unix:// or "
+    "redis+sentinel://HOST:PORT,…/SERVICE/DB"
+)
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _Self = TypeVar("_Self")
 
 
 def connect(url: str) -> redis.Redis:
-    """Connect to a Redis URL and PING it; a password may come from a file.
-
-    No automatic retries: a repeated group read would leave delivered entries unseen; callers retry where it is safe.
-    Raises ConfigError for a malformed URL or an unreadable file, and StreamError when Redis does not answer.
+    """As `open_client`, with a PING. Raises ConfigError also for an invalid host, and StreamError when Redis does not
+    answer.
     """
-    try:
-        parsed = RedisUrl.parse(url)
-        return _answering(_client(parsed), parsed.shown)
-    except ConfigError:
-        raise
-    except ValueError:
-        # Without the cause: its message may quote a part of the password.
-        raise ConfigError(
-            "the Redis URL is malformed: set SLIPSTREAM_REDIS_URL or --redis-url to redis://, rediss://, unix:// or "
-            "redis+sentinel://HOST:PORT,…/SERVICE/DB"
-        ) from None
-
-
-def _answering(client: redis.Redis, shown: str) -> redis.Redis:
-    """PING; raises StreamError, and ValueError for an invalid host or path."""
+    client = open_client(url)
     try:
         client.ping()
     except (exceptions.RedisError, OSError) as error:
         client.close()
-        raise StreamError(f"{shown}: {_explain(error)}") from error
+        raise StreamError(f"{RedisUrl.parse(url).shown}: {_explain(error)}") from error
+    except ValueError:
+        raise ConfigError(_MALFORMED) from None
     return client
+
+
+def open_client(url: str) -> redis.Redis:
+    """A client that connects at its first command; a password may come from a file.
+
+    No automatic retries: a repeated group read would leave delivered entries unseen; callers retry where it is safe.
+    Raises ConfigError for a malformed URL or an unreadable file.
+    """
+    try:
+        return _client(RedisUrl.parse(url))
+    except ConfigError:
+        raise
+    except ValueError:
+        # Without the cause: its message may quote a part of the password.
+        raise ConfigError(_MALFORMED) from None
 
 
 def _client(url: RedisUrl) -> redis.Redis:

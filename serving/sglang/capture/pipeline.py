@@ -16,7 +16,7 @@ from serving.sglang.capture.device_reads import DraftLogprobRecorder
 from serving.sglang.capture.request import Origin
 from serving.sglang.device import Device
 from serving.sglang.settings import PluginSettings, buffer_bytes
-from speculator.redis.client import connect
+from speculator.redis.client import open_client
 from speculator.redis.trace_stream import TraceStream, cap_for
 
 _CLOSE_TIMEOUT_S = 5.0
@@ -40,12 +40,8 @@ class TracePipeline:
         probe: DraftLogprobRecorder,
     ) -> None:
         ttl_s = 3600 * settings.trace_ttl_hours
-        stream_bytes = settings.stream_max_bytes or cap_for(model_dir)
-
-        def open_stream() -> TraceStream:
-            client = connect(settings.redis_url)
-            return TraceStream(client, model_key, max_bytes=stream_bytes, ttl_s=ttl_s)
-
+        max_bytes = settings.stream_max_bytes or cap_for(model_dir)
+        stream = TraceStream(open_client(settings.redis_url), model_key, max_bytes=max_bytes, ttl_s=ttl_s)
         # The assembler's thread must not hold the GIL against the scheduler's, by default for up to 5 ms.
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         budget = ByteBudget(settings.capture_bytes_per_s)
@@ -58,14 +54,14 @@ class TracePipeline:
         sampler = None
         if settings.capture_floor < 1:
             sampler = CaptureSampler(
-                open_stream,
+                stream,
                 floor=settings.capture_floor,
                 at_start=True,
                 buffer_share=lambda: assembler.held_share,
             )
         keep = CaptureFilter.load(settings.capture_filter, model_dir)
         self._recorder = TraceRecorder(
-            open_stream,
+            stream,
             max_buffer_bytes=buffer_bytes(settings),
             features=settings.capture_features,
             on_append=budget.spend,

@@ -21,7 +21,7 @@ from serving.sglang.settings import PluginSettings
 from serving.sglang.swap import SglangDraft
 from speculator.draft.checkpoint import config_from_json, expected_shapes
 from speculator.errors import ConfigError
-from speculator.redis.client import connect
+from speculator.redis.client import open_client
 from speculator.versions.store import DraftStore, Manifest
 
 log = structlog.get_logger(__name__)
@@ -57,7 +57,7 @@ def new_text(
 
 def _new_sharing(worker: Any, settings: PluginSettings, key: str) -> GroupSharing:
     return GroupSharing(
-        lambda: GroupTexts(connect(settings.redis_url), key, ttl_s=3600 * settings.trace_ttl_hours),
+        GroupTexts(open_client(settings.redis_url), key, ttl_s=3600 * settings.trace_ttl_hours),
         vocab_size=worker.target_worker.model_config.vocab_size,
         metrics=GroupTextMetrics(),
     )

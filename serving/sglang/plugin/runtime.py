@@ -32,7 +32,7 @@ from serving.sglang.penalties import TreePenalties
 from serving.sglang.plugin.checks import resolved, verification_of, version_of
 from serving.sglang.plugin.part_guard import PartGuard, failed_parts
 from serving.sglang.plugin.parts import depths_of, device_of, new_draft, new_probe, new_text, tensor_parallel_group
-from serving.sglang.pointer import LazyPointer, RankPointer, RankTarget
+from serving.sglang.pointer import RankPointer, RankTarget, refuse_second
 from serving.sglang.proposals.depth import DepthControl, DepthSwitchLogFilter
 from serving.sglang.proposals.draft_sleep import DraftSleep
 from serving.sglang.proposals.step_clock import StepClock
@@ -41,7 +41,9 @@ from serving.sglang.report import Fields, group_text_fields, speedup_fields, swa
 from serving.sglang.settings import PluginSettings, default_engine_id
 from serving.speedup import ControlShare, SpeedupMeter
 from speculator.draft.checkpoint import model_key
-from speculator.redis.control_plane import EngineLoad, gpu_id
+from speculator.redis.client import open_client
+from speculator.redis.control_plane import DraftPointer, EndedGroups, EngineLoad, gpu_id
+from speculator.redis.trace_deletion import ErasureOrders
 from speculator.tracing import close_spans, configure_spans
 from speculator.versions.store import DraftStore, Manifest
 
@@ -65,7 +67,6 @@ class EngineRuntime:
         """Drawn by SGLang at its start where nobody chose it, and the same on all ranks."""
         self._engine_id = settings.engine_id or default_engine_id(args.port)
         key = settings.model_key or model_key(Path(args.model_path), manifest.target_fingerprint)
-        self._pointer = LazyPointer(settings.redis_url, key) if self._is_writer else None
         self._rank_pointer = RankPointer()
         depths = depths_of(worker)
         self._head_depth = worker.speculative_num_steps if settings.suffix_depth else max(depths)
@@ -112,14 +113,18 @@ class EngineRuntime:
         self._load = EngineLoad(gpu=gpu_id(device_of(worker)))
         self._traces: TracePipeline | None = None
         self._erasures: ErasureWatch | None = None
-        if self._pointer is not None:
+        self._pointer: DraftPointer | None = None
+        self._ended_groups: EndedGroups | None = None
+        if self._is_writer:
             configure_spans("slipstream-sglang")
-            self._pointer.refuse_second(self._engine_id)
+            refuse_second(settings.redis_url, key, self._engine_id)
+            client = open_client(settings.redis_url)
+            self._pointer, self._ended_groups = DraftPointer(client, key), EndedGroups(client, key)
             if settings.capture:
                 self._traces = self._new_traces(settings, key, manifest)
             forget = [] if self._traces is None else [self._traces.forget]
             forget += [] if self.text is None else [self.text.forget]
-            self._erasures = ErasureWatch(self._pointer.orders, forget)
+            self._erasures = ErasureWatch(ErasureOrders(client, key).orders, forget)
         self._target = RankTarget(self._on_target_update)
         self._follower = self._new_follower(settings, store, watch)
         log.info("slipstream: draft version %d in service, engine %s, model %s", manifest.version, self._engine_id, key)
@@ -447,13 +452,13 @@ class EngineRuntime:
     # -- on the follower's thread -----------------------------------------------------------------------------------
 
     def _status(self) -> Fields:
-        if self._pointer is None or self._erasures is None:
+        if self._pointer is None or self._ended_groups is None or self._erasures is None:
             return {}
         if self.text is not None:
             self.text.expire()
         self._asked_limit = self._pointer.depth_limit(self._engine_id)
         if self.text is not None:
-            for tenant, group_id in self._pointer.ended_groups():
+            for tenant, group_id in self._ended_groups.read():
                 self.text.drop(tenant, group_id)
         return {
             "steps": self.steps,

@@ -45,7 +45,7 @@ class Held:
 
 def test_a_tenants_queued_traces_go_and_others_stay() -> None:
     stream = Held()
-    recorder = TraceRecorder(lambda: stream, max_buffer_bytes=1 << 30)
+    recorder = TraceRecorder(stream, max_buffer_bytes=1 << 30)
     for number, tenant in enumerate(["anna", "anna", "bo", "anna"]):
         recorder.submit(make_trace(trace_id=str(number), tenant=tenant))
     wait_until(lambda: stream.begun == ["0"])
@@ -68,7 +68,7 @@ def test_a_tenants_queued_traces_go_and_others_stay() -> None:
 def test_traces_that_waited_too_long_are_not_written() -> None:
     stream = Held()
     stream.gate.set()
-    recorder = TraceRecorder(lambda: stream, max_buffer_bytes=1 << 30, ttl_s=3600)
+    recorder = TraceRecorder(stream, max_buffer_bytes=1 << 30, ttl_s=3600)
     at_ms = now_ms()
     recorder.submit(make_trace(trace_id="old", created_ms=at_ms - 3_601_000))
     recorder.submit(make_trace(trace_id="young", created_ms=at_ms - 3_000_000))

@@ -70,7 +70,7 @@ def test_the_recorder_drops_what_the_filter_refuses_or_fails_at(
 ) -> None:
     stream, keep = Stream(), CaptureFilter.load("an_operators_filter:keep", model_dir)
     assert keep is not None
-    recorder = TraceRecorder(lambda: stream, max_buffer_bytes=1 << 30, reason_to_drop=keep.reason_to_drop)
+    recorder = TraceRecorder(stream, max_buffer_bytes=1 << 30, reason_to_drop=keep.reason_to_drop)
     with structlog.testing.capture_logs() as lines:
         for text in ("plain", "a card", "fail", "undecided", "also plain"):
             recorder.submit(trace_of(text))

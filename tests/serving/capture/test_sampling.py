@@ -50,7 +50,7 @@ class Figures:
 
     def sampler(self, *, at_start: bool = False) -> CaptureSampler:
         return CaptureSampler(
-            lambda: self,
+            self,
             floor=FLOOR,
             clock=lambda: self.now_s,
             rng=random.Random(0),
@@ -203,7 +203,7 @@ def append(to: TraceStream, count: int) -> None:
 
 def test_a_stream_without_a_trainer_fills_and_a_trainer_that_acks_empties_it(redis_client: redis.Redis) -> None:
     traces, now_s = stream(redis_client), [0.0]
-    sampler = CaptureSampler(lambda: traces, floor=FLOOR, clock=lambda: now_s[0])
+    sampler = CaptureSampler(traces, floor=FLOOR, clock=lambda: now_s[0])
 
     def poll() -> float:
         now_s[0] += POLL_EVERY_S
@@ -226,7 +226,7 @@ def test_a_redis_near_its_memory_limit_is_spared(redis_client: redis.Redis) -> N
         share = traces.memory_share()
         assert share is not None
         assert 0.7 < share < 0.9
-        sampler = CaptureSampler(lambda: traces, floor=FLOOR)
+        sampler = CaptureSampler(traces, floor=FLOOR)
         sampler.poll()
         assert FLOOR < sampler.share < 1
         assert sampler.reason == "sampled_memory"
@@ -256,7 +256,7 @@ def test_the_share_stands_while_the_stream_cannot_be_looked_at(error: Exception)
                 raise error
             return seen.lag()
 
-    sampler = CaptureSampler(Failing, floor=FLOOR, clock=lambda: seen.now_s)
+    sampler = CaptureSampler(Failing(), floor=FLOOR, clock=lambda: seen.now_s)
     sampler.poll()
     share = sampler.share
     failing[0], seen.unacked_bytes, seen.now_s = True, 0, 10.0
@@ -271,8 +271,8 @@ def test_the_recorder_writes_what_is_kept_and_counts_the_rest(redis_client: redi
     traces = stream(redis_client, num_traces=400)
     append(traces, 200)
     traces.read(200, 0)
-    sampler = CaptureSampler(lambda: traces, floor=FLOOR, rng=random.Random(0))
-    recorder = TraceRecorder(lambda: traces, max_buffer_bytes=1 << 24, sampler=sampler)
+    sampler = CaptureSampler(traces, floor=FLOOR, rng=random.Random(0))
+    recorder = TraceRecorder(traces, max_buffer_bytes=1 << 24, sampler=sampler)
     for index in range(300):
         assert recorder.submit(make_trace(index, trace_id=f"new-{index}"))
     wait_until(lambda: recorder.stats().pending == 0)
@@ -288,8 +288,8 @@ def test_the_recorder_writes_what_is_kept_and_counts_the_rest(redis_client: redi
 def test_the_share_comes_back_while_no_trace_does(redis_client: redis.Redis) -> None:
     traces = stream(redis_client, num_traces=20)
     append(traces, 19)
-    sampler = CaptureSampler(lambda: traces, floor=FLOOR, at_start=True)
-    recorder = TraceRecorder(lambda: traces, max_buffer_bytes=1 << 24, sampler=sampler)
+    sampler = CaptureSampler(traces, floor=FLOOR, at_start=True)
+    recorder = TraceRecorder(traces, max_buffer_bytes=1 << 24, sampler=sampler)
     assert recorder.submit(make_trace())
     wait_until(lambda: sampler.share < 1 and recorder.stats().pending == 0)
     traces.ack([entry.id for entry in traces.read(30, 0)])

@@ -63,7 +63,7 @@ def peer_of(client: redis.Redis, **options: object) -> Iterator[Peer]:
     """Its clock stands, so that a group goes on being read while a test waits."""
     registry = CollectorRegistry()
     sharing = GroupSharing(
-        lambda: GroupTexts(client, "m"),
+        GroupTexts(client, "m"),
         vocab_size=1000,
         metrics=GroupTextMetrics(),
         interval_s=0.01,

@@ -18,11 +18,11 @@ import structlog
 from serving.sglang.plugin import contract, hooks
 from serving.sglang.plugin.checks import check_draft_options, check_server, verification_of
 from serving.sglang.plugin.normed_residual import check_layer
-from serving.sglang.pointer import LazyPointer
+from serving.sglang.pointer import refuse_second
 from serving.sglang.settings import PluginSettings, buffer_bytes, is_enabled, load_settings
 from speculator.draft.checkpoint import target_fingerprint
 from speculator.errors import ConfigError, DraftMismatchError, SlipstreamError, StreamError
-from speculator.redis.client import connect
+from speculator.redis.client import connect, open_client
 from speculator.redis.control_plane import CanaryHolder, DraftPointer
 from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
@@ -309,37 +309,35 @@ def test_another_plugin_on_the_same_names() -> None:
 
 
 def test_a_second_server_under_the_same_name(redis_url: str, redis_client: redis.Redis) -> None:
-    pointer = LazyPointer(redis_url, "m")
-    pointer.refuse_second("engine")
+    refuse_second(redis_url, "m", "engine")
     reports = DraftPointer(connect(redis_url), "m")
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         reports.report_engine("engine", {"process": f"{socket.gethostname()}:{other.pid}"})
         with pytest.raises(ConfigError, match=r"engine id engine is in use by .*SLIPSTREAM_ENGINE_ID"):
-            pointer.refuse_second("engine")
-        pointer.refuse_second("another")
+            refuse_second(redis_url, "m", "engine")
+        refuse_second(redis_url, "m", "another")
         other.communicate(b"\n", timeout=30)
-    pointer.refuse_second("engine")  # it has ended; its report has not yet expired
+    refuse_second(redis_url, "m", "engine")  # it has ended; its report has not yet expired
     reports.report_engine("engine", {"process": "elsewhere:1"})
     with pytest.raises(ConfigError, match="elsewhere"):
-        pointer.refuse_second("engine")
+        refuse_second(redis_url, "m", "engine")
 
 
-def test_redis_may_be_away_at_the_start(tmp_path: Path) -> None:
-    pointer = LazyPointer(f"unix://{tmp_path}/nobody.sock", "m")
-    pointer.refuse_second("engine")
-    with pytest.raises(StreamError):
+@pytest.mark.parametrize("url", ["unix://{tmp_path}/nobody.sock", "redis+sentinel://127.0.0.1:1/m"])
+def test_redis_may_be_away_at_the_start(url: str, tmp_path: Path) -> None:
+    url = url.format(tmp_path=tmp_path)
+    refuse_second(url, "m", "engine")
+    pointer = DraftPointer(open_client(url), "m")
+    with pytest.raises(StreamError, match="cannot be reached"):
         pointer.desired()
-    with pytest.raises(StreamError):
+    with pytest.raises(StreamError, match="cannot be reached"):
         pointer.hold_canary(CanaryHolder(engine_id="e", process="p", version=2), ttl_s=1, on_probation=True)
 
 
-def test_the_plugin_agrees_with_other_engines(redis_url: str, redis_client: redis.Redis) -> None:
-    ours, theirs = (CanaryHolder(engine_id=name, process="p", version=2) for name in ("ours", "theirs"))
-    plugin, others = LazyPointer(redis_url, "m"), DraftPointer(redis_client, "m")
-    assert plugin.hold_canary(ours, ttl_s=30, on_probation=True).is_held
-    assert not others.hold_canary(theirs, ttl_s=30, on_probation=True).is_held
-    plugin.release_canary(ours)
-    assert others.hold_canary(theirs, ttl_s=30, on_probation=True).is_held
+@pytest.mark.parametrize("url", ["redis://a..b:1/0", "redis+sentinel://a..b:1/m"])
+def test_an_invalid_host_is_refused_at_the_start(url: str) -> None:
+    with pytest.raises(ConfigError, match="URL is malformed"):
+        refuse_second(url, "m", "engine")
 
 
 def test_lines_of_the_plugin_are_sglangs(caplog: pytest.LogCaptureFixture) -> None:

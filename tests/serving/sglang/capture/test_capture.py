@@ -395,7 +395,8 @@ def test_the_budget_admits_until_it_is_spent_and_again_later() -> None:
 
 
 def test_what_sampling_does_not_follow_is_counted_and_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = CaptureSampler(lambda: pytest.fail("nothing is looked at here"), floor=0.01, at_start=True)
+    unread = SimpleNamespace(lag=lambda: pytest.fail("nothing is looked at here"))
+    sampler = CaptureSampler(unread, floor=0.01, at_start=True)
     traces: list[Trace] = []
     capture, requests = make_capture(traces, sampler=sampler), [Request([1, 2, 3], rid=f"{row}") for row in range(2)]
     follows = iter([True, False])

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from serving.metrics import GroupTextMetrics
 from serving.sglang.plugin.part_guard import PartGuard
 from serving.sglang.proposals.remembered_text import Continuations, RememberedText
 from speculator.host import now_ms
-from speculator.redis.client import connect
+from speculator.redis.client import open_client
 from speculator.redis.embedded import EmbeddedRedis
 from tests.fixtures.waiting import wait_until
 from tests.serving.sglang.harness import Request
@@ -270,10 +270,10 @@ LATER = list(range(200, 260))
 
 
 @contextlib.contextmanager
-def engine(open_texts: Callable[[], GroupTexts], *, most: int = 1000, **changes: Any) -> Iterator[RememberedText]:
+def engine(texts: GroupTexts, *, most: int = 1000, **changes: Any) -> Iterator[RememberedText]:
     """Its clock stands, so that a group goes on being read while a test waits."""
     sharing = GroupSharing(
-        open_texts,
+        texts,
         vocab_size=1000,
         metrics=GroupTextMetrics(),
         max_queued_tokens=most,
@@ -294,13 +294,13 @@ def texts(redis_client: redis.Redis) -> GroupTexts:
 
 @pytest.fixture
 def one(texts: GroupTexts) -> Iterator[RememberedText]:
-    with engine(lambda: texts, captures_unmarked=False) as text:
+    with engine(texts, captures_unmarked=False) as text:
         yield text
 
 
 @pytest.fixture
 def other(texts: GroupTexts) -> Iterator[RememberedText]:
-    with engine(lambda: texts) as text:
+    with engine(texts) as text:
         yield text
 
 
@@ -335,7 +335,7 @@ def test_a_sibling_on_another_engine_is_continued_and_nobody_elses_group(
 
 
 def test_the_thread_that_looks_takes_and_publishes_as_well(texts: GroupTexts) -> None:
-    with engine(lambda: texts, overlaps=True) as one, engine(lambda: texts, overlaps=True) as other:
+    with engine(texts, overlaps=True) as one, engine(texts, overlaps=True) as other:
         asked, sibling = request([*TEXT, 5], SEEN, group_id="g"), request([9], [SEEN[0]], group_id="g")
         looked(one, [asked])
         sibling.output_ids += SEEN[1:]
@@ -405,11 +405,8 @@ def test_without_redis_engines_go_on_alone_and_share_once_it_is_there(tmp_path: 
     url = server.url
     server.stop()
     with contextlib.ExitStack() as opened:
-
-        def open_texts() -> GroupTexts:
-            return GroupTexts(opened.enter_context(connect(url)), "m")
-
-        one, other = (opened.enter_context(engine(open_texts, most=100)) for _ in range(2))
+        clients = [opened.enter_context(open_client(url)) for _ in range(2)]
+        one, other = (opened.enter_context(engine(GroupTexts(client, "m"), most=100)) for client in clients)
         wrote(one, TEXT, group_id="g")
         wrote(one, LATER, group_id="g")
         assert count(one, "buffer_full") == len(LATER)
