@@ -60,6 +60,7 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
     """Absolute position of the span's first token."""
     created_ms: int
     """When the request came."""
+    # Not when its answer ended: an order to erase a tenant covers answers under way, too.
     sampling: SamplingParams
     """`temperature`, `top_p`, `top_k`."""
     verification: Verification = "coupled"

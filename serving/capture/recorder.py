@@ -12,7 +12,6 @@ from __future__ import annotations
 import collections
 import threading
 import time
-import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,11 +20,9 @@ import structlog
 
 from serving.capture.filter import FILTER_REASONS
 from serving.capture.sampling import POLL_EVERY_S, SAMPLING_REASONS, CaptureSampler
-from serving.engine import CapturePolicy
-from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import StreamError, TraceError, type_and_place
 from speculator.redis.client import LostTransactionError
-from speculator.trace import Features, Trace, TraceHeader, Verification, encode_trace
+from speculator.trace import Features, Trace, encode_trace
 
 DROP_REASONS = (
     "buffer_full",
@@ -286,40 +283,6 @@ def memory_bytes(trace: Trace) -> int:
     )
     of_branches = 0 if trace.branches is None else trace.branches.num_bytes
     return trace.aux_hidden.nbytes + sum(array.nbytes for array in arrays) + of_branches
-
-
-def make_header(
-    *,
-    request_id: str,
-    policy: CapturePolicy,
-    sampling: SamplingParams,
-    num_prompt_tokens: int,
-    first_position: int,
-    engine_id: str,
-    target_fingerprint: str,
-    target_version: int,
-    created_ms: int,
-    verification: Verification,
-) -> TraceHeader:
-    """A header with a new trace id; `first_position` is the absolute one of the span's first token.
-
-    `created_ms` is when the request came: an order to erase a tenant then covers answers under way, too.
-    """
-    return TraceHeader(
-        trace_id=uuid.uuid4().hex,
-        request_id=request_id,
-        engine_id=engine_id,
-        target_fingerprint=target_fingerprint,
-        target_version=target_version,
-        num_prompt_tokens=num_prompt_tokens,
-        first_position=first_position,
-        created_ms=created_ms,
-        sampling=sampling,
-        verification=verification,
-        tenant=policy.tenant,
-        group_id=policy.group_id,
-        domain=policy.domain,
-    )
 
 
 Forget = Callable[[Collection[str]], None]

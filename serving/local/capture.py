@@ -13,6 +13,7 @@ import os
 import queue
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -20,13 +21,12 @@ import structlog
 import torch
 from torch import Tensor
 
-from serving.capture.recorder import make_header
 from serving.local.config import LocalEngineConfig
 from serving.local.request import ActiveRequest, RoundRecord, TopK
 from serving.local.target.model import Target
 from serving.metrics import EngineMetrics
 from speculator.errors import type_and_place
-from speculator.trace import BranchRows, Trace, VerifyRounds
+from speculator.trace import BranchRows, Trace, TraceHeader, VerifyRounds
 from speculator.tracing import record
 
 log = structlog.get_logger(__name__)
@@ -136,11 +136,14 @@ class LocalCapture:
         num_drawn, num_kept = sum(map(len, generation.rejected)), 0 if branches is None else len(branches)
         self._metrics.branch_rows.labels("kept").inc(num_kept)
         self._metrics.branch_rows.labels("cut").inc(num_drawn - num_kept)
-        request = generation.request
+        request, policy = generation.request, generation.request.policy
         return Trace(
-            header=make_header(
+            header=TraceHeader(
+                trace_id=uuid.uuid4().hex,
                 request_id=request.request_id,
-                policy=request.policy,
+                tenant=policy.tenant,
+                group_id=policy.group_id,
+                domain=policy.domain,
                 sampling=request.sampling,
                 num_prompt_tokens=generation.num_prompt_tokens,
                 first_position=start,

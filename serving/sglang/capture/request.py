@@ -11,6 +11,7 @@ then the proposals), P = N − 1 proposals.
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -19,12 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from serving.capture.recorder import make_header
 from serving.engine import CapturePolicy
 from serving.request_metadata import POLICY_KEY, TARGET_KEY, TARGET_VERSION_KEY, RequestMetadata, version_of_label
 from speculator.draft.sampling_params import SamplingParams
 from speculator.host import now_ms
-from speculator.trace import BranchRows, Trace, Verification, VerifyRounds
+from speculator.trace import BranchRows, Trace, TraceHeader, Verification, VerifyRounds
 from speculator.tracing import Parent, remote_parent
 
 _GREEDY_TOP_K = 1
@@ -242,7 +242,7 @@ class RequestSpan:
         ids, logprobs = self._distributions(start, length)
         features = torch.cat([rows.features for rows in self.rows])[:length]
         scales = [rows.scale for rows in self.rows if rows.scale is not None]
-        request = self.request
+        request, policy = self.request, self.request.policy
         constrained = np.zeros(length, np.bool_)
         if request.constrained:
             constrained[max(request.num_prompt_tokens - 1 - start, 0) :] = True
@@ -251,9 +251,12 @@ class RequestSpan:
         if branches is not None and scales:
             branches = replace(branches, hidden=branches.hidden.view(torch.float8_e4m3fn))
         return Trace(
-            header=make_header(
+            header=TraceHeader(
+                trace_id=uuid.uuid4().hex,
                 request_id=request.request_id,
-                policy=request.policy,
+                tenant=policy.tenant,
+                group_id=policy.group_id,
+                domain=policy.domain,
                 sampling=request.sampling,
                 num_prompt_tokens=request.num_prompt_tokens,
                 first_position=start,
