@@ -12,7 +12,7 @@ N rows behind rejections.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -89,6 +89,10 @@ class VerifyRounds:
     """[R] int8: accepted proposals, without the bonus token."""
     draft_version: np.ndarray
     """[R] int32: 0 where earlier text proposed."""
+
+    def __getitem__(self, chosen: np.ndarray) -> VerifyRounds:
+        """Select rounds by index or mask; a copy."""
+        return VerifyRounds(**{name: array[chosen] for name, array in vars(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -407,18 +411,12 @@ def encode_trace(trace: Trace, *, features: Features = "float8") -> bytes:
     """Check the trace and encode it. Raises TraceError where it is not well-formed."""
     check_trace(trace)
     labelled = _first_labelled_row(trace.target_topk_ids)
-    rounds = trace.rounds
     arrays = {
         "token_ids": trace.token_ids,
         "constrained": trace.constrained,
         "target_topk_ids": trace.target_topk_ids[labelled:],
         "target_topk_logprobs": trace.target_topk_logprobs[labelled:],
-        "position": rounds.position,
-        "draft_tokens": rounds.draft_tokens,
-        "draft_logprobs": rounds.draft_logprobs,
-        "draft_parents": rounds.draft_parents,
-        "num_accepted": rounds.num_accepted,
-        "draft_version": rounds.draft_version,
+        **vars(trace.rounds),
     }
     branches = trace.branches
     if branches is not None:
@@ -547,7 +545,6 @@ def _assemble(header: TraceHeader, tensors: dict[str, Tensor]) -> Trace:
     T = tensors["token_ids"].numel()
     aux = _read_features(tensors, "aux")
     arrays = {name: tensors[name].numpy() for name in _DTYPES}
-    names = ("position", "draft_tokens", "draft_logprobs", "draft_parents", "num_accepted", "draft_version")
     return Trace(
         header=header,
         token_ids=arrays["token_ids"],
@@ -556,7 +553,7 @@ def _assemble(header: TraceHeader, tensors: dict[str, Tensor]) -> Trace:
         target_topk_ids=_restore_rows(arrays["target_topk_ids"], T, -1),
         target_topk_logprobs=_restore_rows(arrays["target_topk_logprobs"], T, -np.inf),
         constrained=arrays["constrained"],
-        rounds=VerifyRounds(**{name: arrays[name] for name in names}),
+        rounds=VerifyRounds(**{one.name: arrays[one.name] for one in fields(VerifyRounds)}),
     )
 
 

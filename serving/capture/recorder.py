@@ -268,21 +268,11 @@ class TraceRecorder:
 
 def memory_bytes(trace: Trace) -> int:
     """Bytes that the arrays of a trace take in memory."""
-    rounds = trace.rounds
-    arrays = (
-        trace.token_ids,
-        trace.target_topk_ids,
-        trace.target_topk_logprobs,
-        trace.constrained,
-        rounds.position,
-        rounds.draft_tokens,
-        rounds.draft_logprobs,
-        rounds.draft_parents,
-        rounds.num_accepted,
-        rounds.draft_version,
-    )
+    of_tokens = (trace.token_ids, trace.target_topk_ids, trace.target_topk_logprobs, trace.constrained)
+    of_arrays = sum(array.nbytes for array in (*of_tokens, *vars(trace.rounds).values()))
     of_branches = 0 if trace.branches is None else trace.branches.num_bytes
-    return trace.aux_hidden.nbytes + sum(array.nbytes for array in arrays) + of_branches
+    num_bytes: int = trace.aux_hidden.nbytes + of_arrays + of_branches
+    return num_bytes
 
 
 Forget = Callable[[Collection[str]], None]

@@ -172,19 +172,11 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """Verifications of P proposals each, one after another: k of them, with arrays as in a trace."""
+    """Verifications of P proposals each, one after another: k of them."""
 
-    position: np.ndarray
-    """[k] int32, and so is `num_accepted` int8."""
-    tokens: np.ndarray
-    """[k, P] int32, and so are `logprobs` float16 and `parents` int8."""
-    logprobs: np.ndarray
-    parents: np.ndarray
-    num_accepted: np.ndarray
+    verified: VerifyRounds
     path: np.ndarray
     """[k, P] int32: the tokens along the accepted path, valid up to `num_accepted`."""
-    draft_version: np.ndarray
-    """[k] int32"""
     rejected: BranchRows | None = None
     """Their `round` is an index into these k; `hidden` may be the bytes of float8_e4m3."""
 
@@ -225,7 +217,7 @@ class RequestSpan:
         if (rows := rounds.rejected) is not None:
             self.rejected.append(replace(rows, round=rows.round + np.int32(self.num_rounds)))
             self.num_bytes += rows.num_bytes
-        self.num_rounds += len(rounds.position)
+        self.num_rounds += len(rounds.verified.position)
 
     def trace(self, tokens: list[int], origin: Origin) -> Trace | None:
         """The trace of an answer that ended; `tokens` are the prompt and the served completion.
@@ -288,26 +280,26 @@ class RequestSpan:
         return ids, logprobs
 
     def _rounds(self, tokens: list[int], end: int) -> VerifyRounds:
-        parts = self.rounds
-        width = max((part.tokens.shape[1] for part in parts), default=0)
-        position = _joined([part.position for part in parts], np.int32)
-        num_accepted = _joined([part.num_accepted for part in parts], np.int8)
-        path = _padded([part.path for part in parts], width, np.int32, -1)
-        kept = position < end
-        self._check_served(tokens, position[kept], path[kept], num_accepted[kept])
-        parents = _padded([part.parents for part in parts], width, np.int8, 0)
+        parts = [rounds.verified for rounds in self.rounds]
+        width = max((part.draft_tokens.shape[1] for part in parts), default=0)
+        parents = _padded([part.draft_parents for part in parts], width, np.int8, 0)
         # Padding behind a round's proposals needs valid parents, as in a chain.
-        sizes = np.repeat([part.tokens.shape[1] for part in parts], [len(part.position) for part in parts])
+        sizes = np.repeat([part.draft_tokens.shape[1] for part in parts], [len(part.position) for part in parts])
         columns = np.arange(width)
         parents = np.where(columns < sizes.reshape(-1, 1), parents, columns - 1).astype(np.int8)
-        return VerifyRounds(
-            position=position[kept],
-            draft_tokens=_padded([part.tokens for part in parts], width, np.int32, -1)[kept],
-            draft_logprobs=_padded([part.logprobs for part in parts], width, np.float16, 0)[kept],
-            draft_parents=parents[kept],
-            num_accepted=num_accepted[kept],
-            draft_version=_joined([part.draft_version for part in parts], np.int32)[kept],
+        verified = VerifyRounds(
+            position=_joined([part.position for part in parts], np.int32),
+            draft_tokens=_padded([part.draft_tokens for part in parts], width, np.int32, -1),
+            draft_logprobs=_padded([part.draft_logprobs for part in parts], width, np.float16, 0),
+            draft_parents=parents,
+            num_accepted=_joined([part.num_accepted for part in parts], np.int8),
+            draft_version=_joined([part.draft_version for part in parts], np.int32),
         )
+        path = _padded([rounds.path for rounds in self.rounds], width, np.int32, -1)
+        is_kept = verified.position < end
+        kept = verified[is_kept]
+        self._check_served(tokens, kept.position, path[is_kept], kept.num_accepted)
+        return kept
 
     @staticmethod
     def _check_served(tokens: list[int], position_R: np.ndarray, path_RP: np.ndarray, accepted_R: np.ndarray) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from serving.sglang.capture.request import Rounds, Rows
 from serving.sglang.device import Device
-from speculator.trace import NO_DRAFT, BranchRows
+from speculator.trace import NO_DRAFT, BranchRows, VerifyRounds
 
 T = TypeVar("T")
 
@@ -103,7 +102,8 @@ def committed(
                 node=_ranges(taken - 1, left).astype(np.int8),
                 **rows_of(_ranges(first + taken, left), "hidden"),
             )
-        yield owner, rows, replace(_of_trees(rounds, trees), rejected=rejected)
+        # Copied: a view would keep the rounds of the whole batch.
+        yield owner, rows, Rounds(verified=rounds.verified[trees], path=rounds.path[trees], rejected=rejected)
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -149,28 +149,15 @@ def _rounds(host: Mapping[str, Tensor], counts: Sequence[int], draft_version: in
         tokens_BP = np.where(is_own_BP, tokens_BP, np.int32(-1))
         logprobs_BP = np.where(is_own_BP, logprobs_BP, np.float16(0))
         versions_B = np.where(host["is_text"].numpy(), np.int32(NO_DRAFT), versions_B)
-    return Rounds(
+    verified = VerifyRounds(
         position=host["seq_lens"].numpy().astype(np.int32),
-        tokens=tokens_BP,
-        logprobs=logprobs_BP,
-        parents=parents_BP.astype(np.int8),
+        draft_tokens=tokens_BP,
+        draft_logprobs=logprobs_BP,
+        draft_parents=parents_BP.astype(np.int8),
         num_accepted=np.array(counts, np.int8) - np.int8(1),
-        path=path_BP,
         draft_version=versions_B,
     )
-
-
-def _of_trees(rounds: Rounds, trees: np.ndarray) -> Rounds:
-    """The rounds of these trees, copied: a view would keep those of the whole batch."""
-    return Rounds(
-        position=rounds.position[trees],
-        tokens=rounds.tokens[trees],
-        logprobs=rounds.logprobs[trees],
-        parents=rounds.parents[trees],
-        num_accepted=rounds.num_accepted[trees],
-        path=rounds.path[trees],
-        draft_version=rounds.draft_version[trees],
-    )
+    return Rounds(verified=verified, path=path_BP)
 
 
 _ROWS_AT_A_TIME = 512

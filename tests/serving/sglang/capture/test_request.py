@@ -19,7 +19,7 @@ from serving.sglang.capture.request import (
     SpanRequest,
 )
 from speculator.draft.sampling_params import SamplingParams
-from speculator.trace import BranchRows, Trace, check_trace
+from speculator.trace import BranchRows, Trace, VerifyRounds, check_trace
 
 WIDTH, KEPT = 6, 4
 
@@ -47,15 +47,15 @@ def rows(start: int, count: int, labelled: int) -> Rows:
 
 
 def round_(position: int, tokens: list[int], path: list[int]) -> Rounds:
-    return Rounds(
+    verified = VerifyRounds(
         position=np.array([position], np.int32),
-        tokens=np.array([tokens], np.int32),
-        logprobs=np.full((1, len(tokens)), -1, np.float16),
-        parents=np.arange(-1, len(tokens) - 1, dtype=np.int8)[None],
+        draft_tokens=np.array([tokens], np.int32),
+        draft_logprobs=np.full((1, len(tokens)), -1, np.float16),
+        draft_parents=np.arange(-1, len(tokens) - 1, dtype=np.int8)[None],
         num_accepted=np.array([len(path)], np.int8),
-        path=np.array([[*path, *tokens[len(path) :]]], np.int32),
         draft_version=np.full(1, 3, np.int32),
     )
+    return Rounds(verified=verified, path=np.array([[*path, *tokens[len(path) :]]], np.int32))
 
 
 def trace_of(span: RequestSpan, tokens: list[int]) -> Trace | None:
