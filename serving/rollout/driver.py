@@ -46,13 +46,12 @@ class Driver:
         on_ended: Callable[[SampleResult], object],
         on_turn: Callable[[Turn], object] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
-        target_version: int = 0,
     ) -> None:
         """Deadlines of groups are on `clock`."""
         self._engines = {engine.name: engine for engine in engines}
         assert len(self._engines) == len(engines), "two engines have one name"
         self._on_ended, self._on_turn, self._clock = on_ended, on_turn, clock
-        self._scheduler = Scheduler(policy, target_version=target_version)
+        self._scheduler = Scheduler(policy)
         self._works: dict[str, GroupWork] = {}
         self._num_left: dict[str, int] = {}
         self._answers: dict[SampleId, Answer] = {}
@@ -373,7 +372,7 @@ class Driver:
     def _end_all(self, ended: Iterable[SampleEnd], *, detail: str = "") -> None:
         for one in ended:
             if one.stop is not None:
-                self._stop(one.stop[1])
+                self._stop(one.stop)
             self._on_ended(self._result_of(one, detail))
             group_id = one.sample_id.group_id
             self._num_left[group_id] -= 1

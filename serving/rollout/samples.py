@@ -13,7 +13,6 @@ from typing import Literal, NamedTuple
 
 from serving.engine import CapturePolicy, Chunk
 from speculator.draft.sampling_params import SamplingParams
-from speculator.errors import RequestError
 
 MAX_SAMPLES = 1024
 """Most samples of one group."""
@@ -48,7 +47,7 @@ class SampleState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupRequest:
-    """Samples of one prompt, one for each seed. Raises RequestError for what can never be served."""
+    """Samples of one prompt, one for each seed."""
 
     group_id: str
     prompt_token_ids: tuple[int, ...]
@@ -70,22 +69,6 @@ class GroupRequest:
     among `max_tokens`, too."""
     num_needed: int | None = None
     """Finished samples after which the others are redundant; None: all are needed."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= len(self.seeds) <= MAX_SAMPLES:
-            raise RequestError(f"a group has 1 to {MAX_SAMPLES} samples, not {len(self.seeds)}", param="n")
-        if not self.prompt_token_ids:
-            raise RequestError("the prompt is empty", param="prompt")
-        if self.max_tokens < 1:
-            raise RequestError("max_tokens must be at least 1", param="max_tokens")
-        if self.max_staleness is not None and self.max_staleness < 0:
-            raise RequestError("max_staleness must be at least 0", param="max_staleness")
-        if self.turn_tokens is not None and self.turn_tokens < 1:
-            raise RequestError("turn_tokens must be at least 1", param="turn_tokens")
-        if not self.weight > 0:
-            raise RequestError("a job's weight must be above 0", param="weight")
-        if self.num_needed is not None and not 1 <= self.num_needed <= len(self.seeds):
-            raise RequestError(f"num_needed must be 1 to {len(self.seeds)}, the number of samples", param="num_needed")
 
 
 @dataclass(kw_only=True)
@@ -196,12 +179,12 @@ class Lease:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleEnd:
-    """A sample that has ended. `stop`: the (engine, number) of its lease, if the engine still works on it."""
+    """A sample that has ended. `stop`: the number of its lease, if an engine still works on it."""
 
     sample_id: SampleId
     state: SampleState
     reason: EndReason
-    stop: tuple[str, int] | None = None
+    stop: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

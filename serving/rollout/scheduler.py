@@ -44,10 +44,12 @@ class Policy:
 
 
 class Scheduler:
-    def __init__(self, policy: Policy, *, target_version: int = 0) -> None:
-        self._policy, self.target_version = policy, target_version
-        self._announced = target_version
-        """The newest target version that all engines serve; `target_version` is the newest that any has shown."""
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.target_version = 0
+        """The newest that any engine has shown."""
+        self._announced = 0
+        """The newest target version that all engines serve."""
         self._groups: dict[str, Group] = {}
         self._num_groups = 0
         self._shares = FairShares()
@@ -456,15 +458,14 @@ class Scheduler:
         self._detach(sample)
         self._to_queue(sample)
 
-    def _detach(self, sample: Sample) -> str:
-        """Take a sample off the engine on which it runs, which is returned."""
+    def _detach(self, sample: Sample) -> None:
+        """Take a sample off the engine on which it runs."""
         engine = sample.engine
         assert engine is not None
         self._capacities[engine].remove(sample)
         sample.num_seen = len(sample.tokens)
         del self._leases[sample.lease]
         self._shares.count_running(sample.job, -1)
-        return engine
 
     def _to_queue(self, sample: Sample) -> None:
         sample.state = SampleState.PAUSED if sample.tokens else SampleState.WAITING
@@ -498,8 +499,8 @@ class Scheduler:
     def _end(self, sample: Sample, state: SampleState, reason: EndReason) -> SampleEnd:
         stop = None
         if sample.state is SampleState.RUNNING:
-            engine = self._detach(sample)
-            stop = None if state is SampleState.FINISHED else (engine, sample.lease)
+            self._detach(sample)
+            stop = None if state is SampleState.FINISHED else sample.lease
         self._queue.discard(sample)
         self._shares.sample_ended(sample.job)
         sample.state, sample.engine = state, None

@@ -62,6 +62,9 @@ class GroupBody(SamplingBody):
         if self.redundant >= self.num_samples:
             message = f"of {self.num_samples} samples {self.redundant} cannot be more than are needed"
             raise invalid("redundant", message, "redundant")
+        if self.num_samples > MAX_SAMPLES:
+            message = f"a group has at most {MAX_SAMPLES} samples, redundant ones included, not {self.num_samples}"
+            raise invalid("redundant", message, "redundant")
         if self.turn_tokens is not None and self.environment is None:
             raise invalid("no_environment", "without an environment there is one turn", "turn_tokens")
         return self

@@ -224,7 +224,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.awaiting.discard(one.sample_id)
             lease = self.running.pop(one.sample_id, None)
             if one.state is not SampleState.FINISHED:
-                assert one.stop == (None if lease is None else (lease.engine, lease.number))
+                assert one.stop == (None if lease is None else lease.number)
 
     # -- what holds at any time ---------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ from serving.rollout.order import ContextAware
 from serving.rollout.samples import Lease
 from serving.rollout.scheduler import Policy, Scheduler
 from serving.rollout.shares import FairShares
-from speculator.errors import RequestError
 from tests.serving.rollout.groups import names, request, sample
 
 SLOTS, ROOMY = 4, 100_000
@@ -89,11 +88,6 @@ def test_urgency_goes_before_shares() -> None:
     scheduler.submit(request("c", samples=1, job="a", priority=1))
     assert names(scheduler.next_for("y", 2, ROOMY)) == ["c0", "b0"]
     assert sample(scheduler, "a0").job == "a"
-
-
-def test_a_weight_is_above_zero() -> None:
-    with pytest.raises(RequestError, match="weight"):
-        request("a", weight=0.0)
 
 
 def test_jobs_that_are_gone_are_forgotten_in_the_end() -> None:
