@@ -165,13 +165,22 @@ def end_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
-def exit_on_sigterm() -> None:
-    """Let SIGTERM end this process through every `finally`, until something else handles it, such as an event loop.
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """SIGTERM, SIGINT, and SIGHUP, which a closed terminal sends, except where `nohup` made this process ignore it."""
+    ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGTERM, signal.SIGINT, *(() if ignores_hangup else (signal.SIGHUP,)))
+
+
+def exit_on_signal() -> None:
+    """Let SIGTERM and SIGHUP end this process through every `finally`, as SIGINT does, until something else handles
+    them, such as an event loop.
 
     Linux ignores an unhandled SIGTERM for a container's first process, and elsewhere child processes would stay. Call
     from the main thread.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for number in stop_signals():
+        if number != signal.SIGINT:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def invalid_setting(prefix: str, invalid: ValidationError) -> ConfigError:

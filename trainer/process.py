@@ -17,6 +17,7 @@ import torch
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from speculator.errors import ConfigError
+from speculator.host import stop_signals
 from speculator.redis.client import connect
 from trainer.config import LOWEST, TrainerConfig, choose_device, local_rank
 from trainer.loop import Trainer, train_until
@@ -28,12 +29,11 @@ log = structlog.get_logger()
 # (trainer/learning/ttt.py). oneDNN reads this when it multiplies the first matrix, which is after this import.
 _KERNEL_CACHE = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
 _PR_SET_PDEATHSIG = 1
-_STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
 def run_trainer(config: TrainerConfig, *, on_training: Callable[[], None] = lambda: None) -> None:
-    """Train until SIGTERM or SIGINT; returns after the last checkpoint. Call from the main thread of its own process.
-    `on_training` is called once everything is loaded.
+    """Train until one of `stop_signals`; returns after the last checkpoint. Call from the main thread of its own
+    process. `on_training` is called once everything is loaded.
 
     Under `torchrun` this is one of several processes (trainer/ranks.py). A signal to any of them ends all; where one
     was killed, the others raise PeerLostError.
@@ -122,23 +122,23 @@ def _check_port(host: str, port: int) -> None:
 
 
 def stop_on_signals() -> threading.Event:
-    """An event that a thread sets at the first SIGTERM or SIGINT. Call from the main thread.
+    """An event that a thread sets at the first of `stop_signals`. Call from the main thread.
 
     Python's handlers run on the main thread. A handler that sets the event while that thread waits for it would
     deadlock on the event's lock.
     """
-    stop, (woken, waking) = threading.Event(), os.pipe()
+    stop, (woken, waking), stops = threading.Event(), os.pipe(), stop_signals()
     os.set_blocking(waking, False)
 
     def wait() -> None:
-        while os.read(woken, 1)[0] not in _STOPS:
+        while os.read(woken, 1)[0] not in stops:
             pass
         stop.set()
 
     threading.Thread(target=wait, name="stop", daemon=True).start()
     # The interpreter's C handler writes the signal's number there at once, whatever the main thread does.
     signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
-    for number in _STOPS:
+    for number in stops:
         signal.signal(number, lambda *_: None)
     return stop
 

@@ -16,7 +16,6 @@ import errno
 import gc
 import math
 import resource
-import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
@@ -30,6 +29,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from serving.gateway.config import ENV_PREFIX, GatewaySettings
 from speculator.errors import ConfigError
+from speculator.host import stop_signals
 
 FAREWELL_S = 1.0
 """How long to wait for a client that does not read the last error event of its stream."""
@@ -229,7 +229,7 @@ async def serve_until_signal(
     background: Coroutine[Any, Any, None] | None = None,
     on_serving: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Serve until SIGTERM, SIGINT or the end of `background`, then drain; raises what `background` raised.
+    """Serve until one of `stop_signals` or the end of `background`, then drain; raises what `background` raised.
 
     `on_serving` is called with the address once requests are accepted; it must not block.
     """
@@ -237,7 +237,7 @@ async def serve_until_signal(
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     # Before `on_serving`: a signal right after it would otherwise kill the process without a shutdown.
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         loop.add_signal_handler(number, stopping.set)
     await server.start()
     # Freeze the objects made so far: a full garbage collection that walks them would delay every answer.

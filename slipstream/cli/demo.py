@@ -13,7 +13,7 @@ from slipstream.demo import TENANTS
 from slipstream.models import BUNDLED_MODEL, resolve_model
 from slipstream.terminal import console
 from speculator.errors import ConfigError
-from speculator.host import exit_on_sigterm
+from speculator.host import exit_on_signal
 
 _EXTRA = ("openai", "matplotlib")
 """Packages that the demo's modules import; the bundled model checks for its own."""
@@ -64,7 +64,7 @@ def demo(
     from slipstream.demo.topics import read_prompts
     from speculator.draft.checkpoint import model_name
 
-    exit_on_sigterm()
+    exit_on_signal()
     if samples > 1 and temperature == 0:
         raise ConfigError(f"--samples {samples} at --temperature 0 would all be equal: set a temperature above 0")
     check_output(json_file, prompts)

@@ -46,7 +46,7 @@ from slipstream.start.sglang import checked_interpreter, with_draft
 from speculator.draft.checkpoint import model_key
 from speculator.draft.initialization import Text
 from speculator.errors import ConfigError, StreamError
-from speculator.host import exit_on_sigterm
+from speculator.host import exit_on_signal
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer, EndedGroups
 from speculator.redis.trace_deletion import ErasureOrders
@@ -81,13 +81,13 @@ class GatewayOptions:
 def run_gateway(
     options: GatewayOptions, settings: GatewaySettings, *, on_serving: Callable[[str], None] = lambda _: None
 ) -> None:
-    """Serve until SIGTERM or SIGINT; `on_serving` as of `serve_until_signal`.
+    """Serve until one of `stop_signals`; `on_serving` as of `serve_until_signal`.
 
     Raises ConfigError, StreamError, StoreError or EngineDeadError when it cannot start.
     """
     _check_addresses(options.sglang_urls)
     check_exposure(options.host, options.redis_url, settings)
-    exit_on_sigterm()
+    exit_on_signal()
     with ExitStack() as opened:
         listener = opened.enter_context(bind(options.host, options.port))
         store = DraftStore(options.store)
@@ -147,14 +147,14 @@ def run_sglang_server(
     on_serving: Callable[[str], None] = lambda _: None,
     trainer_status: ReadTrainerStatus | None = None,
 ) -> None:
-    """Start SGLang, and serve in front of it until SIGTERM or SIGINT. `shares_gpu` as of `with_draft`, `on_serving` as
-    of `serve_until_signal`. The page shows `trainer_status`, where this process keeps a trainer.
+    """Start SGLang, and serve in front of it until one of `stop_signals`. `shares_gpu` is as of `with_draft`,
+    `on_serving` as of `serve_until_signal`. The page shows `trainer_status`, where this process keeps a trainer.
 
     Raises ConfigError, StreamError, StoreError or DraftError when it cannot start, EngineDeadError when SGLang ends.
     """
     check_exposure(host, start.redis_url, settings)
     # While SGLang starts: exit through every callback below.
-    exit_on_sigterm()
+    exit_on_signal()
     with ExitStack() as opened:
         listener = opened.enter_context(bind(host, port))
         python = checked_interpreter(start.python)

@@ -40,7 +40,7 @@ from slipstream.start.exposure import check_exposure
 from speculator.draft.checkpoint import expected_shapes, model_key, target_fingerprint
 from speculator.draft.initialization import Text
 from speculator.errors import EngineDeadError
-from speculator.host import exit_on_sigterm
+from speculator.host import exit_on_signal
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_deletion import ErasureOrders
@@ -81,14 +81,14 @@ def run_server(
     on_serving: Callable[[str], None] = lambda _: None,
     trainer_status: ReadTrainerStatus | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; `on_serving` gets the address once requests are accepted, and must not block.
+    """Serve until one of `stop_signals`; `on_serving` gets the address once requests are accepted, and must not block.
     The page shows `trainer_status`, where this process runs a trainer.
 
     Raises ConfigError, StreamError, StoreError or DraftError when it cannot start, EngineDeadError when the engine
     fails.
     """
     check_exposure(options.host, options.redis_url, settings)
-    exit_on_sigterm()
+    exit_on_signal()
     raise_open_file_limit(settings, each=1)
     config, ttl_s = options.engine, 3600 * options.trace_ttl_hours
     with ExitStack() as opened:

@@ -26,7 +26,7 @@ from slipstream.start.gpu_memory import FRACTION, gpu_memory_needs
 from slipstream.terminal import spinner
 from speculator.draft.checkpoint import config_from_json, expected_shapes, model_key, target_fingerprint
 from speculator.errors import ConfigError
-from speculator.host import exit_on_sigterm
+from speculator.host import exit_on_signal
 from speculator.versions.lineage import version_to_serve
 from speculator.versions.store import DraftStore
 
@@ -92,7 +92,7 @@ def exec_sglang(start: SglangStart, *, host: str, port: int, engine_id: str, sha
     Raises ConfigError, StoreError or DraftError where it could not start.
     """
     # Until SGLang handles it: reading a large target takes minutes.
-    exit_on_sigterm()
+    exit_on_signal()
     python = checked_interpreter(start.python)
     store = DraftStore(start.store)
     newest = store.lifecycle.newest_servable()

@@ -17,14 +17,14 @@ from trainer.process import stop_on_signals
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     yield
     signal.set_wakeup_fd(-1)
     for number, handler in kept.items():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_is_heard_while_the_main_thread_is_busy_outside_python(number: int) -> None:
     stop, stopped_s = stop_on_signals(), []
 
@@ -55,3 +55,9 @@ def test_other_signals_end_nothing() -> None:
         assert stop.wait(10)
     finally:
         signal.signal(signal.SIGUSR2, kept)
+
+
+def test_a_closed_terminal_ends_nothing_under_nohup() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop_on_signals()
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

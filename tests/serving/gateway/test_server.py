@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import signal
 import socket
 import struct
 import subprocess
@@ -15,7 +17,7 @@ import openai
 import pytest
 
 from serving.gateway.config import GatewaySettings
-from serving.gateway.server import GatewayServer, bind
+from serving.gateway.server import GatewayServer, bind, serve_until_signal
 from speculator.errors import ConfigError
 from tests.fixtures.doubles import DoubleEngine
 from tests.serving.gateway.client import CHAT, HELLO, events, gateway, openai_client, serve
@@ -85,6 +87,21 @@ def test_stop_lets_a_running_answer_finish_and_takes_no_new_one() -> None:
         assert len(engine.finished) == 1
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_it_with_a_shutdown(number: int) -> None:
+    stopped: list[str] = []
+
+    class Server(GatewayServer):
+        async def stop(self) -> None:
+            await super().stop()
+            stopped.append(self.url)
+
+    server = Server(gateway(DoubleEngine()), bind("127.0.0.1", 0), grace_s=1)
+    end = lambda _: os.kill(os.getpid(), number)  # noqa: E731
+    asyncio.run(serve_until_signal(server, model="double", draft_version=0, on_serving=end))
+    assert stopped == [server.url]
 
 
 async def refusal(server: GatewayServer) -> None:

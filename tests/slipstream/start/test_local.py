@@ -37,9 +37,10 @@ def test_an_engine_that_fails_ends_the_server() -> None:
 
 @pytest.fixture
 def handler() -> Iterator[None]:
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)}
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number, kept in before.items():
+        signal.signal(number, kept)
 
 
 def _serve(folder: Path) -> None:
@@ -79,17 +80,20 @@ def _become_sglang(folder: Path) -> None:
     sglang.exec_sglang(start, host="127.0.0.1", port=30000, engine_id="e")
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("run", [_serve, _become_sglang])
 @pytest.mark.usefixtures("handler")
-def test_a_start_ends_on_sigterm(run: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linux ignores the signal for a container's first process that handles it not: it would load on, and be killed."""
+def test_a_start_ends_on_a_signal(
+    run: Callable[[Path], None], number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux ignores SIGTERM for a container's first process that handles it not: it would load on, and be killed."""
 
     def load(*_: object) -> None:
-        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-        os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(number) is not signal.SIG_DFL
+        os.kill(os.getpid(), number)
 
     monkeypatch.setattr(local, "bind", load)
     monkeypatch.setattr(sglang, "checked_interpreter", load)
     with pytest.raises(SystemExit) as ended:
         run(tmp_path)
-    assert ended.value.code == 128 + signal.SIGTERM
+    assert ended.value.code == 128 + number
