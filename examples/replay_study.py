@@ -29,13 +29,15 @@ def main(words: list[str] | None = None) -> dict[str, list[float]]:
     # The seed sets the fresh draft, the held-out traces and the order: compare losses only within a seed.
     for seed in range(given.seeds):
         for loss in losses:
-            length = replay(ReplayOptions(**same, depths=[1, 2, 3, 4], loss=loss, seed=seed))["accept_length"]
-            print(f"seed {seed}: {length:.3f}  {loss}", file=sys.stderr, flush=True)
+            found = replay(ReplayOptions(**same, depths=[1, 2, 3, 4], loss=loss, seed=seed))
+            length, skipped = found["accept_length"], found["skipped_steps"]
+            warning = f"  {skipped} of {found['steps']} steps skipped, not finite" if skipped else ""
+            print(f"seed {seed}: {length:.3f}  {loss}{warning}", file=sys.stderr, flush=True)
             lengths[loss].append(length)
-    for loss, found in lengths.items():
-        gains = [one / first - 1 for one, first in zip(found, lengths[losses[0]], strict=True)]
+    for loss, own in lengths.items():
+        gains = [one / first - 1 for one, first in zip(own, lengths[losses[0]], strict=True)]
         spread = f" ± {stdev(gains):.1%}" if len(gains) > 1 else ""
-        print(f"{mean(found):.3f} tokens a verification  {mean(gains):+.1%}{spread}  {loss}")
+        print(f"{mean(own):.3f} tokens a verification  {mean(gains):+.1%}{spread}  {loss}")
     return lengths
 
 

@@ -90,8 +90,8 @@ def replay(
     It is the same for the same recordings, options and settings, except for `seconds`. `progress` gets a line at every
     point of the curve, `on_step` (steps done, steps in all).
 
-    Raises ConfigError where a recording is of another target or has too few traces; StoreError or DraftError where the
-    store has no usable draft.
+    Raises ConfigError where a recording is of another target or has too few traces, or the loss is finite in no step;
+    StoreError or DraftError where the store has no usable draft.
     """
     started_s = time.perf_counter()
     config = _config(options)
@@ -110,7 +110,7 @@ def replay(
     for step in range(num_steps):
         windows = sampler.draw(step)
         report = learner.step(pack(windows, max_context=config.max_context))
-        num_skipped += not report.applied
+        num_skipped += not report.applied and report.num_labels > 0
         trained_tokens += sum(window.num_bases for window in windows) if report.applied else 0
         trained_branches += report.num_branches if report.applied else 0
         losses.append(report.loss)
@@ -121,6 +121,8 @@ def replay(
             curve.append(point)
             progress(f"step {step + 1} of {num_steps}: {curve[-1]['accept_length']} tokens a verification")
             losses.clear()
+    if num_skipped == num_steps > 0:
+        raise ConfigError(f"the loss was not finite in any of {num_steps} steps: correct {config.loss}")
     return {
         "recordings": [str(path) for path in options.recordings],
         "loss": str(LossMix.parse(config.loss)),

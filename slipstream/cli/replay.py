@@ -69,8 +69,10 @@ def replay(
 
 
 def _sentence(document: dict[str, Any]) -> str:
+    skipped = document["skipped_steps"]
     return (
         f"{document['loss']}: {document['accept_length']} tokens a verification at depth {document['depth']} after "
         f"{document['trained_tokens']} trained tokens, on {document['held_out_traces']} held-out traces whose recorded "
         f"rounds committed {document['recorded_accept_length']}"
+        + (f"; {skipped} of {document['steps']} steps skipped, not finite" if skipped else "")
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from speculator.trace import encode_trace
 from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
 from tests.fixtures.traces import make_trace, with_branches
-from tests.slipstream.conftest import RunCli
+from tests.slipstream.conftest import RunCli, SampleEnd
 from tests.trainer.answers import answer_traces, renamed
 from tests.trainer.learning.test_batch import with_trees
+from trainer.learning.labels import Labels
 from trainer.learning.losses.mix import DEFAULT_LOSS, LossMix
 from trainer.release.gate import recorded_rounds
 from trainer.statistics import AcceptanceCounts
@@ -144,6 +146,37 @@ def test_every_loss_replays_the_same_data_in_the_same_steps(toy_recording: Path,
     tokens = [[point["trained_tokens"] for point in document["curve"]] for document in (baseline, other)]
     assert tokens[0] == tokens[1]
     assert other["curve"][-1] != baseline["curve"][-1]
+
+
+_calls: list[None] = []
+
+
+def never_finite(logits_SD: torch.Tensor, labels: Labels) -> torch.Tensor:
+    return logits_SD.sum(-1) * math.nan
+
+
+def not_finite_at_first(logits_SD: torch.Tensor, labels: Labels) -> torch.Tensor:
+    _calls.append(None)
+    return logits_SD.square().sum(-1) * (math.nan if len(_calls) == 1 else 1)
+
+
+def failing(logits_SD: torch.Tensor, labels: Labels) -> torch.Tensor:
+    raise KeyError("no such column")
+
+
+def test_a_loss_that_no_step_can_learn_from_ends_the_run(
+    toy_recording: Path, toy_model: Path, invoke: Callable[..., SampleEnd], refused: Callable[..., str]
+) -> None:
+    words = ("replay", toy_recording, "--model", toy_model, "--draft-vocab-size", 40, "--steps", 3, "--depth", 2)
+    own = f"{__name__}:never_finite"
+    code, out, err = invoke(*words, "--loss", own)
+    assert (code, out) == (2, "")
+    assert f"the loss was not finite in any of 3 steps: correct {own}=1" in err
+    assert "failed (KeyError: 'no such column')" in refused(*words, "--loss", f"{__name__}:failing")
+    _calls.clear()
+    code, out, _ = invoke(*words, "--loss", f"{__name__}:not_finite_at_first")
+    assert code == 0
+    assert out.rstrip().endswith("; 1 of 3 steps skipped, not finite")
 
 
 def test_without_a_loss_the_trainers_own_setting_counts(

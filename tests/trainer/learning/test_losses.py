@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -359,6 +360,22 @@ def one_for_all(logits_SD: torch.Tensor, labels: Labels) -> torch.Tensor:
     return logits_SD.sum()
 
 
+def one_argument(logits_SD: torch.Tensor) -> torch.Tensor:
+    return logits_SD.sum(-1)
+
+
+def misspelt(logits_SD: torch.Tensor, labels: Any) -> Any:
+    return logits_SD.sum(-1) * labels.prob
+
+
+def forgotten(logits_SD: torch.Tensor, labels: Labels) -> None:
+    logits_SD.sum(-1)
+
+
+def detached(logits_SD: torch.Tensor, labels: Labels) -> torch.Tensor:
+    return logits_SD.detach().sum(-1)
+
+
 def test_an_operators_own_loss_is_a_term_like_the_others() -> None:
     labels, logits_RD = labels_of(5), random_logits(5)
     own = f"{__name__}:half_square"
@@ -370,6 +387,15 @@ def test_an_operators_own_loss_is_a_term_like_the_others() -> None:
     assert LossMix.parse(str(both)) == both
     with pytest.raises(ConfigError, match="return a loss a state"):
         LossMix.parse(f"{__name__}:one_for_all").on_states(logits_RD, labels)
+    learned_RD = logits_RD.clone().requires_grad_()
+    for name, complaint in (
+        ("one_argument", r"failed \(TypeError: .*takes 1 positional"),
+        ("misspelt", r"failed \(AttributeError: 'Labels' object has no attribute 'prob'\): correct it"),
+        ("forgotten", r"returned NoneType: return a loss a state, \(5,\)"),
+        ("detached", "has no gradient"),
+    ):
+        with pytest.raises(ConfigError, match=f"the loss {__name__}:{name} {complaint}"):
+            LossMix.parse(f"forward_kl,{__name__}:{name}").on_states(learned_RD, labels)
     for wrong in ("nowhere:loss", f"{__name__}:nothing", f"{own}=-1", f"{own}=much", f"{own},{own}"):
         with pytest.raises(ConfigError):
             LossMix.parse(wrong)

@@ -142,7 +142,9 @@ class LossMix:
         return bool(self.policy_gradient or self.discard or self.margin)
 
     def on_states(self, logits_SD: Tensor, labels: Labels) -> Tensor:
-        """[S] float32: the committed-text terms at S states with tempered logits, weighted."""
+        """[S] float32: the committed-text terms at S states with tempered logits, weighted. Raises ConfigError where an
+        operator's own loss fails.
+        """
         ids_SK, probs_SK, tail_S = labels.draft_ids, labels.probs, labels.tail
         if not self.own and not any(getattr(self, name) for name in _STATE_LOSSES):
             # Zero, but part of the graph, so that `backward` works for a batch without verdicts.
@@ -168,11 +170,7 @@ class LossMix:
                 log_rate_S = probs_SK.sum(-1) * rate_S.clamp_min(LEAST_OVERLAP).log()
                 loss_S = loss_S - self.log_acceptance * log_rate_S
         for name, weight in self.own:
-            own_S = own_loss(name)(logits_SD, labels)
-            if own_S.shape != loss_S.shape:
-                shapes = f"{tuple(own_S.shape)}: return a loss a state, {tuple(loss_S.shape)}"
-                raise ConfigError(f"the loss {name} returned shape {shapes}")
-            loss_S = loss_S + weight * own_S
+            loss_S = loss_S + weight * _own_term(name, logits_SD, labels)
         return loss_S
 
     def on_proposals(
@@ -224,6 +222,25 @@ def own_loss(name: str) -> Callable[[Tensor, Labels], Tensor]:
     Raises ConfigError where there is no such function.
     """
     return load_function(name, "the loss")
+
+
+def _own_term(name: str, logits_SD: Tensor, labels: Labels) -> Tensor:
+    """[S]: the operator's loss. Raises ConfigError where it fails, or returns what no step can learn from."""
+    try:
+        own_S = own_loss(name)(logits_SD, labels)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # the function is the operator's, and may raise anything
+        # Unlike other messages, this one goes to the log: a loss sees numbers, no text.
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"the loss {name} failed ({type(error).__name__}: {reason}): correct it") from error
+    wanted = (len(logits_SD),)
+    if not isinstance(own_S, Tensor) or own_S.shape != wanted:
+        found = f"shape {tuple(own_S.shape)}" if isinstance(own_S, Tensor) else type(own_S).__name__
+        raise ConfigError(f"the loss {name} returned {found}: return a loss a state, {wanted}")
+    if logits_SD.requires_grad and not own_S.requires_grad:
+        raise ConfigError(f"the loss {name} has no gradient: compute it from the logits, its first argument")
+    return own_S
 
 
 _STATE_LOSSES = (
