@@ -36,7 +36,7 @@ from slipstream.rollout_protocol import (
     decoded,
     refusal_of,
 )
-from speculator.connections import SeparateConnections
+from speculator.connections import SeparateConnections, server_url
 from speculator.errors import ConfigError, EngineError
 from speculator.host import asplit_lines, split_lines
 
@@ -92,21 +92,17 @@ class _Options:
         """`model` None takes the one that the server serves. Jobs of a tenant share the engines by their weights. A
         rollout fails after `retry_s` without a sample or a response. Raises ConfigError for an invalid `url`.
         """
-        self.url, self._model, self._retry_s = url, model, retry_s
+        self.url, self._model, self._retry_s = server_url(url, "--url"), model, retry_s
         self._job: dict[str, Any] = {"weight": weight, **({} if job is None else {"job": job})}
         # No header can carry the line end of a file or a Kubernetes secret.
         key = (api_key or "").strip()
         headers = {"authorization": f"Bearer {key}".encode()} if key else {}
         self._options: dict[str, Any] = {
-            "base_url": url,
+            "base_url": self.url,
             "headers": headers,
             "timeout": _TIMEOUT,
             "trust_env": False,
         }
-        try:
-            httpx.URL(url)
-        except httpx.InvalidURL as error:
-            raise ConfigError(f"{url!r} is not a valid address ({error}): check --url") from None
 
     def _progress(
         self,

@@ -1,4 +1,4 @@
-"""HTTP connections that a cancelled request always closes."""
+"""HTTP connections that a cancelled request always closes; addresses of servers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,21 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import httpx
+
+from speculator.errors import ConfigError
+
+
+def server_url(url: str, option: str) -> str:
+    """`url` without a slash, or the `/v1` that OpenAI's clients want, at its end. Raises ConfigError, which names the
+    option, for an address at which nothing can ever answer.
+    """
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"{option} {url} is not an address ({error}): correct it") from None
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ConfigError(f"{option} {url} is not an address: write http://HOST:PORT")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 class SeparateConnections(httpx.AsyncBaseTransport):

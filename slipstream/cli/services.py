@@ -277,14 +277,16 @@ def gateway(
     with spinner("starting"):
         warn_of_unread_variables()
         from slipstream.start.gateway import GatewayOptions, run_gateway
+        from speculator.connections import server_url
 
     if len(sglang) > 1 and not pool:
         raise ConfigError("several --sglang are for routers before the same engines: add --pool, or pass only one")
+    urls = tuple(server_url(url, "--sglang") for url in sglang)
     model_dir = resolve_model(model)
-    with spinner(f"waiting for SGLang at {sglang[0]}") as is_there:
+    with spinner(f"waiting for SGLang at {urls[0]}") as is_there:
         run_gateway(
             GatewayOptions(
-                sglang_urls=tuple(url.rstrip("/") for url in sglang),
+                sglang_urls=urls,
                 engine_id=None if pool else engine_id,
                 model_dir=model_dir,
                 store=store,

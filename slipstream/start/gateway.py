@@ -85,7 +85,6 @@ def run_gateway(
 
     Raises ConfigError, StreamError, StoreError or EngineDeadError when it cannot start.
     """
-    _check_addresses(options.sglang_urls)
     check_exposure(options.host, options.redis_url, settings)
     exit_on_signal()
     with ExitStack() as opened:
@@ -121,16 +120,6 @@ def run_gateway(
             on_serving=on_serving,
         )
         asyncio.run(serving)
-
-
-def _check_addresses(urls: Sequence[str]) -> None:
-    """Raises ConfigError for one at which nothing can ever answer, so that no start waits for it."""
-    for url in urls:
-        with suppress(httpx.InvalidURL):
-            parsed = httpx.URL(url)
-            if parsed.scheme in ("http", "https") and parsed.host:
-                continue
-        raise ConfigError(f"--sglang {url} is not an address: write one such as http://127.0.0.1:30000")
 
 
 def run_sglang_server(

@@ -482,12 +482,17 @@ class Way(httpx.HTTPTransport):
         return super().handle_request(request)
 
 
+def test_the_base_url_of_an_openai_client_is_taken(url: str) -> None:
+    assert in_step(f"{url}/v1/")[1] == in_step(url)[1]
+
+
 @WAYS
 def test_a_server_that_is_not_there(way: Callable[[str], object]) -> None:
     with pytest.raises(ConfigError, match="nothing answers"):
         way("http://127.0.0.1:9")
-    with pytest.raises(ConfigError, match="not a valid address"):
-        way("http://127.0.0.1:x")
+    for bad in ("http://127.0.0.1:x", "127.0.0.1:8000", "127.0.0.1"):
+        with pytest.raises(ConfigError, match=f"--url {bad} is not an address"):
+            way(bad)
 
 
 def test_a_reward_for_a_server_that_has_gone() -> None:

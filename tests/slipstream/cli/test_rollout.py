@@ -227,7 +227,7 @@ def test_what_cannot_be_sent_is_one_line(refused: Refused, groups: Path, tmp_pat
     assert "cannot be read" in refused("rollout", tmp_path / "none")
     assert "--retry-s" in refused("rollout", groups, "--retry-s", "inf")
     assert "nothing answers" in refused("rollout", groups, "--url", "http://127.0.0.1:1")
-    assert "is not a valid address" in refused("rollout", groups, "--url", "http://127.0.0.1:x")
+    assert "write http://HOST:PORT" in refused("rollout", groups, "--url", "127.0.0.1:8000")
     with served(DoubleEngine()) as url:
         for row, words in (('{"prompt": "a", "n": 0}', "groups[1].n"), ('{"prompt": "a", "m": 0}', "groups[1].m")):
             bad.write_text(f'\n{{"prompt": "a"}}\n\n{row}')
