@@ -471,7 +471,7 @@ def verdict_metrics(
     yield GaugeMetricFamily("slipstream_watched_draft_version", "Draft version on trial; 0: none", value=watched)
     yield _gauge(
         "slipstream_engine_role",
-        "1 for this engine's role in a trial: canary, waiting for the canary's verdict, settled",
+        "1 for this engine's role in a trial: canary, waiting for the canary's verdict, needs traffic, settled",
         "role",
         {role: 1.0} if role else {},
     )

@@ -71,7 +71,7 @@ class SwapLog:
     watched: int = 0
     """The version on trial; 0 where none is."""
     role: str = ""
-    """canary, waiting, settled; empty where versions are not tried."""
+    """canary, waiting, needs traffic, settled; empty where versions are not tried."""
     accept_length: float | None = None
     """Recent tokens a verification of the version in service."""
 
@@ -229,6 +229,11 @@ class DraftFollower:
         is_news = self._installer.num_attempts > self._num_attempts_reported
         return is_news or time.monotonic() - self._reported_s >= self._report_every_s
 
+    @property
+    def _role(self) -> str:
+        role, wants_other = self._canary.role, self._waiting not in (None, self._engine.draft_version)
+        return "needs traffic" if role == "settled" and wants_other else role
+
     def _report(self) -> None:
         """Raises StreamError; the report is then still due."""
         num_attempts = self._installer.num_attempts
@@ -240,7 +245,7 @@ class DraftFollower:
             "last_verdict": self.log.last_verdict,
         }
         if self._watch is not None:
-            self.log.role = status["role"] = self._canary.role
+            self.log.role = status["role"] = self._role
             status["baseline_verifications"] = self._watch.baseline_verifications
             self.log.accept_length = self._watch.accept_length
             if self.log.accept_length is not None:

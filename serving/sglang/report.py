@@ -82,7 +82,7 @@ class EngineReport:
     failures: Mapping[str, int]
     """Parts of the plugin that are off, as "part:type of the error"."""
     role: str
-    """Its part in the trial of a version: canary, waiting, settled."""
+    """Its part in the trial of a version: canary, waiting, needs traffic, settled."""
     draft_accept_length: float | None
     """Recent accept length of the version in service."""
     target_version: int | None

@@ -93,7 +93,7 @@ def promote(
     model: ModelOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Have engines serve a version; one in quarantine is released. Engines still watch it."""
+    """Have engines serve a version; one in quarantine is released. Engines try it once they have traffic."""
     with _draft_operator(store, redis_url, model) as desk:
         _say("promoted", desk.promote(version, actor=operator()), as_json)
 

@@ -294,6 +294,8 @@ def _stream_state(client: Any, key: str) -> Finding:
         f"{lag.appended} traces, {lag.acked} settled, {lag.pending + lag.undelivered} waiting, {lag.lost} lost, "
         f"{lag.dead_lettered} set aside, {lag.bytes / _MIB:.1f} MiB; {len(engines)} engines report"
     )
+    if idle := sum(report.get("role") == "needs traffic" for report in engines.values()):
+        detail += f", {idle} of them need traffic before they try the newest version"
     others = {"skipped": lag.skipped, "redelivered": lag.redelivered, "foreign": lag.foreign}
     if told := ", ".join(f"{count} {name}" for name, count in others.items() if count):
         return warning(name, f"{detail}; {told}: another client changes the stream or its consumer group; stop it")

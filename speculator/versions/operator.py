@@ -57,7 +57,7 @@ class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
     engine_id: str
     version: int | None
     role: str
-    """The engine's part in the trial of a version: canary, waiting, settled."""
+    """The engine's part in the trial of a version: canary, waiting, needs traffic, settled."""
     accept_length: float | None
     """Recent tokens a verification of the version in service."""
     target_version: int | None

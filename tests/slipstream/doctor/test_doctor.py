@@ -39,6 +39,7 @@ from slipstream.doctor.machine import (
 from slipstream.settings import COMPOSE_VARIABLES, known_variables
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.redis.client import RedisKeys
+from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_stream import TraceStream
 from speculator.trace import encode_trace
 from speculator.versions.lineage import ensure_lineage
@@ -318,6 +319,10 @@ def test_where_the_stream_stands(
     [finding] = stream()
     assert finding.level is Level.OK
     assert finding.detail.startswith("2 traces, 0 settled, 2 waiting, 0 lost")
+    for engine, role in (("a", "settled"), ("b", "needs traffic")):
+        DraftPointer(redis_client, key).report_engine(engine, {"role": role})
+    [finding] = stream()
+    assert finding.detail.endswith("2 engines report, 1 of them need traffic before they try the newest version")
     redis_client.xtrim(RedisKeys(model_key=key).traces, maxlen=1, approximate=False)
     assert "1 lost" in the_fault(stream(), Level.WARNING)
 
