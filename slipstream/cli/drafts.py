@@ -375,7 +375,7 @@ def _overview_tables(overview: Overview) -> list[Any]:
     table = Table("version", "state", "parent", "created", "gate", "served as")
     for row in overview.drafts:
         state = "unknown" if row.state is None else row.state.value
-        gate = row.damage or _short(row.gate)
+        gate = row.damage or _gate(row.gate)
         table.add_row(str(row.version), state, _or_dash(row.parent), _when(row.created_ms), gate, _served_as(row))
     engines = [_engines_table(overview.engines)] if overview.engines else []
     return [table, *engines, *([f"no Redis: {overview.no_redis}"] if overview.no_redis else [])]
@@ -427,6 +427,19 @@ def _short(numbers: Any) -> str:
     return ", ".join(
         f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in shown.items()
     )
+
+
+def _gate(gate: Any) -> str:
+    """The gate's outcome and the gain on held-out traces with its 95% interval, as on the page."""
+    fresh = gate.get("fresh") if isinstance(gate, dict) else None
+    if not isinstance(fresh, dict):
+        return _short(gate)
+    change, lower, upper = (_percent(fresh.get(name)) for name in ("change", "lower", "upper"))
+    return f"{gate.get('outcome')} {change} ({lower} to {upper}), {fresh.get('num_traces')} traces"
+
+
+def _percent(value: object) -> str:
+    return f"{value:+.1%}" if isinstance(value, int | float) else "–"
 
 
 def _figure(value: float | None) -> str:

@@ -34,6 +34,7 @@ Cli = Callable[..., str]
 @pytest.fixture
 def store(toy_model: Path, tmp_path: Path) -> DraftStore:
     """Version 1 is good, version 2 waits to be served."""
+    fresh = {"num_traces": 19, "change": 0.097, "lower": 0.015, "upper": 0.178}
     store = DraftStore(tmp_path / "drafts")
     for seed, states in enumerate((TO_GOOD, TO_SCORED)):
         draft = random_draft(toy_model, seed=seed)
@@ -42,7 +43,7 @@ def store(toy_model: Path, tmp_path: Path) -> DraftStore:
             draft_config_json(draft.config),
             parent=seed or None,
             target_fingerprint=target_fingerprint(toy_model),
-            info={"trained_tokens": 1000 * seed, "gate": {"outcome": "promote", "gain": 0.125}},
+            info={"trained_tokens": 1000 * seed, "gate": {"outcome": "promote", "seconds": 3.25, "fresh": fresh}},
         ).version
         for state in states[1:]:
             store.lifecycle.move(version, state, actor="test")
@@ -85,7 +86,9 @@ def test_list_shows_states_and_what_is_served(cli: Cli, served: tuple[object, ..
     ]
     assert (listed["published"], listed["pinned"], listed["last_good"], listed["no_redis"]) == (2, None, 1, "")
     table = cli("list", *served)
-    assert re.search(r"1 .* promoted .* gain 0\.125 .* last good, engine-7", table)
+    assert re.search(
+        r"1 .* promoted .* promote \+9\.7% \(\+1\.5% to \+17\.8%\), 19 traces .* last good, engine-7", table
+    )
     assert re.search(r"2 .* scored .* 1 .* published", table)
     assert re.search(r"engine-7 .* 1 .* canary .* 1\.500", table)
     assert "no Redis" not in table
@@ -96,7 +99,9 @@ def test_in_a_pipe_a_row_is_one_line_and_a_terminal_folds_it(
 ) -> None:
     pointer.report_engine("e" * 60, {"version": 1, "role": "canary", "draft_accept_length": 1.5})
     monkeypatch.setenv("COLUMNS", "60")
-    assert re.search(r"1 .* promoted .* gain 0\.125 .* last good, e{60}", cli("list", *served))
+    assert re.search(
+        r"1 .* promoted .* promote \+9\.7% \(\+1\.5% to \+17\.8%\), 19 traces .* last good, e{60}", cli("list", *served)
+    )
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     folded = re.sub(r"\x1b\[\d*m", "", cli("list", *served))
     assert max(map(len, folded.splitlines())) <= 60
