@@ -44,8 +44,13 @@ def record(
         target_fingerprint=fingerprint, model=model_name(model_dir), created_ms=now_ms(), note=note
     )
     with connect(redis_url) as client, progress_bar("traces") as bar:
-        source = traces.StreamCopy(client, model_key(model_dir, fingerprint))
+        key = model_key(model_dir, fingerprint)
+        if not seconds:
+            # Else the first trace may be yet to come.
+            traces.check_stream(client, key)
+        source = traces.StreamCopy(client, key)
         counts = traces.record(source, out, header, seconds=seconds, on_traces=lambda read: bar(read, None))
+        traces.check_stream(client, key)
     if as_json:
         print_json(counts)
     else:
@@ -87,13 +92,16 @@ def prune(
 
 
 def _prune_stream(model: str, redis_url: str, hours: float) -> int:
+    from slipstream.traces import check_stream
     from speculator.draft.checkpoint import model_key, target_fingerprint
     from speculator.redis.client import connect
     from speculator.redis.trace_stream import TraceStream
 
     model_dir = resolve_model(model)
     with connect(redis_url) as client:
-        stream = TraceStream(client, model_key(model_dir, target_fingerprint(model_dir)), max_bytes=0)
+        key = model_key(model_dir, target_fingerprint(model_dir))
+        check_stream(client, key)
+        stream = TraceStream(client, key, max_bytes=0)
         before = stream.lag().expired
         stream.expire(3600 * hours)
         return stream.lag().expired - before

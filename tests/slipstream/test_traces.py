@@ -101,6 +101,20 @@ def test_a_recording_is_continued_with_what_is_new_and_what_arrives_meanwhile(
     assert ids_in(out) == [*(trace.header.trace_id for trace in filled), "more", "late"]
 
 
+def test_a_model_without_a_stream_is_refused(
+    redis_client: redis.Redis, redis_url: str, toy_model: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    """As where its folder has another name: the name is part of the stream's."""
+    out, same = tmp_path / "out.rec", ("--model", toy_model, "--redis-url", redis_url)
+    for words in (("record", *same, "--out", out), ("prune", *same, "--older-than-hours", 1)):
+        assert "in this Redis: check --redis-url, or serve with --capture" in refused("traces", *words)
+    TraceStream(redis_client, "other-0123", max_bytes=10**8).append(b"trace", trace_id="a")
+    assert "set --model to the one of other-0123" in refused("traces", "record", *same, "--out", out)
+    assert not out.exists()
+    key = model_key(toy_model, target_fingerprint(toy_model))
+    assert f"no traces of {key!r}" in refused("traces", "record", *same, "--out", out, "--seconds", 0.01)
+
+
 def test_info_counts_what_is_there(
     filled: list[Trace], record: Callable[..., None], cli: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -163,12 +177,13 @@ def test_export_writes_one_line_a_trace_with_everything_but_the_features(
 
 
 def test_what_cannot_work_is_said_in_one_line(
-    refused: Refused, toy_model: Path, redis_url: str, tmp_path: Path, redis_client: redis.Redis
+    refused: Refused, toy_model: Path, redis_url: str, tmp_path: Path, redis_client: redis.Redis, stream: TraceStream
 ) -> None:
     source = ("traces", "record", "--model", toy_model, "--redis-url")
     assert "redis" in refused(*source, f"unix://{tmp_path}/no.sock", "--out", tmp_path / "a.rec").lower()
     assert "does not exist" in refused(*source, redis_url, "--out", tmp_path / "no" / "a.rec")
     (tmp_path / "text").write_text("hello")
+    stream.append(b"not a trace", trace_id="broken")
     assert "not a recording" in refused(*source, redis_url, "--out", tmp_path / "text")
     assert "not a recording" in refused("traces", "info", tmp_path / "text")
     (out := tmp_path / "earlier.jsonl").write_text("{}\n")
