@@ -7,12 +7,12 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from serving.capture.sampling import DEFAULT_BRANCH_SHARE, DEFAULT_FLOOR, MAX_BRANCH_SHARE
 from speculator.errors import ConfigError
-from speculator.host import invalid_setting, memory_bytes
+from speculator.host import expanded, invalid_setting, memory_bytes
 from speculator.trace import Features
 
 PREFIX = "SLIPSTREAM_"
@@ -88,6 +88,11 @@ class PluginSettings(BaseSettings):
     """Compare each new draft with the one before on live traffic and take a worse one back; 0 keeps all."""
     poll_s: float = Field(default=0.5, ge=0.01, le=5)
     """Seconds between reads of the draft pointer."""
+
+    @field_validator("store")
+    @classmethod
+    def _at_home(cls, store: Path) -> Path:
+        return expanded(str(store))
 
 
 def buffer_bytes(settings: PluginSettings) -> int:

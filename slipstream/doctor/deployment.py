@@ -10,6 +10,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,7 +120,10 @@ def check_redis(url: str, model: str) -> Iterator[Finding]:
                 raise
             yield skipped("redis", "reached; version, persistence and memory unknown: this user may not run INFO")
         else:
-            yield from judge_server(info, load_plugin().stream_max_bytes or cap_for(resolve_model(model)))
+            cap = 0
+            with suppress(ConfigError):  # reported by `check_settings`
+                cap = load_plugin().stream_max_bytes
+            yield from judge_server(info, cap or cap_for(resolve_model(model)))
         yield _check_permissions(client)
 
 

@@ -40,7 +40,11 @@ _MAX_LOG_BYTES = 8 << 20
 
 
 def default_data_dir(model_name: str) -> Path:
-    """Default of --data-dir, by model. Raises ConfigError where there is no home directory."""
+    """Default of --data-dir, by model. Raises ConfigError where there is no home directory, or the name leads out of
+    the folder for all models.
+    """
+    if ".." in Path(model_name).parts:
+        raise ConfigError(f"no folder can be named after --name {model_name}: choose another, or pass --data-dir")
     try:
         home = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
     except RuntimeError:

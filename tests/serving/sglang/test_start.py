@@ -219,6 +219,9 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv(f"SLIPSTREAM_{name}", value)
     settings = load_settings()
     assert (settings.capture, settings.store, settings.capture_bytes_per_s) == (True, Path("/drafts"), 1000)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("SLIPSTREAM_STORE", "~/drafts")
+    assert load_settings().store == Path("/home/somebody/drafts")
 
 
 @pytest.mark.parametrize(

@@ -247,6 +247,9 @@ def test_redis_memory_is_judged_by_the_cap_that_is_set(
         assert "--stream-max-bytes" in the_fault(found(lambda: check_redis(redis_url, str(toy_model))), Level.WARNING)
         monkeypatch.setenv("SLIPSTREAM_STREAM_MAX_BYTES", str(100 << 20))
         assert levels(found(lambda: check_redis(redis_url, str(toy_model)))) == [Level.OK] * 4
+        # What `check_settings` reports is no fault of Redis.
+        monkeypatch.setenv("SLIPSTREAM_STREAM_MAX_BYTES", "much")
+        assert "--stream-max-bytes" in the_fault(found(lambda: check_redis(redis_url, str(toy_model))), Level.WARNING)
     finally:
         redis_client.config_set("maxmemory", 0)
 

@@ -278,6 +278,8 @@ def test_where_data_lies_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert default_data_dir("toy") == tmp_path / "slipstream" / "toy"
     assert default_data_dir("/models/toy") == tmp_path / "slipstream" / "models" / "toy", "not in the model's folder"
+    with pytest.raises(ConfigError, match=r"--name \.\./other"):
+        default_data_dir("../other")
     monkeypatch.delenv("XDG_DATA_HOME")
     monkeypatch.setenv("HOME", "/home/somebody")
     assert default_data_dir("toy") == Path("/home/somebody/.local/share/slipstream/toy")
