@@ -31,6 +31,15 @@ from tests.serving.sglang.outside.fake_sglang import FakeSglang
 
 TIMES = re.compile(r"^\d+\.\d\d×$")
 NUMBER = re.compile(r"^\d+\.\d\d$")
+CUT_LABELS = """
+  const write = CanvasRenderingContext2D.prototype.fillText;
+  window.cutLabels = [];
+  CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+    if (this.textAlign === "center" && x + this.measureText(text).width / 2 > this.canvas.width) cutLabels.push(text);
+    write.call(this, text, x, y);
+  };
+"""
+"""Notes the labels of charts that end beyond their canvas."""
 PROMPT = "tell me 0123456789 and once more 0123456789"
 
 
@@ -388,6 +397,7 @@ def test_the_keyboard_reaches_everything(watched: Watched, gateway: Gateway) -> 
 @pytest.mark.parametrize("width", [320, 360, 768, 1280])
 def test_nothing_is_wider_than_the_window(watched: Watched, gateway: Gateway, width: int) -> None:
     watched.page.set_viewport_size({"width": width, "height": 800})
+    watched.page.add_init_script(CUT_LABELS)
     page = watched.open(gateway)
     submit(page, "x" * 150)
     page.click("#compare")
@@ -397,6 +407,7 @@ def test_nothing_is_wider_than_the_window(watched: Watched, gateway: Gateway, wi
         page.click(f"{summary} summary")
     expect(page.locator("#versions tr")).to_have_count(2)
     assert too_wide(page) == []
+    assert page.evaluate("cutLabels") == []
 
 
 def test_dark_and_light(watched: Watched, gateway: Gateway) -> None:

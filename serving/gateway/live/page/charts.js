@@ -4,6 +4,8 @@ import { byId, clock, element, fixed, moment, NONE } from "./common.js";
 
 const HEIGHT = 190;
 const LABEL_WIDTH = 34;
+const TIME_WIDTH = 58;
+const RIGHT = 8; // pixels between the plot and the canvas's edge
 const PAGE_POINTS = 10;
 const TABLE_ROWS = 60;
 const STEPS = { ArrowLeft: -1, ArrowRight: 1, PageUp: -PAGE_POINTS, PageDown: PAGE_POINTS, Home: -Infinity, End: Infinity };
@@ -66,7 +68,7 @@ class Chart {
     this.plot = new uPlot({
       width: this.root.clientWidth,
       height: HEIGHT,
-      padding: [22, 8, 0, 0],
+      padding: [22, RIGHT, 0, 0],
       pxAlign: false,
       ms: 1,
       legend: { show: false },
@@ -76,7 +78,7 @@ class Chart {
         y: { range: () => range(this.rows, this.floor) },
       },
       axes: [
-        { ...axis, grid: { show: false }, size: 24, space: 80, values: (_, splits) => splits.map(this.range.write) },
+        { ...axis, grid: { show: false }, size: 24, space: 80, values: (plot, splits) => splits.map((ms) => (this.fits(plot, ms) ? this.range.write(ms) : "")) },
         { ...axis, size: 42, space: 30 },
       ],
       series: [{}, { stroke: accent, width: 2.25, points: { show: () => this.rows.length === 1, size: 6, fill: accent } }, edge, edge, { stroke: () => this.colour("--second"), width: 2, dash: [7, 4], points: { show: false } }],
@@ -99,6 +101,11 @@ class Chart {
     this.read();
     // A screen reader that is here reads on only where a key moves.
     if (document.activeElement !== this.root) this.tell(this.rows.length - 1);
+  }
+
+  /** Whether a time's label, centred below it, ends before the canvas does. */
+  fits(plot, ms) {
+    return plot.valToPos(ms, "x") + TIME_WIDTH / 2 <= plot.bbox.width / devicePixelRatio + RIGHT;
   }
 
   /** The dashed line at 1, and a line with its version's number wherever that changed. */
