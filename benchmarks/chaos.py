@@ -104,7 +104,7 @@ def _run(folder: Path, model: str | None, chosen: list[Fault]) -> Seen:
 
 
 def _with_losses(observed: Observed, num_lost: int) -> Observed:
-    """Add the check that no trace was lost: here neither expiry nor erasure removes unused traces."""
+    """Tell of traces that were lost: neither expiry nor erasure removes unused ones here, so the stream was full."""
     if not num_lost:
         return observed
     told = f"{observed.told}; {num_lost} traces too many for the stream's {STREAM_MAX_BYTES >> 20} MiB, counted as lost"

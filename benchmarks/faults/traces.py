@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.faults.fault import Observed, fault
 from benchmarks.faults.loop import Loop
-from speculator.trace import decode_trace, encode_trace
+from speculator.trace import SCHEMA_VERSION, decode_trace, encode_trace
 
 OF_EACH = 20
 
@@ -26,10 +26,11 @@ def corrupted(payload: bytes, rng: random.Random) -> dict[str, bytes]:
     tensors = safetensors.torch.load(payload)
     name = "aux_scale" if "aux_scale" in tensors else "aux_hidden"
     not_finite = {**tensors, name: torch.full_like(tensors[name], float("nan"))}
+    schema, unknown = (f'schema_version\\":{version}'.encode() for version in (SCHEMA_VERSION, SCHEMA_VERSION + 6))
     return {
         "no trace": rng.randbytes(len(payload)),
         "truncated": payload[: rng.randrange(len(payload))],
-        "schema 9": payload.replace(b'schema_version\\":2', b'schema_version\\":9'),
+        "unknown schema": payload.replace(schema, unknown),
         "of target 000…": encode_trace(dataclasses.replace(trace, header=other)),
         "NaN features": safetensors.torch.save(not_finite, metadata),
     }

@@ -1,12 +1,19 @@
-"""What the table of faults says of those that were not tried."""
+"""Faults of traces are faults; what the table of faults says of those that were not tried."""
 
 from __future__ import annotations
 
+import random
 from typing import cast
+
+import pytest
 
 from benchmarks.chaos import _NO_SMALL_DISK, _document, table
 from benchmarks.faults import redis
 from benchmarks.faults.fault import Observed
+from benchmarks.faults.traces import corrupted
+from speculator.errors import TraceError
+from speculator.trace import decode_trace, encode_trace
+from tests.fixtures.traces import make_trace
 
 
 def test_what_was_left_out_holds_neither_nor_is_broken() -> None:
@@ -24,3 +31,13 @@ def test_what_was_left_out_holds_neither_nor_is_broken() -> None:
         "**no** |",
         "– |",
     ]
+
+
+def test_a_trainer_can_use_no_corrupted_trace() -> None:
+    payload = encode_trace(make_trace())
+    broken = corrupted(payload, random.Random(0))
+    other = decode_trace(broken.pop("of target 000…"))
+    assert other.header.target_fingerprint != decode_trace(payload).header.target_fingerprint
+    for damaged in broken.values():
+        with pytest.raises(TraceError):
+            decode_trace(damaged)
