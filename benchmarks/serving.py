@@ -43,7 +43,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.common.drafts import last_good, trained
 from benchmarks.common.engines import engine_with
-from benchmarks.common.report import Spread, Target, fill_in, finish, parser
+from benchmarks.common.report import Spread, Target, fill_in, finish, parser, refusing
 from benchmarks.common.workloads import Work, load_works
 from benchmarks.equal_cost import at_equal_cost
 from benchmarks.llama import Generate, is_installed, llama_ways
@@ -215,6 +215,7 @@ def _beside_plain(ways: Ways, way: str, traffic: Sequence[Work], window_s: float
     )
 
 
+@refusing
 def main() -> None:
     options = parser("Tokens a second by workload and source of proposals")
     options.add_argument("--answers", type=Path, metavar="FILE", help="take the works from here, or make and keep them")

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from benchmarks.common.bench_serving import with_prompts
-from benchmarks.common.report import Median, Spread, Target, fill_in, finish, parser
+from benchmarks.common.report import Median, Spread, Target, fill_in, finish, parser, refusing
 from benchmarks.sglang_cpu_phases import add_head_options, learnt_version
 from benchmarks.sglang_cpu_scene import LEARNT_FROM, Scene, prepared
 from benchmarks.sglang_hybrid import SUFFIX_DEPTH
@@ -33,6 +33,7 @@ _STATIC = (1, 3)
 _OVERALL = re.compile(r"^OVERALL\s+([\d.]+)/s\s+[\d.]+s\s+([\d.]+|nan)$", re.MULTILINE)
 
 
+@refusing
 def main() -> None:
     options = parser("Slipstream's choice of the depth against SGLang's adaptive speculation")
     options.add_argument("--script", type=Path, help="bench_adaptive_speculative.py of SGLang; default: bench_serving")
@@ -45,7 +46,8 @@ def main() -> None:
     fill_in(arguments, {"minutes": (1.0, 5.0), "turns": (2, 5), "requests": requests, "max_tokens": (64, 128)})
     rates: dict[str, list[float]] = {}
     lengths: dict[str, list[float]] = {}
-    with prepared(arguments.model, arguments.prompts) as scene:
+    held_out = arguments.turns * arguments.requests if arguments.script is None else 0
+    with prepared(arguments.model, arguments.prompts, held_out=held_out) as scene:
         version = learnt_version(scene, scene.prompts[LEARNT_FROM], arguments.drafts, arguments.minutes)
         with _servers(scene, version, remembers=arguments.script is None) as servers:
             names = list(servers)

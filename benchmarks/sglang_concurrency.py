@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.common.cores import core_for_schedulers, give_core
 from benchmarks.common.decoding import decode
-from benchmarks.common.report import Median, Spread, Target, fill_in, finish, parser
+from benchmarks.common.report import Median, Spread, Target, fill_in, finish, parser, refusing
 from benchmarks.sglang_cpu_phases import add_head_options, learnt_version
 from benchmarks.sglang_cpu_scene import DEPTH, LEARNT_FROM, Scene, prepared
 from serving.sglang.report import EngineReport
@@ -72,6 +72,7 @@ class Cell:
         }
 
 
+@refusing
 def main() -> None:
     options = parser("The adaptive depth in SGLang against each fixed depth, by the number of requests")
     add_head_options(options)

@@ -19,13 +19,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks import sglang_cpu_phases as phases
-from benchmarks.common.report import Target, fill_in, finish, parser
+from benchmarks.common.report import Target, fill_in, finish, parser, percentile, refusing
 from benchmarks.sglang_cpu_phases import CLIENTS, TURN_TOKENS, Swaps, Turns, Unseen
-from benchmarks.sglang_cpu_scene import DEPTH, prepared
+from benchmarks.sglang_cpu_scene import DEPTH, UNSEEN, prepared
 
 PARTS = ("day_0", "swaps", "capture", "unseen")
 
 
+@refusing
 def main() -> None:
     options = parser("The loop through real SGLang on a CPU")
     options.add_argument("--minutes", type=float, default=15, help="live learning, without --quick")
@@ -38,7 +39,7 @@ def main() -> None:
     fill_in(arguments, {"turns": (8, 30)})
     found = Found([], [], {"clients": CLIENTS, "depth": DEPTH})
     with (
-        prepared(arguments.model, arguments.prompts) as scene,
+        prepared(arguments.model, arguments.prompts, held_out=UNSEEN.stop if "unseen" in parts else 0) as scene,
         scene.live_server() as live,
         scene.plain_server() as plain,
     ):
@@ -93,7 +94,7 @@ class Found:
 
     def add_swaps(self, swaps: Swaps) -> None:
         calm_ms, swapping_ms = swaps.calm.ms, swaps.swapping.ms
-        calm = {"p50": statistics.median(calm_ms), "p99": statistics.quantiles(calm_ms, n=100)[98], "max": max(calm_ms)}
+        calm = {"p50": statistics.median(calm_ms), "p99": percentile(calm_ms, 99), "max": max(calm_ms)}
         swapping = {"p50": statistics.median(swapping_ms), "max": max(swapping_ms)}
         counts = f"{swaps.num_swaps}, {swaps.failed_requests}"
         self.rows += [

@@ -211,7 +211,7 @@ def swaps(scene: Scene, live: SglangServer, version: int, seconds: float) -> Swa
 
 def _gaps(scene: Scene, live: SglangServer, seconds: float, *, swap: Callable[[], object]) -> Gaps:
     """`swap` is called seven times, after equal parts of the time."""
-    prompts = itertools.cycle(scene.prompts[: LEARNT_FROM.start])
+    prompts = itertools.cycle(scene.prompts[IN_TURNS])
     deadline_s = time.monotonic() + seconds
 
     def client(_: int) -> Gaps:

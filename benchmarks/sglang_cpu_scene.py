@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import tempfile
 import time
@@ -14,7 +15,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from benchmarks.common.drafts import add_version
-from benchmarks.common.report import pick_prompts
+from benchmarks.common.report import shuffled_prompts
 from serving.sglang.outside.launcher import adaptive_config
 from slipstream.children import running_child
 from slipstream.demo.servers import wait_until_ready
@@ -22,6 +23,7 @@ from slipstream.demo.topics import Prompt
 from slipstream.models import resolve_model
 from speculator.draft.checkpoint import draft_state, model_key, target_fingerprint
 from speculator.draft.initialization import fresh_draft
+from speculator.errors import ConfigError
 from speculator.host import free_port
 from speculator.redis.client import connect
 from speculator.redis.control_plane import DraftPointer
@@ -34,7 +36,9 @@ DEPTH = 3
 LIVE_ID, FIXED_ID = "benchmark", "fixed"
 """Engine ids of the servers with the plugin."""
 IN_TURNS, UNSEEN, LEARNT_FROM = slice(96), slice(100, 148), slice(200, 2000)
-"""Slices of the prompts: for turns, for unseen prompts, and for live traffic, from which the draft learns."""
+"""Slices of the prompts: for turns, for unseen prompts, and for live traffic, from which the draft learns. Nothing
+before the last one is learnt from.
+"""
 _READY_S = 120.0
 
 
@@ -144,13 +148,31 @@ class Scene:
         )
 
 
+def _parted(prompts: Sequence[Prompt], held_out: int) -> list[Prompt]:
+    """Prompts for all slices, from prompts that differ. None before LEARNT_FROM is in it; either part is repeated where
+    it is too short. Raises ConfigError where there are fewer than `held_out` different ones before it.
+    """
+    middle, asked = min(LEARNT_FROM.start, len(prompts) // 2), max(held_out, 1)
+    if middle < asked:
+        raise ConfigError(
+            f"{asked} prompts are to be asked that are not learnt from, and of {len(prompts)} only {middle} are: half "
+            f"of all, and at most {LEARNT_FROM.start}"
+        )
+    parts = (itertools.cycle(part) for part in (prompts[:middle], prompts[middle:]))
+    sizes = (LEARNT_FROM.start, LEARNT_FROM.stop - LEARNT_FROM.start)
+    return [prompt for part, size in zip(parts, sizes, strict=True) for prompt in itertools.islice(part, size)]
+
+
 @contextlib.contextmanager
-def prepared(model: str, prompts: Path | None) -> Iterator[Scene]:
-    """Start Redis and make a store whose version in service is a fresh random draft."""
+def prepared(model: str, prompts: Path | None, *, held_out: int = 0) -> Iterator[Scene]:
+    """Start Redis and make a store whose version in service is a fresh random draft. Raises ConfigError where fewer
+    than `held_out` prompts can be kept from the learning.
+    """
+    chosen = _parted(shuffled_prompts(prompts), held_out)
     model_dir = resolve_model(model)
     fingerprint = target_fingerprint(model_dir)
     with tempfile.TemporaryDirectory() as name, EmbeddedRedis(Path(name) / "redis") as redis:
-        folder, chosen = Path(name), pick_prompts(prompts, LEARNT_FROM.stop)
+        folder = Path(name)
         store = DraftStore(folder / "drafts")
         ensure_lineage(store, model_dir, fingerprint, texts=[prompt.text for prompt in chosen[LEARNT_FROM]])
         pointer = DraftPointer(connect(redis.url), model_key(model_dir, fingerprint))

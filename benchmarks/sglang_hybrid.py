@@ -6,9 +6,9 @@
 First a head learns from live traffic for some minutes; with `--drafts` it is kept in that folder, and taken from there
 the next time. Then four servers stand beside each other: the head alone, earlier text alone (beside a head that has
 learnt nothing, and sleeps), both, and SGLang with `--speculative-algorithm NGRAM`, which is asked in `mixed` only. In a
-turn each is asked the same, with another number in front, so that none has read it; each client streams one answer, and
-what counts is the time in which all of them decode. Half of the prompts of each domain are for learning, the other half
-for the turns.
+turn each is asked the same, a new prompt for each client, which streams one answer. What counts is the time in which
+all of them decode; a turn without such a time is left out. Half of the prompts of each domain are for learning, the
+other half for the turns, fewer of them where the prompts of a workload do not suffice. No prompt is in two workloads.
 
 `editing` asks for small changes in programs (prompts of domains with "code" in their names), `rag` has long prompts
 whose answers copy, `mixed` takes all domains in turn.
@@ -16,6 +16,7 @@ whose answers copy, `mixed` takes all domains in turn.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 from collections import defaultdict
@@ -23,12 +24,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.common.decoding import decode
-from benchmarks.common.report import Median, Spread, Target, fill_in, finish, parser
+from benchmarks.common.decoding import NeverTogetherError, decode
+from benchmarks.common.report import Median, Spread, Target, fill_in, finish, parser, refusing
 from benchmarks.common.workloads import EDITS, asks_for
 from benchmarks.sglang_cpu_phases import add_head_options, learnt_version
 from benchmarks.sglang_cpu_scene import Scene, prepared
 from slipstream.demo.topics import Prompt, built_in_prompts, read_prompts
+from speculator.errors import ConfigError
 from tests.sglang.server import SglangServer
 
 SUFFIX_DEPTH = 16
@@ -47,6 +49,8 @@ class Measured:
 
     rates: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     accept_lengths: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    left_out: int = 0
+    """Turns in which one answer ended before another began, on some server."""
 
     def ratio(self, below: str) -> Median:
         """Rate of `both` over that of `below`, turn by turn."""
@@ -60,9 +64,11 @@ class Measured:
             "tokens_per_s": {name: Spread.of(rates).to_dict() for name, rates in self.rates.items()},
             "accept_length": {name: Spread.of(lengths).to_dict() for name, lengths in self.accept_lengths.items()},
             "turns": len(self.rates["hybrid"]),
+            "turns_left_out": self.left_out,
         }
 
 
+@refusing
 def main() -> None:
     options = parser("Earlier text beside the head in SGLang, against either alone")
     add_head_options(options)
@@ -73,17 +79,15 @@ def main() -> None:
     arguments = options.parse_args()
     fill_in(arguments, {"minutes": (1.0, 5.0), "turns": (4, 20)})
     learnt_from, asked_for = _halves(read_prompts(arguments.prompts) if arguments.prompts else built_in_prompts())
+    turns = _turns(arguments.workloads, asked_for, arguments)
     with prepared(arguments.model, arguments.prompts) as scene:
         version = learnt_version(scene, learnt_from, arguments.drafts, arguments.minutes)
         with _servers(scene, version) as servers:
             workloads = {}
-            for name in arguments.workloads:
-                if prompts := _prompts(name, asked_for):
-                    asked = {of: server for of, server in servers.items() if of != "ngram" or name == "mixed"}
-                    workloads[name] = _measure(
-                        scene, asked, prompts, arguments.turns, arguments.clients, warm_up=arguments.warm_up
-                    )
-                    print(f"{name}: {workloads[name].to_dict()}", flush=True)
+            for name, texts in turns.items():
+                asked = {of: server for of, server in servers.items() if of != "ngram" or name == "mixed"}
+                workloads[name] = _measure(scene, asked, texts, warm_up=arguments.warm_up)
+                print(f"{name}: {workloads[name].to_dict()}", flush=True)
             reports = {name: scene.report(name) for name in ("head", "suffix", "hybrid")}
     document = {
         "workloads": {name: measured.to_dict() for name, measured in workloads.items()},
@@ -96,7 +100,7 @@ def main() -> None:
 def _halves(prompts: Sequence[Prompt]) -> tuple[list[Prompt], dict[str, list[Prompt]]]:
     """(prompts to learn from, domain after domain; prompts for the turns, by domain)."""
     by_domain: dict[str, list[Prompt]] = defaultdict(list)
-    for prompt in prompts:
+    for prompt in dict.fromkeys(prompts):
         by_domain[prompt.domain].append(prompt)
     learnt = [prompt for row in itertools.zip_longest(*(of[::2] for of in by_domain.values())) for prompt in row]
     return [prompt for prompt in learnt if prompt], {domain: of[1::2] for domain, of in by_domain.items()}
@@ -119,14 +123,40 @@ def _servers(scene: Scene, version: int) -> Iterator[Mapping[str, SglangServer]]
         }
 
 
-def _prompts(workload: str, by_domain: Mapping[str, Sequence[Prompt]]) -> list[str]:
-    if workload == "editing":
-        programs = [_program(prompt.text) for domain, of in by_domain.items() if "code" in domain for prompt in of]
-        return [asks_for(edit, program) for edit, program in zip(itertools.cycle(EDITS), programs, strict=False)]
-    if workload == "rag":
-        return [prompt.text for domain, of in by_domain.items() if "rag" in domain for prompt in of]
-    turns = zip(*(itertools.cycle(of) for of in by_domain.values() if of), strict=False)
-    return [prompt.text for row in itertools.islice(turns, max(map(len, by_domain.values()))) for prompt in row]
+def _turns(
+    workloads: Sequence[str], by_domain: Mapping[str, Sequence[Prompt]], arguments: argparse.Namespace
+) -> dict[str, list[list[str]]]:
+    """Texts of the clients by workload and turn, warm-up included; all are different. Raises ConfigError where a
+    workload has too few prompts for a turn that counts.
+    """
+    clients, warm_up = arguments.clients, arguments.warm_up
+    left, found = {domain: list(of) for domain, of in by_domain.items()}, {}
+    # `mixed` first: it takes a few of each domain, and what is left of a domain is for the others.
+    for name in sorted(dict.fromkeys(workloads), reverse=True, key="mixed".__eq__):
+        prompts = _prompts(name, left)[: clients * (warm_up + arguments.turns)]
+        num_turns = len(prompts) // clients
+        if num_turns <= warm_up:
+            raise ConfigError(
+                f"{name} has {len(prompts)} new prompts for {warm_up} turns of {clients} clients before those that "
+                "count: give more --prompts, or other --workloads"
+            )
+        if num_turns < warm_up + arguments.turns:
+            print(f"{name}: {num_turns - warm_up} turns, for which there are prompts", flush=True)
+        used = set(prompts)
+        left = {domain: [prompt for prompt in of if prompt not in used] for domain, of in left.items()}
+        texts = [prompt.text for prompt in prompts]
+        if name == "editing":
+            pairs = zip(itertools.cycle(EDITS), texts, strict=False)
+            texts = [asks_for(edit, _program(text)) for edit, text in pairs]
+        found[name] = [texts[clients * turn :][:clients] for turn in range(num_turns)]
+    return {name: found[name] for name in workloads}
+
+
+def _prompts(workload: str, by_domain: Mapping[str, Sequence[Prompt]]) -> list[Prompt]:
+    if workload == "mixed":
+        return [prompt for row in itertools.zip_longest(*by_domain.values()) for prompt in row if prompt]
+    word = {"editing": "code", "rag": "rag"}[workload]
+    return [prompt for domain, of in by_domain.items() if word in domain for prompt in of]
 
 
 def _program(text: str) -> str:
@@ -136,24 +166,25 @@ def _program(text: str) -> str:
 
 
 def _measure(
-    scene: Scene,
-    servers: Mapping[str, SglangServer],
-    prompts: Sequence[str],
-    num_turns: int,
-    clients: int,
-    *,
-    warm_up: int,
+    scene: Scene, servers: Mapping[str, SglangServer], turns: Sequence[Sequence[str]], *, warm_up: int
 ) -> Measured:
-    measured, names, asked = Measured(), list(servers), itertools.cycle(prompts)
-    for turn in range(-warm_up, num_turns):
-        texts = [next(asked)[-_LONGEST_PROMPT:] for _ in range(clients)]
-        shift = turn % len(names)
+    measured, names = Measured(), list(servers)
+    for turn, texts in enumerate(turns):
+        asked = [scene.ids(text[-_LONGEST_PROMPT:]) for text in texts]
+        shift, found = turn % len(names), {}
         for name in [*names[shift:], *names[:shift]]:
-            numbered = [scene.ids(f"Question {turn + warm_up:03d}: {text}") for text in texts]
-            decoded = decode(servers[name], numbered, max_new_tokens=_TOKENS)
-            if turn >= 0:
-                measured.rates[name].append(decoded.rate)
-                measured.accept_lengths[name].append(decoded.accept_length)
+            with contextlib.suppress(NeverTogetherError):
+                found[name] = decode(servers[name], asked, max_new_tokens=_TOKENS)
+        if turn < warm_up:
+            continue
+        if len(found) < len(names):
+            measured.left_out += 1
+            continue
+        for name, decoded in found.items():
+            measured.rates[name].append(decoded.rate)
+            measured.accept_lengths[name].append(decoded.accept_length)
+    if not measured.rates:
+        raise ConfigError("in no turn did all clients decode at the same time: give prompts with longer answers")
     return measured
 
 

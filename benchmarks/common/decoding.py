@@ -11,6 +11,10 @@ from typing import Any, NamedTuple
 from tests.sglang.server import SglangServer
 
 
+class NeverTogetherError(Exception):
+    """One client's answer had ended before another's began."""
+
+
 class Decoded(NamedTuple):
     rate: float
     """Tokens a second, while all of them decode."""
@@ -19,7 +23,7 @@ class Decoded(NamedTuple):
 
 
 def decode(server: SglangServer, prompts: Sequence[list[int]], **sampling: Any) -> Decoded:
-    """Answer all prompts at the same time."""
+    """Answer all prompts at the same time. Raises NeverTogetherError."""
 
     def answer(ids: list[int]) -> tuple[list[tuple[float, int]], int]:
         """(when, tokens so far), and decode steps."""
@@ -34,6 +38,8 @@ def decode(server: SglangServer, prompts: Sequence[list[int]], **sampling: Any) 
         answers = list(pool.map(answer, prompts))
     streams = [events for events, _ in answers]
     began_s, ended_s = max(events[0][0] for events in streams), min(events[-1][0] for events in streams)
+    if ended_s <= began_s:
+        raise NeverTogetherError
     tokens = sum(_tokens_at(events, ended_s) - _tokens_at(events, began_s) for events in streams)
     committed, steps = sum(events[-1][1] - 1 for events in streams), sum(count for _, count in answers)
     return Decoded(tokens / (ended_s - began_s), committed / max(steps, 1))

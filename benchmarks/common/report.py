@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
 import signal
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,20 @@ def _prompts_file(name: str) -> Path:
     return Path(name)
 
 
+def refusing(main: Callable[[], None]) -> Callable[[], None]:
+    """`main`, which a ConfigError ends with one line and exit code 2."""
+
+    @functools.wraps(main)
+    def run() -> None:
+        try:
+            main()
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+
+    return run
+
+
 def fill_in(arguments: argparse.Namespace, defaults: Mapping[str, tuple[Any, Any]]) -> None:
     """Give options that were left out their (quick, full) default."""
     for name, (quick, full) in defaults.items():
@@ -56,6 +71,19 @@ def pick_prompts(path: Path | None, count: int, seed: int = 0) -> list[Prompt]:
     """`count` prompts in a random order that is the same for the same seed."""
     source = cycle_prompts(read_prompts(path) if path else built_in_prompts(), seed)
     return [next(source) for _ in range(count)]
+
+
+def shuffled_prompts(path: Path | None) -> list[Prompt]:
+    """All prompts that differ, in a random order that is always the same."""
+    prompts = list(dict.fromkeys(read_prompts(path) if path else built_in_prompts()))
+    return random.Random(0).sample(prompts, len(prompts))
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """Percentile 1 … 99 of at least one value, interpolated, and never beyond the least and the largest."""
+    if len(values) == 1:
+        return values[0]
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.common.engines import engine_with, greedy
-from benchmarks.common.report import pick_prompts
+from benchmarks.common.report import shuffled_prompts
 from slipstream.models import resolve_model
 from speculator.draft.initialization import fresh_draft
+from speculator.errors import ConfigError
 from speculator.host import read_json_lines
 
 SAMPLES = 8
@@ -43,7 +44,9 @@ def asks_for(edit: str, program: str) -> str:
 
 
 def load_works(options: argparse.Namespace) -> list[Work]:
-    """Load the works from the file of `--answers`, or make them and write the file where it does not exist."""
+    """Load the works from the file of `--answers`, or make them and write the file where it does not exist. Raises
+    ConfigError where there are too few prompts for it.
+    """
     path: Path | None = options.answers
     if path is not None and path.exists():
         example = '{"workload": "chat", "prompt": [1], "limit": 8, "num_samples": 1}'
@@ -64,10 +67,14 @@ def _make(options: argparse.Namespace, count: int, limit: int) -> Iterator[Work]
         def asked(text: str) -> tuple[int, ...]:
             return tuple(tokenizer.encode_chat([{"role": "user", "content": text}]))
 
-        texts = pick_prompts(options.prompts, 50 * count)
-        texts = [text for text in texts if len(tokenizer.encode(text.text)) < MAX_PROMPT]
+        texts = [one for one in shuffled_prompts(options.prompts) if len(tokenizer.encode(one.text)) < MAX_PROMPT]
         others = [text.text for text in texts if text.domain != "code"]
         programs = [asked(text.text) for text in texts if text.domain == "code"][:count]
+        if len(programs) < 2 or len(others) < 3 * count:
+            raise ConfigError(
+                f"{len(programs)} prompts of the domain code and {len(others)} of others, none longer than "
+                f"{MAX_PROMPT} tokens, are too few: 2 and {3 * count} are needed"
+            )
         written = greedy(engine, programs, limit, ignore_eos=False)
         for edit, program in zip(itertools.cycle(EDITS), written, strict=False):
             yield Work("editing", asked(asks_for(edit, tokenizer.decode(program))), limit + 60, 1)
