@@ -80,7 +80,7 @@ def gateway(folder: Path, client: Any, counts: Mapping[str, int], seed: int) -> 
             wire.inputs(site.url, {**wire.HOSTILE, **wire.bodies_as_requests()}, choose, 0),
         )
         yield tallied("socket: mutated requests", wire.inputs(site.url, {}, choose, counts["requests"]))
-        yield _is_well(site.url)
+        yield _is_well(site.url, "HTTP: a good request afterwards")
 
 
 def local_engine(folder: Path, counts: Mapping[str, int], seed: int) -> Iterator[Tally]:
@@ -98,12 +98,12 @@ def local_engine(folder: Path, counts: Mapping[str, int], seed: int) -> Iterator
             each = max(2, min(500, missing // len(api.operations(site))))
             api.fuzz_operations(site, tally, count=each, fixed_seed=seed + again)
         yield tally
-        yield _is_well(site.url)
+        yield _is_well(site.url, "HTTP: local engine, a good request afterwards")
 
 
-def _is_well(url: str) -> Tally:
+def _is_well(url: str, surface: str) -> Tally:
     """Check that the gateway still serves afterwards."""
-    tally = Tally("HTTP: a good request afterwards")
+    tally = Tally(surface)
 
     def attempt() -> Outcome:
         key = {"authorization": f"Bearer {API_KEY}"}

@@ -19,13 +19,13 @@ import json
 import random
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 
 import httpx
 
-from benchmarks.common.report import Spread, Target, fill_in, finish, parser, pick_prompts
+from benchmarks.common.report import Spread, Target, fill_in, finish, parser, percentile, pick_prompts
 from benchmarks.common.served import add_serving_options, serving
 from slipstream.client import AsyncRollouts, Group
 from slipstream.demo.servers import Scrape
@@ -50,16 +50,15 @@ class Latencies:
     """Tokens a second of rollouts."""
 
     def p99(self, kind: str, settle_s: float) -> float:
-        return _p99([seconds for at_s, seconds in getattr(self, kind) if at_s >= settle_s])
+        return percentile(self.settled(kind, settle_s), 99)
+
+    def settled(self, kind: str, settle_s: float) -> list[float]:
+        return [seconds for at_s, seconds in getattr(self, kind) if at_s >= settle_s]
 
     def missed(self, kind: str, bound_s: float, until_s: float) -> float:
         """The part of what came before `until_s` that is above the bound."""
         early = [seconds for at_s, seconds in getattr(self, kind) if at_s < until_s]
         return sum(seconds > bound_s for seconds in early) / len(early) if early else 0.0
-
-
-def _p99(values: Sequence[float]) -> float:
-    return sorted(values)[min(int(0.99 * len(values)), len(values) - 1)]
 
 
 async def use(url: str, prompts: Iterator[str], options: argparse.Namespace, *, beside: bool) -> Latencies:
@@ -173,6 +172,10 @@ def _report(turns: dict[str, list[Latencies]], options: argparse.Namespace) -> N
         },
         "p99_s": {
             way: {kind: [round(turn.p99(kind, options.settle), 5) for turn in of_way] for kind in alone}
+            for way, of_way in turns.items()
+        },
+        "num_values": {
+            way: {kind: [len(turn.settled(kind, options.settle)) for turn in of_way] for kind in alone}
             for way, of_way in turns.items()
         },
         **{name: getattr(options, name) for name in ("users", "seconds", "settle", "slots", "factors", "repeats")},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import statistics
 import threading
 import time
 from collections import Counter
@@ -13,6 +12,8 @@ from dataclasses import dataclass
 
 import httpx
 import openai
+
+from benchmarks.common.report import percentile
 
 OK, CHANGED, CUT, BROKEN = "ok", "changed", "cut", "broken"
 """OK: whole. CHANGED: another text than before. CUT: the stream ended early without an error. BROKEN: the client
@@ -47,9 +48,9 @@ class Window:
 
     @property
     def p99_ms(self) -> float:
-        """99th percentile of the latency of whole answers; 0 where there are too few."""
+        """99th percentile of the latency of whole answers; 0 where there are none."""
         latencies = [request.ended_s - request.started_s for request in self.requests if request.outcome == OK]
-        return 1000 * statistics.quantiles(latencies, n=100)[-1] if len(latencies) > 1 else 0.0
+        return 1000 * percentile(latencies, 99) if latencies else 0.0
 
     def __str__(self) -> str:
         failed = {outcome: count for outcome, count in sorted(self.outcomes.items()) if outcome != OK}

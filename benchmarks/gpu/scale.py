@@ -13,7 +13,6 @@ import concurrent.futures
 import contextlib
 import json
 import random
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from typing import Any
 import httpx
 import torch
 
-from benchmarks.common.report import Spread
+from benchmarks.common.report import Spread, percentile
 from speculator.draft.checkpoint import draft_config_json, expected_shapes
 from speculator.draft.eagle3 import DraftConfig
 from speculator.redis.client import connect
@@ -210,14 +209,15 @@ Cell = tuple[str, SglangServer, Callable[[int], int]]
 
 
 def in_turns(scene: Scene, cells: list[Cell], repeats: int) -> dict[str, dict[str, float]]:
-    """Milliseconds a token by cell and batch, as medians of turns."""
+    """Milliseconds a token by cell and batch, as medians of turns, each of which begins with another cell."""
     found = {}
     for batch in scene.batches:
         times: dict[str, list[float]] = {name: [] for name, _, _ in cells}
         for _, server, _ in cells:
             ask(scene, server, batch, SHORT, 0)
-        for _ in range(repeats):
-            for name, server, captured in cells:
+        for repeat in range(repeats):
+            shift = repeat % len(cells)
+            for name, server, captured in [*cells[shift:], *cells[:shift]]:
                 times[name].append(token_ms(scene, server, batch, captured(batch)))
         for name, values in times.items():
             found[f"{name}_{batch}"] = Spread.of(values).to_dict()
@@ -263,9 +263,9 @@ def swap_gaps(scene: Scene, server: SglangServer, batch: int, num_swaps: int) ->
             client.result()
     found: dict[str, Any] = {"stall_ms": stalls_ms}
     for name, values in gaps_ms.items():
-        if len(values) > 1:
-            cuts = statistics.quantiles(values, n=100)
-            found[f"{name}_ms"] = {"p50": cuts[49], "p99": cuts[98], "max": max(values), "count": len(values)}
+        if values:
+            p50, p99 = (percentile(values, percent) for percent in (50, 99))
+            found[f"{name}_ms"] = {"p50": p50, "p99": p99, "max": max(values), "count": len(values)}
     return found
 
 

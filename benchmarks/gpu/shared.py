@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from benchmarks.common.report import percentile
 from benchmarks.sglang_cpu_scene import Scene, prepared
 from slipstream.children import running_child
 from slipstream.models import BUNDLED_MODEL
@@ -45,7 +46,7 @@ def measure(*, clients: int, learning_s: float, turns: int, turn_s: float) -> di
                 (trainer.resume if turn % 2 else trainer.pause)()
                 gaps_ms["with" if turn % 2 else "without"].append(load.gaps_ms(turn_s))
         report = scene.report()
-    p99s = {name: [statistics.quantiles(turn, n=100)[98] for turn in lists] for name, lists in gaps_ms.items()}
+    p99s = {name: [percentile(turn, 99) for turn in lists] for name, lists in gaps_ms.items()}
     p50s = {name: statistics.median(itertools.chain(*lists)) for name, lists in gaps_ms.items()}
     ratios = [ours / alone for ours, alone in zip(p99s["with"], p99s["without"], strict=True)]
     return {
