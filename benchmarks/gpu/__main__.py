@@ -11,7 +11,8 @@ make gpu [ARGS="--stage 1 4 --folder DIR --json FILE --again --quick --device cp
   at accept lengths 1, 2 and 4.
 5 shared: a small model served and learnt from on one card: what clients wait for the trainer.
 
-Each stage leaves its figures in the folder, and one that has is not run again. Where there is no GPU, or with
+Each stage leaves its figures in the folder, and one that has them from the same machine, versions and `--quick` is not
+run again. Where there is no GPU, or with
 `--device cpu`, the same steps run on the CPU with a tiny target: they show that the command works, not what a GPU does.
 """
 
@@ -72,13 +73,16 @@ def main() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     arguments.folder.mkdir(parents=True, exist_ok=True)
     document: dict[str, Any] = {"machine": _machine(arguments.device)}
+    of = {**document["machine"], "quick": arguments.quick}
     for stage in arguments.stage:
         name = _STAGES[stage]
         file = arguments.folder / f"{stage}-{name}.json"
-        if arguments.again or not file.exists():
+        known = {} if arguments.again or not file.exists() else json.loads(file.read_text())
+        if known.get("of") != of:
             print(f"stage {stage}: {name}", flush=True)
-            file.write_text(json.dumps(_run(name, quick=arguments.quick), indent=2) + "\n")
-        document[name] = json.loads(file.read_text())
+            known = {"of": of, "figures": _run(name, quick=arguments.quick)}
+            file.write_text(json.dumps(known, indent=2) + "\n")
+        document[name] = known["figures"]
     rows, targets = _summary(document)
     finish(rows, targets, document, arguments.json)
 

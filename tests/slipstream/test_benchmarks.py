@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import benchmarks
-from benchmarks.common.report import parser
+from benchmarks.common.report import parser, percentile
+from benchmarks.gpu import __main__ as gpu
 
 MODULES = [module.name for module in pkgutil.walk_packages(benchmarks.__path__, "benchmarks.")]
 
@@ -52,6 +53,28 @@ def test_a_script_that_is_told_to_end_leaves_nothing_behind() -> None:
     with pytest.raises(SystemExit) as ended:
         os.kill(os.getpid(), signal.SIGTERM)
     assert ended.value.code == 128 + signal.SIGTERM
+
+
+def test_a_percentile_is_no_more_than_the_largest_value() -> None:
+    assert [percentile(values, 99) for values in ([3.0], [1.0, 3.0], [3.0] * 200)] == [3.0, pytest.approx(2.98), 3.0]
+    assert percentile([1.0, 2.0, 9.0], 50) == 2.0
+
+
+def test_a_stage_runs_again_on_another_machine_or_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran, counts = list[str](), list[int]()
+
+    def run(name: str, *, quick: bool) -> dict[str, object]:
+        ran.append(name)
+        return {"tests": {"passed": 1, "failed": 0, "skipped": 0}}
+
+    monkeypatch.setattr(gpu, "_run", run)
+    for device, *more in (("cpu",), ("cpu",), ("H200",), ("H200", "--quick"), ("H200", "--quick", "--again")):
+        monkeypatch.setattr(gpu, "_machine", lambda _, device=device: {"device": device})
+        monkeypatch.setattr("sys.argv", ["gpu", "--stage", "2", "--folder", str(tmp_path), *more])
+        with pytest.raises(SystemExit):
+            gpu.main()
+        counts.append(len(ran))
+    assert counts == [1, 1, 2, 3, 4]
 
 
 def test_scripts_keep_their_names() -> None:
