@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import serving.local
-from benchmarks.common.report import Target, fill_in, finish, parser
+from benchmarks.common.report import Target, fill_in, finish, parser, refusing
 from benchmarks.common.workloads import EDITS, asks_for
 from slipstream.demo.topics import Prompt, built_in_prompts, read_prompts
 from speculator.errors import ConfigError
@@ -46,6 +46,7 @@ class Workload:
     target: float
 
 
+@refusing
 def main() -> None:
     options = parser("The live demo on three workloads")
     options.add_argument("--minutes", type=float, help="of traffic, each workload")
@@ -53,7 +54,7 @@ def main() -> None:
     options.add_argument("--plots", type=Path, metavar="DIR", help="write a PNG of each workload here")
     arguments = options.parse_args()
     fill_in(arguments, {"minutes": (0.4, 10.0), "workloads": (("mixed", "editing", "groups"),) * 2})
-    workloads = workloads_of(arguments.prompts)
+    workloads = workloads_of(arguments.prompts, arguments.workloads)
     if arguments.plots:
         arguments.plots.mkdir(parents=True, exist_ok=True)
     rows: list[tuple[str, object]] = []
@@ -93,11 +94,11 @@ def _times(bounded: Mapping[str, float | None]) -> str:
     return f"{estimate:.2f} ×" if low is None else f"{estimate:.2f} ×  ({low:.2f} … {high:.2f})"
 
 
-def workloads_of(path: Path | None) -> dict[str, Workload]:
-    """The workloads by name. Raises ConfigError when the file has no program."""
+def workloads_of(path: Path | None, chosen: Sequence[str]) -> dict[str, Workload]:
+    """The workloads by name. Raises ConfigError when editing is chosen and the file has no program."""
     prompts = read_prompts(path) if path else built_in_prompts()
     programs = [one.text for one in prompts if one.domain == "code"] if path else _functions_of_this_project()
-    if not programs:
+    if "editing" in chosen and not programs:
         raise ConfigError(f'{path} has no lines whose "domain" is "code": editing needs programs')
     edits = [
         Prompt("editing", asks_for(edit, program.strip())) for program in programs for edit in (*EDITS, *MORE_EDITS)

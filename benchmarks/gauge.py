@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.common.cores import core_for_schedulers, give_core
 from benchmarks.common.decoding import decode
-from benchmarks.common.report import Median, Target, fill_in, finish, parser
+from benchmarks.common.report import Median, Target, fill_in, finish, parser, refusing
 from benchmarks.sglang_cpu_scene import LIVE_ID, Scene, prepared
 from tests.sglang.server import SglangServer
 
@@ -74,11 +74,9 @@ class Cell:
         return Median.of([ratio for block in self.blocks for ratio in block.ratios])
 
     def gauge_over_truth(self) -> tuple[float, float, float]:
-        """The mean, and the ends of its 90% interval; infinitely wide for a single block."""
+        """The mean, and the ends of its 90% interval. Takes at least two blocks."""
         errors = [block.error for block in self.blocks]
         mean = statistics.fmean(errors)
-        if len(errors) < 2:
-            return math.exp(mean), 0.0, math.inf
         half = _T90[min(len(errors) - 1, max(_T90))] * statistics.stdev(errors) / math.sqrt(len(errors))
         return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
@@ -104,6 +102,7 @@ class Cell:
         }
 
 
+@refusing
 def main() -> None:
     options = parser("The measured speedup of an SGLang server against one without speculation")
     options.add_argument("--blocks", type=int, help="of two minutes, for each draft and number of clients")
@@ -111,6 +110,8 @@ def main() -> None:
     options.add_argument("--clients", nargs="+", type=int, default=[1, 8])
     arguments = options.parse_args()
     fill_in(arguments, {"blocks": (2, 6)})
+    if arguments.blocks < 2:
+        options.error("--blocks: an interval takes at least two")
     cells = []
     with (
         core_for_schedulers() as core,

@@ -360,6 +360,8 @@ def _arguments() -> argparse.Namespace:
         "random": (2, 10),
     }
     fill_in(arguments, defaults)
+    if min(arguments.repeats, arguments.worse, arguments.random) < 1:
+        options.error("--repeats, --worse and --random: there is a target for each, so at least one")
     return arguments
 
 

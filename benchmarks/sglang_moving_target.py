@@ -45,6 +45,8 @@ from tests.sglang.server import SglangServer
 LIVE, STATIC, ROLLOUT, PLAIN = ARMS = ("live", "static", "rollout", "plain")
 _ADMIN_KEY = "of-this-run-alone"
 _UPDATE_S = 120.0
+_MOST = 9
+"""Largest number of a question in the turns."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,9 @@ class Stage:
 
 def main() -> None:
     arguments = _arguments()
-    policies = sorted(arguments.policies.glob("step-*"), key=lambda folder: int(folder.name.removeprefix("step-")))
+    policies = _policies(arguments.policies)
     rows = list[dict[str, Any]]()
-    asked = sums(random.Random(0), 1, 9)
+    asked = sums(random.Random(0), 1, _MOST)
     with prepared(arguments.model, None) as scene, _staged(scene, arguments) as stage, training(scene) as trainer:
         version = _warm_up(stage, arguments.minutes)
         with _heads_alone(stage, version):
@@ -128,6 +130,10 @@ def main() -> None:
                 rows.append(_row(folder, drawn, int(scene.report(LIVE)["version"])))
                 print(rows[-1], flush=True)
     _report(rows, version, arguments)
+
+
+def _policies(folder: Path) -> list[Path]:
+    return sorted(folder.glob("step-*"), key=lambda step: int(step.name.removeprefix("step-")))
 
 
 def _warm_up(stage: Stage, minutes: float) -> int:
@@ -236,6 +242,9 @@ def _arguments() -> argparse.Namespace:
     options.add_argument("--slots", type=int, default=8, help="requests that a server decodes together")
     arguments = options.parse_args()
     fill_in(arguments, {"minutes": (0.5, 3.0), "turns": (1, 2)})
+    num_prompts = (1 + len(_policies(arguments.policies))) * arguments.turns * arguments.groups
+    if not 0 < num_prompts <= _MOST**2:
+        options.error(f"{num_prompts} prompts in all turns, and there are {_MOST**2}: fewer --turns or --groups")
     return arguments
 
 

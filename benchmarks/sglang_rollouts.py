@@ -38,12 +38,13 @@ from typing import Any
 import httpx
 
 from benchmarks.common.cores import pin
-from benchmarks.common.report import Spread, Target, fill_in, finish, parser
+from benchmarks.common.report import Spread, Target, fill_in, finish, parser, refusing
 from benchmarks.sglang_cpu_phases import add_head_options, learnt_version
 from benchmarks.sglang_cpu_scene import Scene, prepared
 from benchmarks.sglang_hybrid import SUFFIX_DEPTH
 from serving.request_metadata import POLICY_KEY
 from slipstream.demo.topics import Prompt, built_in_prompts, read_prompts
+from speculator.errors import ConfigError
 from speculator.host import free_port
 from tests.sglang.pooled import find_router, router_command
 from tests.sglang.server import SglangServer
@@ -128,13 +129,19 @@ class Stage:
         return int(float(next(line for line in text.splitlines() if line.startswith(name)).removeprefix(name)))
 
 
+@refusing
 def main() -> None:
     arguments = _arguments()
     prompts = read_prompts(arguments.prompts) if arguments.prompts else built_in_prompts()
     prompts = [prompt for prompt in prompts if prompt.domain == arguments.domain]
+    learnt_from, asked = prompts[::2], prompts[1::2]
+    if len(asked) < arguments.groups:
+        raise ConfigError(
+            f"{len(prompts)} prompts of the domain {arguments.domain} are too few: half of them are learnt from, and "
+            f"{arguments.groups} others are asked in a turn"
+        )
     rng, found = random.Random(0), defaultdict[str, list[Ended]](list)
     with prepared(arguments.model, arguments.prompts) as scene:
-        learnt_from, asked = prompts[::2], prompts[1::2]
         version = learnt_version(scene, learnt_from, arguments.drafts, arguments.minutes)
         with _staged(scene, version, arguments.slots) as stage:
             for turn in range(arguments.turns):

@@ -36,7 +36,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.common.engines import engine_with
-from benchmarks.common.report import Median, Target, fill_in, finish, parser
+from benchmarks.common.report import Median, Target, fill_in, finish, parser, refusing
 from serving.capture.recorder import TraceRecorder
 from serving.engine import CapturePolicy, GenerateRequest
 from serving.hotswap.breaker import LiveWatch
@@ -148,13 +148,19 @@ def _accepted(engine: LocalEngine) -> float:
     )
 
 
+@refusing
 def main() -> None:
     arguments = _arguments()
     prompts = read_prompts(arguments.prompts) if arguments.prompts else built_in_prompts()
     rng = random.Random(arguments.seed)
     first, other = _topics(prompts, rng)
     first = first[:QUICK_COUPLES] if arguments.quick else first
-    middle = len(first) // 2
+    middle, a_turn = len(first) // 2, PROMPTS_A_CLIENT * arguments.clients
+    if min(middle, len(other)) < a_turn:
+        raise ConfigError(
+            f"too few prompts for {arguments.clients} clients: a turn takes {a_turn} pairs of a domain, and there are "
+            f"{middle} before the change and {len(other)} of the changed traffic"
+        )
     with ExitStack() as opened:
         stage = _stage(arguments, prompts, opened)
         with ExitStack() as following:
