@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -62,8 +63,8 @@ class DataDir:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerStatus:
-    """State of the trainer process. The last three fields are None until it has ended once."""
+class ProcessStatus:
+    """State of a process that is started again. The last three fields are None until it has ended once."""
 
     running: bool = False
     num_ended: int = 0
@@ -74,77 +75,70 @@ class TrainerStatus:
     """Time of the restart, in the future or past."""
 
 
-class _BackOff:
-    """Pauses before the restarts of a process: each twice the last, up to a minute, until it has run for one."""
-
-    def __init__(self, first_s: float) -> None:
-        self._first_s = self._next_s = first_s
-
-    def pause_s(self, ran_s: float) -> float:
-        """The pause for a process that has ended after `ran_s`."""
-        pause_s = self._first_s if ran_s > _GOOD_RUN_S else self._next_s
-        self._next_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        return pause_s
-
-
-class TrainerSupervisor:
-    """Restarts the trainer whenever it ends, after a pause that doubles while it keeps ending soon."""
+class Supervisor:
+    """Keeps a process running: starts it again whenever it ends, after a pause that doubles while it ends soon, up to a
+    minute.
+    """
 
     def __init__(
         self,
-        start: Callable[[], Child],
+        name: str,
+        start: Callable[[], Child | EmbeddedRedis],
         log_path: Path,
         *,
+        running: EmbeddedRedis | None = None,
         first_pause_s: float = _FIRST_PAUSE_S,
         max_log_bytes: int = _MAX_LOG_BYTES,
     ) -> None:
-        """`start` is called on a thread that lives until `stop`. A log above `max_log_bytes` moves to `….log.1`,
-        replacing the one there.
+        """`start` is called on a thread that lives until `stop`; for the first process not where one is `running`. A
+        log above `max_log_bytes` moves to `….log.1`, replacing the one there.
         """
-        self._start, self._log_path, self._back_off = start, log_path, _BackOff(first_pause_s)
-        self.status = TrainerStatus()
-        self._max_log_bytes = max_log_bytes
+        self._name, self._start, self._log_path, self._running = name, start, log_path, running
+        self._first_pause_s, self._max_log_bytes = first_pause_s, max_log_bytes
+        self.status = ProcessStatus()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="trainer-keeper")
+        self._thread = threading.Thread(target=self._keep, name=f"{name}-keeper")
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the trainer and wait for it; does nothing before `start`."""
+        """End the process and wait for it; does nothing before `start`."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()
 
     def _keep(self) -> None:
+        next_pause_s = self._first_pause_s
         while not self._stopping.is_set():
             began_s = time.monotonic()
             try:
                 code, said = self._run(), self._last_line()
-            except OSError as error:
+            except (OSError, ConfigError) as error:
                 # For example no memory for another process.
                 code, said = None, str(error)
             if self._stopping.is_set():
                 return
-            pause_s = self._back_off.pause_s(time.monotonic() - began_s)
+            pause_s = self._first_pause_s if time.monotonic() - began_s > _GOOD_RUN_S else next_pause_s
+            next_pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             num_ended, ended_ms = self.status.num_ended + 1, now_ms()
             again_ms = ended_ms + round(1000 * pause_s)
-            self.status = TrainerStatus(num_ended=num_ended, exit_code=code, ended_ms=ended_ms, again_ms=again_ms)
-            log.error("trainer ended", exit_code=code, said=said, again_in_s=pause_s, log=str(self._log_path))
+            self.status = ProcessStatus(num_ended=num_ended, exit_code=code, ended_ms=ended_ms, again_ms=again_ms)
+            log.error(f"{self._name} ended", exit_code=code, said=said, again_in_s=pause_s, log=str(self._log_path))
             self._stopping.wait(pause_s)
 
     def _run(self) -> int | None:
-        """Run one trainer process until it ends, or end it once `stop` is called; returns its exit code."""
-        child = self._start()
+        """Run one process until it ends, or end it once `stop` is called; returns its exit code."""
+        process, self._running = self._running or self._start(), None
         self.status = replace(self.status, running=True)
-        while child.returncode is None and not self._stopping.wait(_POLL_S):
+        while process.returncode is None and not self._stopping.wait(_POLL_S):
             self._truncate_log()
         if self._stopping.is_set():
-            child.stop()
-        return child.returncode
+            process.stop()
+        return process.returncode
 
     def _truncate_log(self) -> None:
-        """Copy and truncate a log that is too long. The child opened it for appending, so it writes on at the start.
+        """Copy and truncate a log that is too long. The process opened it for appending, so it writes on at the start.
         Lines written between copy and truncation are lost.
         """
         with suppress(OSError):
@@ -155,43 +149,6 @@ class TrainerSupervisor:
     def _last_line(self) -> str:
         lines = self._log_path.read_text(errors="replace").splitlines()
         return lines[-1][:500] if lines else ""
-
-
-class RedisSupervisor:
-    """Starts Redis, and again whenever it ends: with what it had confirmed, and after a pause that doubles while it
-    keeps ending soon.
-    """
-
-    def __init__(self, directory: Path, *, first_pause_s: float = _FIRST_PAUSE_S) -> None:
-        """Raises ConfigError where the first start fails."""
-        self._directory, self._back_off = directory, _BackOff(first_pause_s)
-        self._redis = EmbeddedRedis(directory, ends_with_us=True)
-        self.url = self._redis.url
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="redis-keeper")
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stopping.set()
-        try:
-            self._thread.join()
-        finally:
-            self._redis.stop()
-
-    def _keep(self) -> None:
-        began_s = time.monotonic()
-        while not self._stopping.wait(_POLL_S):
-            if (code := self._redis.returncode) is None:
-                continue
-            pause_s = self._back_off.pause_s(time.monotonic() - began_s)
-            log.error("redis ended", exit_code=code, again_in_s=pause_s, log=str(self._directory / "redis.log"))
-            if self._stopping.wait(pause_s):
-                return
-            began_s = time.monotonic()
-            try:
-                self._redis = EmbeddedRedis(self._directory, ends_with_us=True)
-            except (ConfigError, OSError) as error:
-                log.error("redis did not start", error=str(error))
 
 
 class Learning:
@@ -213,8 +170,8 @@ class Learning:
         """
         self._data, self._model, self._trace_ttl_hours = DataDir(data_dir.absolute()), model, trace_ttl_hours
         self.redis_url, self.store = redis_url or "", store or self._data.store
-        self._redis: RedisSupervisor | None = None
-        self._supervisor = TrainerSupervisor(self._trainer, self._data.log)
+        self._redis: Supervisor | None = None
+        self._trainer = Supervisor("trainer", self._start_trainer, self._data.log)
 
     def __enter__(self) -> Self:
         """Raises ConfigError where the folder cannot be used, or Redis does not start."""
@@ -229,23 +186,27 @@ class Learning:
         except OSError as error:
             raise ConfigError(f"cannot write to {self._data.root} ({error.strerror}): pass --data-dir") from None
         if not self.redis_url:
-            self._redis = RedisSupervisor(self._data.redis)
-            self.redis_url = self._redis.url
+            # The first on this thread, so that its errors end the start.
+            start = partial(EmbeddedRedis, self._data.redis, ends_with_us=True)
+            first = start()
+            self.redis_url = first.url
+            self._redis = Supervisor("redis", start, self._data.redis / "redis.log", running=first)
+            self._redis.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            self._supervisor.stop()
+            self._trainer.stop()
         finally:
             # Also after a second Ctrl-C: otherwise Redis's thread would keep it, and this process, for ever.
             if self._redis is not None:
                 self._redis.stop()
 
     def trainer_status(self) -> dict[str, bool | int | None]:
-        """The fields of `TrainerStatus`, for the live page."""
-        return asdict(self._supervisor.status)
+        """The fields of `ProcessStatus`, for the live page."""
+        return asdict(self._trainer.status)
 
     def start(self, url: str) -> None:
         """Print the server's addresses and start the trainer; call once the server accepts requests."""
@@ -256,9 +217,9 @@ class Learning:
             print_status("Ctrl-C ends server, trainer and Redis.")
         else:
             log.info("learning", page=f"{url}/", endpoint=f"{url}/v1", data=str(self._data.root), capture=True)
-        self._supervisor.start()
+        self._trainer.start()
 
-    def _trainer(self) -> Child:
+    def _start_trainer(self) -> Child:
         places = ["--redis-url", self.redis_url, "--store", str(self.store)]
         words = ["train", "--model", self._model, *places, "--state", str(self._data.state)]
         words += ["--trace-ttl-hours", str(self._trace_ttl_hours)] if self._trace_ttl_hours is not None else []

@@ -11,6 +11,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ import redis
 
 from slipstream.children import Child
 from slipstream.demo.servers import Scrape
-from slipstream.start.learning import Learning, RedisSupervisor, TrainerStatus, TrainerSupervisor, default_data_dir
+from slipstream.start.learning import Learning, ProcessStatus, Supervisor, default_data_dir
 from speculator.draft.checkpoint import target_fingerprint
 from speculator.errors import ConfigError
 from speculator.redis.client import connect
+from speculator.redis.embedded import EmbeddedRedis
 from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
 from tests.fixtures.faults import filled, small_disk
@@ -138,8 +140,10 @@ def test_what_is_recorded_is_private_in_a_folder_that_is_not(data: Path) -> None
 
 def test_a_redis_that_ends_is_started_again_with_what_it_had(data: Path) -> None:
     """Otherwise nothing would be captured or learned until somebody restarts the server."""
-    supervisor = RedisSupervisor(data, first_pause_s=0.01)
-    client = connect(supervisor.url)
+    start = partial(EmbeddedRedis, data, ends_with_us=True)
+    supervisor = Supervisor("redis", start, data / "redis.log", running=(first := start()), first_pause_s=0.01)
+    supervisor.start()
+    client = connect(first.url)
     try:
         for number in range(2):
             client.set("kept", number)
@@ -180,11 +184,11 @@ def test_the_trainer_forgets_when_the_server_does(redis_url: str, data: Path, mo
 def test_a_second_ctrl_c_while_the_trainer_ends_leaves_nothing_running(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(_: TrainerSupervisor) -> None:
+    def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(TrainerSupervisor, "stop", interrupted)
     learning = Learning(data, model="m", redis_url=None, store=None).__enter__()
+    monkeypatch.setattr(learning._trainer, "stop", interrupted)
     client = connect(learning.redis_url)
     with pytest.raises(KeyboardInterrupt):
         learning.__exit__(None, None, None)
@@ -216,8 +220,8 @@ def test_a_trainer_that_cannot_start_is_tried_less_and_less_often(
             raise OSError("no memory for another process")
         return started[-1]
 
-    keeper = TrainerSupervisor(start, tmp_path / "train.log", first_pause_s=0.01)
-    assert keeper.status == TrainerStatus()
+    keeper = Supervisor("trainer", start, tmp_path / "train.log", first_pause_s=0.01)
+    assert keeper.status == ProcessStatus()
     keeper.start()
     wait_until(lambda: len(started) == 4)
     keeper.stop()
@@ -247,7 +251,7 @@ def test_the_log_of_a_trainer_is_bounded(tmp_path: Path) -> None:
         def stop(self, timeout_s: float = 30.0) -> None:
             pass
 
-    keeper = TrainerSupervisor(lambda: Talking(0), log, max_log_bytes=150)
+    keeper = Supervisor("trainer", lambda: Talking(0), log, max_log_bytes=150)
     keeper.start()
     wait_until(lambda: (tmp_path / "train.log.1").exists() and "line 5" in (tmp_path / "train.log.1").read_text())
     keeper.stop()
@@ -270,7 +274,7 @@ def test_a_full_disk_ends_the_start(refused: Refused, toy_model: Path) -> None:
 
 
 def test_a_keeper_that_never_began_can_be_stopped(tmp_path: Path) -> None:
-    TrainerSupervisor(lambda: Short(0), tmp_path / "train.log").stop()
+    Supervisor("trainer", lambda: Short(0), tmp_path / "train.log").stop()
     assert not [thread for thread in threading.enumerate() if thread.name == "trainer-keeper"]
 
 
