@@ -90,7 +90,6 @@ class Trainer:
             max_waiting=config.max_waiting_traces,
             recent_share=config.replay_recent_share,
             max_tenant_share=config.max_tenant_share,
-            max_draft_lag=config.max_draft_lag,
             max_target_lag=config.max_target_lag,
             rng=rng,
             seed=config.seed,
@@ -208,7 +207,7 @@ class Trainer:
     def step(self) -> None:
         """One optimiser step on a batch from the replay of every rank."""
         start_s = time.perf_counter()
-        draw = self.replay.draw(self.config.batch_tokens, published=self.training.version)
+        draw = self.replay.draw(self.config.batch_tokens)
         with span("train_step") as learning:
             report = self.training.step(draw.batch)
             learning.set_attributes(
@@ -226,7 +225,6 @@ class Trainer:
                 self.admission.record_prediction(stored, *counts)
         self._sum_replays()
         self.metrics.admissions.labels("passed_over").inc(len(draw.passed_over))
-        self.metrics.proposal_weight.set(draw.proposal_weight)
         self.metrics.observe_step(
             applied=report.applied,
             num_tokens=report.num_bases,

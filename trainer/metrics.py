@@ -90,10 +90,6 @@ class TrainerMetrics:
         self.domain_bytes = gauge(
             "slipstream_trainer_replay_domain_bytes", "Memory of the replay by domain", ["domain"]
         )
-        self.proposal_weight = gauge(
-            "slipstream_trainer_proposal_weight_ratio",
-            "Mean share of the last batch's proposals that are fresh enough to count",
-        )
 
         # Drift.
         self.acceptance = gauge(

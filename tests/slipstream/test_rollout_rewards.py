@@ -53,7 +53,7 @@ def test_what_is_rewarded_is_learnt_from_more_often(
     trainer.step()
     drawn: Counter[str] = Counter()
     for _ in range(1000):
-        (one,) = trainer.replay.draw(1, published=1).batch
+        (one,) = trainer.replay.draw(1).batch
         drawn[one.provenance.request_id[-1]] += 1
     trainer.close()
     assert 750 < drawn["1"] < 850, "weights 2 and 1/2: four times as often"

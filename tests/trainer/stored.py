@@ -41,8 +41,6 @@ def stored_of(trace_id: str, *, num_tokens: int = 24, text: str | None = None, *
         "created_ms": 0,
         "text_hash": text_hash,
         "prompt_hash": text_hash,
-        "num_completion_tokens": 20,
-        "num_proposed_by_version": ((1, 10),),
     }
     example = dataclasses.replace(_example(num_tokens), trace_id=trace_id)
     return Stored(example=example, provenance=Provenance(**values | provenance))

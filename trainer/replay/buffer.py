@@ -42,7 +42,6 @@ from trainer.replay.reservoirs import (
     Stored,
     TenantMix,
     capped_shares,
-    proposal_weight,
     sampling_key,
     version_weight,
 )
@@ -70,17 +69,12 @@ class Admission(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """One batch. `passed_over` are new traces kept without a first step, because their tenant has had its share.
-
-    `proposal_weight` in [0, 1]: the mean weight of the batch's proposals in the off-policy terms, by their staleness
-    (trainer/replay/reservoirs.py).
-    """
+    """One batch. `passed_over` are new traces kept without a first step, because their tenant has had its share."""
 
     batch: list[Stored]
     """New ones first."""
     num_new: int
     passed_over: list[Stored]
-    proposal_weight: float
 
 
 class ReplayBuffer:
@@ -93,7 +87,6 @@ class ReplayBuffer:
         max_waiting: int,
         recent_share: float,
         max_tenant_share: float,
-        max_draft_lag: int,
         max_target_lag: int = 0,
         rng: random.Random,
         seed: int = 0,
@@ -103,7 +96,7 @@ class ReplayBuffer:
         self._max_bytes = max_bytes
         self._max_waiting = max_waiting
         self._max_tenant_share = max_tenant_share
-        self._max_draft_lag, self._max_target_lag = max_draft_lag, max_target_lag
+        self._max_target_lag = max_target_lag
         self._target_version = 0
         self._rng = rng
         self._seed = seed
@@ -186,11 +179,9 @@ class ReplayBuffer:
         self._target_version = version
         return self.forget(lambda provenance: not self._freshness(provenance))
 
-    def draw(self, num_tokens: int, *, published: int) -> Draw:
+    def draw(self, num_tokens: int) -> Draw:
         """Draw different traces for one batch of about `num_tokens` bases: a new one where there is one, and old ones
         by priority. When the waiting queue is full, the trainer is behind and takes new ones first.
-
-        `published` is the draft version in service, from which the age of proposals is counted.
         """
         behind = self.room == 0
         chosen: list[Slot] = []
@@ -215,12 +206,7 @@ class ReplayBuffer:
             self._mix.add(slot.tenant, slot.num_tokens)
         batch = [slot.stored for slot in chosen]
         self._make_room()
-        fresh = [
-            proposal_weight(one.provenance.num_proposed_by_version, published=published, max_lag=self._max_draft_lag)
-            for one in batch
-        ]
-        mean = sum(fresh) / max(len(fresh), 1)
-        return Draw(batch=batch, num_new=num_new, passed_over=passed_over, proposal_weight=mean)
+        return Draw(batch=batch, num_new=num_new, passed_over=passed_over)
 
     def prioritise(self, stored: Stored, priority: float) -> None:
         """Set how much more often than others a trace is drawn."""

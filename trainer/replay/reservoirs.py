@@ -31,13 +31,13 @@ import functools
 import hashlib
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from speculator.trace import NO_DRAFT, Trace, TraceHeader
+from speculator.trace import Trace, TraceHeader
 from trainer.learning.batch import Example
 
 _HASH_BYTES = 16
@@ -55,9 +55,6 @@ class Provenance:
     created_ms: int
     text_hash: bytes
     prompt_hash: bytes
-    num_completion_tokens: int
-    num_proposed_by_version: tuple[tuple[int, int], ...]
-    """(draft version, number of proposals), by version; empty where no draft proposed."""
     target_version: int = 0
 
 
@@ -82,10 +79,7 @@ class Stored:
 
 
 def provenance_of(trace: Trace) -> Provenance:
-    rounds, header = trace.rounds, trace.header
-    proposed: Counter[int] = Counter()
-    for version, count in zip(rounds.draft_version.tolist(), (rounds.draft_tokens >= 0).sum(1).tolist(), strict=True):
-        proposed[version] += count
+    header = trace.header
     token_ids = np.ascontiguousarray(trace.token_ids, dtype="<i4")
     return Provenance(
         tenant=header.tenant,
@@ -94,11 +88,7 @@ def provenance_of(trace: Trace) -> Provenance:
         created_ms=header.created_ms,
         text_hash=_hash(token_ids.tobytes()),
         prompt_hash=_prompt_hash(header, token_ids),
-        num_completion_tokens=trace.num_completion_tokens,
         target_version=header.target_version,
-        num_proposed_by_version=tuple(
-            (version, count) for version, count in sorted(proposed.items()) if count and version != NO_DRAFT
-        ),
     )
 
 
@@ -276,17 +266,6 @@ def version_weight(lag: int, *, max_lag: int) -> float:
     if lag <= max_lag:
         return 1.0
     return max(0.0, 2.0 - lag / max_lag) if max_lag else 0.0
-
-
-def proposal_weight(num_proposed_by_version: Sequence[tuple[int, int]], *, published: int, max_lag: int) -> float:
-    """The mean `version_weight` of a trace's proposals, in [0, 1]; 0 without any proposal."""
-    num_proposed = sum(count for _, count in num_proposed_by_version)
-    if not num_proposed:
-        return 0.0
-    counted = sum(
-        count * version_weight(published - version, max_lag=max_lag) for version, count in num_proposed_by_version
-    )
-    return min(counted / num_proposed, 1.0)
 
 
 def without_stale(example: Example, *, published: int, max_lag: int, rng: random.Random) -> Example:

@@ -25,14 +25,13 @@ def replay_of(**changes: Any) -> ReplayBuffer:
         "max_waiting": 4,
         "recent_share": 0.5,
         "max_tenant_share": 0.6,
-        "max_draft_lag": 4,
         "rng": random.Random(0),
     }
     return ReplayBuffer(**values | changes)
 
 
 def draw(replay: ReplayBuffer, num_traces: int) -> Draw:
-    return replay.draw(num_traces * BASES, published=1)
+    return replay.draw(num_traces * BASES)
 
 
 def ids(drawn: Draw) -> list[str]:
@@ -98,7 +97,7 @@ def test_one_text_has_one_place_however_often_it_comes() -> None:
     assert repeated == {Admission.REPEATED: 10_000}
     assert (len(replay), replay.num_waiting, replay.num_bytes) == (1, 1, SIZE)
     assert ids(draw(replay, 10)) == ["first"]
-    newer = stored_of("newer", text="poison", tenant="thief", num_proposed_by_version=((9, 10),))
+    newer = stored_of("newer", text="poison", tenant="thief")
     assert replay.add(newer, domain="elsewhere") is Admission.REPEATED
     assert ids(draw(replay, 10)) == ["newer"], "its proposals are fresher"
     assert replay.num_bytes_by_domain() == {"default": SIZE}, "and it stays where it was"
@@ -196,13 +195,6 @@ def test_discarded_texts_are_never_drawn_again() -> None:
     assert "0" not in ids(draw(replay, 100))
 
 
-def test_proposals_age_by_the_published_version() -> None:
-    replay = replay_of(max_draft_lag=2)
-    fill(replay, [stored_of("0", num_proposed_by_version=((5, 10), (6, 10)))])
-    weights = [replay.draw(1, published=version).proposal_weight for version in (4, 7, 8, 9, 10, 11)]
-    assert weights == [1.0, 1.0, 0.75, 0.25, 0.0, 0.0]
-
-
 def test_members_and_priorities_rebuild_the_same_memory() -> None:
     first = replay_of(max_bytes=20 * SIZE)
     history = [stored_of(f"{i}", domain="ab"[i % 2], tenant="xyz"[i % 3]) for i in range(100)]
@@ -245,7 +237,7 @@ def test_bounds_hold_whatever_comes(
             batch = draw(replay, 2).batch
             if what == "discard":
                 replay.discard(batch)
-        everything = replay.draw(0, published=1)
+        everything = replay.draw(0)
         assert everything.batch == []
         kept = [*replay.members, *replay.waiting_trace_ids]
         assert len(set(kept)) == len(kept) == len(replay)

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculator.trace import NO_DRAFT, Trace
-from tests.fixtures.traces import make_trace, with_rounds
+from speculator.trace import Trace
+from tests.fixtures.traces import make_trace
 from tests.trainer.stored import stored_of
 from trainer.drift import DEFAULT, OTHER, DomainNames
 from trainer.learning.labels import Verdicts
@@ -22,7 +22,6 @@ from trainer.replay.reservoirs import (
     TenantMix,
     capped_shares,
     priority,
-    proposal_weight,
     provenance_of,
     sampling_key,
     version_weight,
@@ -88,11 +87,6 @@ def test_a_versions_weight_falls_from_one_at_alpha_to_nothing_at_twice_alpha(lag
     assert version_weight(lag + 1, max_lag=max_lag) <= weight
 
 
-def test_a_trace_weighs_the_mean_of_its_proposals() -> None:
-    assert proposal_weight([(1, 30), (5, 10)], published=5, max_lag=2) == pytest.approx(0.25)
-    assert proposal_weight([], published=5, max_lag=2) == 0.0
-
-
 def test_stale_verdicts_are_left_out_in_proportion() -> None:
     versions = torch.tensor([1] * 100 + [7] * 1000 + [9] * 100)
     num = len(versions)
@@ -133,16 +127,13 @@ def test_no_tenant_has_all_domain_names() -> None:
     assert names.name("new", "e") == OTHER
 
 
-def test_provenance_counts_what_was_proposed_and_hashes_what_was_said() -> None:
-    trace = make_trace(T=40, R=20, P=3, tenant="me", domain="math")
+def test_provenance_names_the_sender_and_hashes_what_was_said() -> None:
+    trace = make_trace(T=40, tenant="me", domain="math")
     source = provenance_of(trace)
     assert (source.tenant, source.domain) == ("me", "math")
-    assert sum(count for _, count in source.num_proposed_by_version) == (trace.rounds.draft_tokens >= 0).sum()
-    by_suffixes = with_rounds(trace, draft_version=np.full(20, NO_DRAFT, np.int32))
-    assert provenance_of(by_suffixes).num_proposed_by_version == ()
     other = dataclasses.replace(trace, token_ids=trace.token_ids + 1)
     assert provenance_of(other).text_hash != source.text_hash
-    assert provenance_of(make_trace(T=40, R=20, P=3)).text_hash == source.text_hash
+    assert provenance_of(make_trace(T=40)).text_hash == source.text_hash
 
 
 def test_sampling_keys_are_even_and_depend_on_the_seed() -> None:

@@ -127,11 +127,10 @@ def test_the_replay_draws_by_reward(stream: RewardStream) -> None:
         max_waiting=8,
         recent_share=0.5,
         max_tenant_share=0.6,
-        max_draft_lag=4,
         rng=random.Random(0),
         reward_weight=weights.weight,
     )
     for number in range(2):
         replay.restore(stored_of(f"{number}", request_id=f"g/{number}"), domain="")
-    drawn = Counter(replay.draw(1, published=1).batch[0].trace_id for _ in range(1000))
+    drawn = Counter(replay.draw(1).batch[0].trace_id for _ in range(1000))
     assert 750 < drawn["0"] < 850, "four times as often: 800 of 1,000, give or take four standard deviations"
