@@ -25,6 +25,7 @@ from typing import Any
 
 from benchmarks.common.cores import core_for_schedulers, give_core
 from benchmarks.common.decoding import decode
+from benchmarks.common.paired import both_ends
 from benchmarks.common.report import Median, Target, fill_in, finish, parser, refusing
 from benchmarks.sglang_cpu_scene import LIVE_ID, Scene, prepared
 from tests.sglang.server import SglangServer
@@ -37,8 +38,6 @@ _TURN_TOKENS = 32
 """Few: from one quarter of a minute to the next this machine may be a fifth slower, for all servers alike."""
 _LONGEST_PROMPT = 256
 _WITHIN = math.log(1.05)
-_T90 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833}
-"""Student's t, 95% one-sided, by degrees of freedom."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +75,8 @@ class Cell:
     def gauge_over_truth(self) -> tuple[float, float, float]:
         """The mean, and the ends of its 90% interval. Takes at least two blocks."""
         errors = [block.error for block in self.blocks]
-        mean = statistics.fmean(errors)
-        half = _T90[min(len(errors) - 1, max(_T90))] * statistics.stdev(errors) / math.sqrt(len(errors))
-        return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+        lower, upper = both_ends(errors)
+        return math.exp(statistics.fmean(errors)), math.exp(lower), math.exp(upper)
 
     def targets(self) -> list[Target]:
         _, lower, upper = self.gauge_over_truth()

@@ -176,8 +176,6 @@ class Outcome:
     """Tokens that the model has decoded."""
     ends_s: list[float] = field(default_factory=list)
     """End of every sample, in order."""
-    ends_by_job_s: dict[str, float] = field(default_factory=dict)
-    """End of the last sample of each job."""
     tokens_read: int = 0
     """Prefilled tokens: prompts, and contexts of samples that moved."""
 
@@ -290,9 +288,8 @@ class _World:
             return
         is_cut = len(sample.tokens) + num_tokens == sample.group.request.max_tokens
         self.scheduler.finished(lease, tokens, "length" if is_cut else "stop")
-        job, outcome = self._job_of[sample_id.group_id], self.outcome
-        outcome.ends_s.append(now_s)
-        outcome.ends_by_job_s[sample.job] = now_s
+        job = self._job_of[sample_id.group_id]
+        self.outcome.ends_s.append(now_s)
         self._num_left[id(job)] -= 1
         if not self._num_left[id(job)] and (step := next(self._steps[id(job)], None)) is not None:
             self._num_left[id(job)] = sum(len(group.seeds) for group in step)

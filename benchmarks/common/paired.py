@@ -95,8 +95,12 @@ def lower_end(values: Sequence[float]) -> float:
     return statistics.fmean(values) - t * statistics.stdev(values) / math.sqrt(len(values))
 
 
+def both_ends(values: Sequence[float]) -> tuple[float, float]:
+    """Lower and upper end of the 90% interval of the mean; infinite for a single value."""
+    return lower_end(values), -lower_end([-value for value in values])
+
+
 def interval(values: Sequence[float]) -> str:
     """The mean as text, with its 90% interval where there are several values."""
-    ends = (lower_end(values), -lower_end([-value for value in values]))
-    surely = " ({:+.2%} … {:+.2%})".format(*ends) if len(values) > 1 else ""
+    surely = " ({:+.2%} … {:+.2%})".format(*both_ends(values)) if len(values) > 1 else ""
     return f"{statistics.fmean(values):+.2%}{surely}"
