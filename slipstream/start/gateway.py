@@ -95,28 +95,20 @@ def run_gateway(
             raise ConfigError(f"{options.store} has no drafts: check --store, or run `slipstream drafts init --store`")
         # The draft has the target's fingerprint: computing it from a large target's weights takes minutes.
         fingerprint = store.manifest(newest).target_fingerprint
-        key = model_key(options.model_dir, fingerprint)
         redis_client = opened.enter_context(connect(options.redis_url))
-        pointer = DraftPointer(redis_client, key)
+        pointer = DraftPointer(redis_client, model_key(options.model_dir, fingerprint))
         engine_id = options.engine_id
         client = _single(options, engine_id, pointer) if engine_id else _pool(options, pointer, fingerprint)
         opened.callback(client.stop)
-        client.target_layout = _layout(options.model_dir)
-        client.start()
-        drafts = DraftOperator(store, lambda: pointer, target_fingerprint=fingerprint)
-        rollouts = _rollouts(
-            options.sglang_urls, client, settings, redis_client, options.model_dir, fingerprint, is_routed=not engine_id
-        )
-        erasures = ErasureOrders(redis_client, key)
         serving = _serve(
             options.sglang_urls,
             listener,
             client,
             settings,
-            drafts,
-            fingerprint,
-            rollouts,
-            erasures,
+            store,
+            redis_client,
+            model_dir=options.model_dir,
+            fingerprint=fingerprint,
             on_serving=on_serving,
         )
         asyncio.run(serving)
@@ -149,9 +141,8 @@ def run_sglang_server(
         python = checked_interpreter(start.python)
         store = DraftStore(start.store)
         fingerprint = checked_fingerprint(start.model_dir, store)
-        key = model_key(start.model_dir, fingerprint)
         redis_client = opened.enter_context(connect(start.redis_url))
-        pointer = DraftPointer(redis_client, key)
+        pointer = DraftPointer(redis_client, model_key(start.model_dir, fingerprint))
         newest = ensure_lineage(
             store, start.model_dir, fingerprint, draft_vocab_size=draft_vocab_size, seed=seed, texts=vocab_texts
         )
@@ -172,22 +163,16 @@ def run_sglang_server(
             is_process_alive=lambda: process.is_alive,
         )
         opened.callback(client.stop)
-        client.target_layout = _layout(start.model_dir)
-        client.start()
-        drafts = DraftOperator(store, lambda: pointer, target_fingerprint=fingerprint)
-        ended, urls = _until_ended(process), (process.url,)
-        rollouts = _rollouts(urls, client, settings, redis_client, start.model_dir, fingerprint, is_routed=False)
-        erasures = ErasureOrders(redis_client, key)
         serving = _serve(
-            urls,
+            (process.url,),
             listener,
             client,
             settings,
-            drafts,
-            fingerprint,
-            rollouts,
-            erasures,
-            background=ended,
+            store,
+            redis_client,
+            model_dir=start.model_dir,
+            fingerprint=fingerprint,
+            background=_until_ended(process),
             on_serving=on_serving,
             trainer_status=trainer_status,
         )
@@ -199,20 +184,24 @@ async def _serve(
     listener: socket.socket,
     client: SglangClient,
     settings: GatewaySettings,
-    drafts: DraftOperator,
-    target: str,
-    rollouts: Rollouts | None,
-    erasures: ErasureOrders,
+    store: DraftStore,
+    redis_client: redis.Redis,
     *,
+    model_dir: Path,
+    fingerprint: str,
     background: Coroutine[Any, Any, None] | None = None,
     on_serving: Callable[[str], None] = lambda _: None,
     trainer_status: ReadTrainerStatus | None = None,
 ) -> None:
-    """Serve the gateway on `listener` until a signal or the end of `background`. Requests go to the first reachable one
-    of `urls`; `target` is the target's fingerprint.
+    """Start `client` and serve the gateway on `listener` until a signal or the end of `background`. Requests go to the
+    first reachable one of `urls`; `fingerprint` is the target's.
 
     Raises ConfigError where the limit of open files is too low, and what `background` raises.
     """
+    client.target_layout = _layout(model_dir)
+    client.start()
+    key = model_key(model_dir, fingerprint)
+    pointer = DraftPointer(redis_client, key)
     raise_open_file_limit(settings, each=2)
     registry = process_registry()
     figures = SglangCollector(lambda: client.report, lambda: client.draft_version)
@@ -230,16 +219,16 @@ async def _serve(
         upstream,
         settings=settings,
         registry=registry,
-        drafts=drafts,
+        drafts=DraftOperator(store, lambda: pointer, target_fingerprint=fingerprint),
         targets=targets,
-        target=target,
+        target=fingerprint,
         least_version=lambda: client.least_target_version,
-        rollouts=rollouts,
+        rollouts=_rollouts(urls, client, settings, redis_client, model_dir, fingerprint),
         engine_figures=figures,
         trainer_status=trainer_status,
     )
     name = f"{socket.gethostname()}:{listener.getsockname()[1]}"
-    client.on_poll = erase_on_order(erasures, app.state.erase, name)
+    client.on_poll = erase_on_order(ErasureOrders(redis_client, key), app.state.erase, name)
     server = GatewayServer(app, listener, max_connections=settings.max_connections, idle_s=settings.idle_connection_s)
     try:
         await serve_until_signal(
@@ -287,8 +276,6 @@ def _rollouts(
     redis_client: redis.Redis,
     model_dir: Path,
     fingerprint: str,
-    *,
-    is_routed: bool,
 ) -> Rollouts | None:
     """What `/v1/rollouts` needs; None where the model's folder has no tokenizer."""
     if not (model_dir / "tokenizer.json").is_file():
@@ -304,7 +291,7 @@ def _rollouts(
         heeds_seed=lambda: client.info.heeds_seed,
         end_group=_tell_ended(EndedGroups(redis_client, key)),
     )
-    pool = ServerPool(urls, is_routed, pool_settings)
+    pool = ServerPool(urls, isinstance(client, PoolClient), pool_settings)
     return Rollouts(
         pool=pool,
         slots_share=pool_settings.share,
