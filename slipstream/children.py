@@ -29,15 +29,15 @@ _NOT_INHERITED = (KEYS_FILE, "SLIPSTREAM_API_KEY", "SLIPSTREAM_GATEWAY_AUTH_ELSE
 explicitly."""
 
 
-def _environment(command: str, num_threads: int, settings: Mapping[str, str]) -> dict[str, str]:
+def _environment(command: str, settings: Mapping[str, str]) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
     # Passive: OpenMP threads that spin while they wait would take the core from the other process.
-    threads = {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     return {**(KEEP_FREED_MEMORY if command == "train" else {}), **inherited, **threads, **settings}
 
 
 class Child:
-    """One `slipstream …` process; `log_path` receives everything it prints.
+    """One `slipstream …` process, with one thread to compute; `log_path` receives everything it prints.
 
     It runs in a process group of its own, so that Ctrl-C reaches only the parent, which then ends its children in
     order. It stays in the parent's session, because Linux may divide a core equally between sessions whatever the
@@ -50,7 +50,6 @@ class Child:
         arguments: list[str],
         *,
         log_path: Path,
-        num_threads: int,
         settings: Mapping[str, str] | None = None,
         ends_with_us: bool = False,
     ) -> None:
@@ -61,7 +60,7 @@ class Child:
         with log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, *path_option(), "-m", "slipstream", *arguments],
-                env=_environment(arguments[0], num_threads, settings or {}),
+                env=_environment(arguments[0], settings or {}),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -109,7 +108,7 @@ def running_child(name: str, arguments: list[str], folder: Path, **settings: str
     NAME.log in the folder.
     """
     log_path, words = folder / f"{name}.log", [name, *arguments]
-    started = Child(name, words, log_path=log_path, num_threads=1, settings=settings, ends_with_us=True)
+    started = Child(name, words, log_path=log_path, settings=settings, ends_with_us=True)
     try:
         yield started
     finally:

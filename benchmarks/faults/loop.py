@@ -121,7 +121,7 @@ class Loop:
 
     def _child(self, name: str, *options: str) -> Child:
         common = ("--model", str(self.model_dir), "--redis-url", self.redis.url, "--store", str(self.store_dir))
-        return Child(name, [name, *common, *options], log_path=self.folder / f"{name}.log", num_threads=1)
+        return Child(name, [name, *common, *options], log_path=self.folder / f"{name}.log")
 
     def kill(self, child: Child) -> None:
         self.away = child

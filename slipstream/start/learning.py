@@ -223,4 +223,4 @@ class Learning:
         places = ["--redis-url", self.redis_url, "--store", str(self.store)]
         words = ["train", "--model", self._model, *places, "--state", str(self._data.state)]
         words += ["--trace-ttl-hours", str(self._trace_ttl_hours)] if self._trace_ttl_hours is not None else []
-        return Child("train", words, log_path=self._data.log, num_threads=1, ends_with_us=True)
+        return Child("train", words, log_path=self._data.log, ends_with_us=True)

@@ -20,7 +20,7 @@ from tests.fixtures.waiting import wait_until
 
 
 def test_a_child_is_of_the_same_session_and_not_of_the_group_that_ctrl_c_ends(tmp_path: Path) -> None:
-    child = Child("help", ["--help"], log_path=tmp_path / "help.log", num_threads=1)
+    child = Child("help", ["--help"], log_path=tmp_path / "help.log")
     try:
         assert os.getsid(child.pid) == os.getsid(0)
         assert os.getpgid(child.pid) == child.pid != os.getpgid(0)
@@ -29,7 +29,7 @@ def test_a_child_is_of_the_same_session_and_not_of_the_group_that_ctrl_c_ends(tm
 
 
 def test_a_paused_child_computes_nothing_and_can_be_stopped(tmp_path: Path) -> None:
-    child = Child("help", ["--help"], log_path=tmp_path / "help.log", num_threads=1)
+    child = Child("help", ["--help"], log_path=tmp_path / "help.log")
     try:
         child.pause()
         process = psutil.Process(child.pid)
@@ -79,7 +79,7 @@ def test_a_child_ends_with_a_parent_that_was_killed(tmp_path: Path, state: str) 
 _STARTS = """
 from pathlib import Path
 from slipstream.children import Child
-child = Child("help", ["train", "--help"], log_path=Path("help.log"), num_threads=1)
+child = Child("help", ["train", "--help"], log_path=Path("help.log"))
 child._process.wait()
 raise SystemExit(child.returncode)
 """
