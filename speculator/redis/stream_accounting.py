@@ -28,7 +28,8 @@ from redis.exceptions import OutOfMemoryError, ResponseError
 from speculator.errors import StreamError
 from speculator.redis.client import RedisKeys, until_unraced
 
-# History is trimmed by this share of the cap at once, so that not every append at the cap must trim.
+# Entries are trimmed by this share of the cap at once, or of the bytes held by a full Redis, so that not every append
+# must trim.
 _TRIM_STEP = 0.05
 MAX_DEAD_LETTERS = 100
 _SCAN_COUNT = 1000
@@ -128,8 +129,8 @@ class StreamAccounts:
                 self._make_room(num_bytes)
             return self._retry_when_raced(functools.partial(self._append_once, fields, num_bytes, listed_end))
         except OutOfMemoryError:
-            # Redis is full below the stream's cap, and refuses acks and drafts, too: give up history for the next try.
-            self._trim_history(self._num_oldest(int(self._max_bytes * _TRIM_STEP)))
+            # Redis is full below the stream's cap, and refuses acks and drafts, too: make room for the next try.
+            self._make_way()
             raise
 
     def expire(self, before_ms: int) -> None:
@@ -261,6 +262,20 @@ class StreamAccounts:
             if not self._trim_history(self._num_oldest(excess + int(self._max_bytes * _TRIM_STEP)) + num_more):
                 self._trim_oldest(self._num_oldest(excess) + num_more)
         raise StreamError("too many producers trim the trace stream at once; try again")
+
+    def _make_way(self) -> None:
+        """Remove the oldest entries from a full Redis, which refuses writes and everything between MULTI and EXEC."""
+        # Read first, so that two producers that trim at once remove the same entries, not twice as many.
+        length = self._redis.xlen(self._keys.traces)
+        held = _number(self._redis.hget(self._keys.accounts, "bytes"), self._keys.accounts)
+        num_entries = self._num_oldest(int(held * _TRIM_STEP))
+        try:
+            num_trimmed = self._trim_history(num_entries)
+        except OutOfMemoryError:
+            num_trimmed = 0  # there is no group, and none can be created
+        if not num_trimmed:
+            # Unread ones: as long as acks are refused, no history comes about.
+            self._redis.xtrim(self._keys.traces, maxlen=max(length - num_entries, 0), approximate=False)
 
     def _trim_history(self, num_entries: int) -> int:
         """Remove up to `num_entries` acked entries before the oldest unacked one; returns how many."""
