@@ -159,6 +159,7 @@ class Trainer:
             may_gain=lambda: self.pressure >= _LEAST_PRESSURE,
             set_trainer_resting=pointer.set_trainer_resting,
             forget=self._forget,
+            is_refused=lambda: self._forgetting.is_refused,
         )
         self._saved_s, self._saved_steps = time.monotonic(), self.learner.num_steps
         self.metrics.healthy.set(self.training.guard.healthy)

@@ -57,15 +57,19 @@ class Throttle:
         may_gain: Callable[[], bool] = lambda: True,
         set_trainer_resting: Callable[[bool], None] = lambda is_resting: None,
         forget: Callable[[], None] = lambda: None,
+        is_refused: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`engines` gives the engines' reports or raises StreamError. `busy_share` is the trainer's share of time
         beside an engine that is always busy, `card_share` that on a GPU (`gpu`) shared with one, both in (0, 1].
-        `forget` carries out erasure orders; it must not wait for other ranks. `clock` gives seconds.
+        `forget` carries out erasure orders; it must not wait for other ranks. `is_refused` says whether Redis refuses
+        writes. `clock` gives seconds.
         """
         self._engines, self._ranks, self._metrics, self._clock = engines, ranks, metrics, clock
         self._busy_share, self._card_share, self._gpu = busy_share, card_share, gpu
         self._may_gain, self._tell_resting, self._forget = may_gain, set_trainer_resting, forget
+        self._is_refused = is_refused
+        self._reports: Mapping[str, Mapping[str, str]] = {}
         self._share, self._longest_s = 1.0, LONGEST_REST_S
         self._asleep_s: float | None = None
         """When all engines had stopped using the head, by `clock`; None while one uses it."""
@@ -97,6 +101,10 @@ class Throttle:
             return
         with suppress(StreamError):
             reports = self._engines()
+            if self._is_refused():
+                # Busy engines' reports expire as well then: they cannot renew them.
+                reports = {**self._reports, **reports}
+            self._reports = reports
             self._share, self._longest_s = 1 - busiest_local_engine(reports) * (1 - self._busy_share), LONGEST_REST_S
             if self._card_share < self._share and is_gpu_busy(reports, self._gpu):
                 self._share, self._longest_s = self._card_share, LONGEST_CARD_REST_S

@@ -45,7 +45,7 @@ class Engines:
     ) -> None:
         self.told: list[bool] = []
         self.looks, self.num_asked, self.rested_s, self.now_s = list(looks), 0, 0.0, 1000.0
-        self.is_stopped, self.is_away, self.hangs_s = stop, False, 0.0
+        self.is_stopped, self.is_away, self.is_refused, self.hangs_s = stop, False, False, 0.0
         self.registry = CollectorRegistry()
         self.throttle = Throttle(
             self.read,
@@ -56,6 +56,7 @@ class Engines:
             gpu=gpu,
             may_gain=lambda: may_gain,
             set_trainer_resting=self.told.append,
+            is_refused=lambda: self.is_refused,
             clock=lambda: self.now_s,
         )
 
@@ -196,6 +197,19 @@ def test_redis_is_asked_now_and_then_and_without_it_the_last_load_counts() -> No
     fresh = Engines(busy("1.0"), busy_share=0.5)
     fresh.is_away = True
     assert fresh.rest_after(2.0) == 0, "no engine is known"
+
+
+def test_while_redis_refuses_writes_reports_that_expire_count_on() -> None:
+    reports = busy("1.0") | {"idle": busy("0.0")["engine"]}
+    engines = Engines(reports, busy_share=0.5)
+    engines.rest_after(1.0)
+    engines.is_refused, engines.looks = True, [{"idle": reports["idle"]}, {}]
+    for _ in range(3):
+        assert engines.rest_after(2.0) == pytest.approx(2.0)
+    engines.looks = [busy("0.0")]
+    assert engines.rest_after(2.0) == 0, "one that does arrive counts"
+    engines.looks, engines.is_refused = [{}], False
+    assert engines.rest_after(2.0) == 0
 
 
 def test_the_whole_loop_rests_while_an_engine_is_busy(

@@ -294,6 +294,8 @@ class RetentionPolicy:
         self._removed: Counter[str] = Counter()
         self._polled_s: float | None = None
         self._is_away = False
+        self.is_refused = False
+        """Redis did not take the last report: it is away, or full, or cannot write to its disk."""
 
     def reason(self, provenance: Provenance) -> str | None:
         """Why a trace must be forgotten, one of REASONS; None where it may be kept."""
@@ -331,7 +333,7 @@ class RetentionPolicy:
             return True
         # At the start an order may be older than what was kept since.
         self._ordered = {name for name in orders if self._are_known and orders[name] != self._orders.get(name)}
-        self._orders, self._are_known, self._is_away = orders, True, False
+        self._orders, self._are_known, self._is_away = orders, True, self.is_refused
         return True
 
     def sweep(self) -> bool:
@@ -366,7 +368,10 @@ class RetentionPolicy:
         )
         try:
             self._erasures.report(self._name, report)
+            if self.is_refused:
+                self.is_refused = self._is_away = False
         except StreamError as error:
+            self.is_refused = True
             self._failed(error)
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from speculator.versions.store import DraftStore
 from tests.fixtures.traces import send, with_header
 from tests.trainer.examples import metric, promote, record
 from tests.trainer.trainers import MakeTrainer
+from trainer import throttle
 from trainer.loop import Trainer
 from trainer.metrics import TrainerMetrics
 from trainer.replay import admission
@@ -364,6 +365,31 @@ def test_what_could_not_be_taken_out_of_the_stream_is_taken_out_later(
     assert stream.lag().length == 2
     trainer.read(block_ms=0)
     assert stream.lag().length == 1
+    trainer.close()
+
+
+def test_while_redis_refuses_writes_engines_whose_reports_expire_stay_busy(
+    start: MakeTrainer, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise StreamError("Redis is out of memory")
+
+    def share() -> float:
+        trainer.read(block_ms=0)
+        trainer.throttle.rest(0.0, threading.Event())
+        return metric(trainer, "time_share_ratio")
+
+    monkeypatch.setattr(throttle, "POLL_S", 0.0)
+    trainer = start(busy_share=0.25)
+    DraftPointer(redis_client, "toy").report_engine("engine", {"machine": machine_id(), "busy": 1.0})
+    assert share() == 0.25
+    with monkeypatch.context() as patched, capture_logs() as told:
+        patched.setattr(ErasureOrders, "report", full)
+        share()
+        redis_client.delete(RedisKeys(model_key="toy").engine("engine"))
+        assert share() == 0.25
+    assert len(told) == 1
+    assert share() == 1.0
     trainer.close()
 
 
