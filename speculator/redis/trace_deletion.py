@@ -22,7 +22,7 @@ from redis.exceptions import ResponseError
 from speculator.errors import ConfigError, StreamError, TraceError
 from speculator.host import now_ms, replacing
 from speculator.recording import RecordingReader, RecordingWriter
-from speculator.redis.client import RedisKeys, ServerInfo, redis_errors
+from speculator.redis.client import RedisKeys, ServerInfo, redis_errors, until_unraced
 from speculator.redis.stream_accounting import LAST_ID, StreamAccounts, index_of, member_of, size_member
 from speculator.trace import TraceHeader, read_header
 
@@ -32,6 +32,7 @@ rest, too."""
 GATEWAY_TTL_S = 30.0
 """The same for a gateway."""
 _MAX_GATEWAY_REPORTS = 4096
+_ATTEMPTS = 5
 
 
 class TrainerReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,10 +63,20 @@ class ErasureOrders:
     @redis_errors
     def order(self, tenant: str) -> int:
         """Order that everything of this tenant up to now is erased; returns the order's time, which is unique."""
-        newest = max(self.orders().values(), default=0)
-        at_ms = max(now_ms(), newest + 1)
-        self._redis.hset(self._orders, tenant, at_ms)
-        return at_ms
+
+        def once() -> int:
+            with self._redis.pipeline(transaction=True) as transaction:
+                # Else an order made at the same time could get a later one, and a report of it would pass for this one.
+                transaction.watch(self._orders)
+                newest = max(self.orders().values(), default=0)
+                # This machine's clock may be behind those of the engines: later traces would be kept.
+                at_ms = max(now_ms(), self._server.time_ms(), newest + 1)
+                transaction.multi()
+                transaction.hset(self._orders, tenant, at_ms)
+                transaction.execute()
+                return at_ms
+
+        return until_unraced(once, attempts=_ATTEMPTS, what=self._orders)
 
     @redis_errors
     def orders(self) -> dict[str, int]:

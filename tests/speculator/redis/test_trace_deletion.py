@@ -196,6 +196,34 @@ def test_whoever_reports_is_found_whatever_this_machines_clock_says(
     assert "stopped" not in orders.trainers()
 
 
+def test_an_order_covers_what_was_captured_before_it_though_this_machines_clock_is_behind(
+    redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    created_ms = int(1000 * time.time())
+    for module in (redis_of_ours, trace_deletion):
+        monkeypatch.setattr(module, "now_ms", lambda: created_ms - 5000)
+    assert ErasureOrders(redis_client, "toy").order("anna") >= created_ms
+
+
+def test_of_two_orders_made_at_once_the_later_one_is_newer(
+    redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Services report the newest order that they have carried out."""
+    orders, first = ErasureOrders(redis_client, "toy"), list[int]()
+
+    def read_slowly() -> int:
+        if not first:
+            first.append(0)
+            first[0] = ErasureOrders(redis_client, "toy").order("anna")
+        return 0
+
+    monkeypatch.setattr(trace_deletion, "now_ms", read_slowly)
+    monkeypatch.setattr(redis_of_ours.ServerInfo, "time_ms", lambda _: 0)
+    at_ms = orders.order("bo")
+    assert orders.orders() == {"anna": first[0], "bo": at_ms}
+    assert at_ms > first[0]
+
+
 def recording(path: Path, traces: list[Trace]) -> Path:
     with RecordingWriter(path, HEADER) as writer:
         for trace in traces:
