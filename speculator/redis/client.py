@@ -175,12 +175,14 @@ class ServerInfo:
         self._may_ask = True
 
     def section(self, name: str) -> dict[str, Any]:
-        """A section of INFO; {} where Redis refuses it."""
+        """A section of INFO; {} where Redis refuses it for good."""
         if not self._may_ask:
             return {}
         try:
             return dict(self._redis.info(name))
-        except exceptions.ResponseError:
+        except exceptions.ResponseError as error:
+            if "BUSY" in str(error):
+                raise  # it runs a script, and answers again after it
             # Do not ask again: Redis logs each denied command.
             self._may_ask = False
             return {}

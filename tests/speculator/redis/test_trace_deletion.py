@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import os
 import stat
+import threading
 import time
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import msgspec
 import pytest
 import redis
 
-from speculator.errors import ConfigError, TraceError
+from speculator.errors import ConfigError, StreamError, TraceError
 from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
 from speculator.redis import client as redis_of_ours
 from speculator.redis import trace_deletion
@@ -24,6 +26,7 @@ from speculator.redis.trace_deletion import ErasureOrders, Removed, TraceRemover
 from speculator.redis.trace_stream import StreamEntry, TraceStream
 from speculator.trace import Trace, TraceHeader, encode_trace, read_header
 from tests.fixtures.traces import make_trace
+from tests.fixtures.waiting import wait_until
 
 HEADER = RecordingHeader(target_fingerprint="f" * 64, model="m", created_ms=1, note="n")
 
@@ -141,6 +144,36 @@ def test_commands_that_a_provider_leaves_out_are_no_failure(tmp_path: Path, monk
     with EmbeddedRedis(tmp_path / "hardened") as server, connect(server.url) as client:
         assert not TraceRemover(client, "toy").compact()
         assert open_stream(client).memory_share() is None
+
+
+def test_a_redis_that_is_busy_once_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A moment without INFO must not leave ages to this machine's clock for good."""
+    monkeypatch.setattr("speculator.redis.embedded._SCRIPTING", ())
+    with EmbeddedRedis(tmp_path) as server, connect(server.url) as client, connect(server.url) as other:
+        client.config_set("lua-time-limit", 1)
+        client.config_set("maxmemory", 1 << 30)
+        stream = open_stream(client)
+        script = threading.Thread(target=_run_forever, args=(other,))
+        script.start()
+        wait_until(lambda: _is_busy(client))
+        with pytest.raises(StreamError, match="BUSY"):
+            stream.memory_share()
+        client.script_kill()
+        script.join()
+        assert stream.memory_share() is not None
+
+
+def _run_forever(client: redis.Redis) -> None:
+    with contextlib.suppress(redis.ResponseError):
+        client.eval("while true do end", 0)
+
+
+def _is_busy(client: redis.Redis) -> bool:
+    try:
+        client.ping()
+    except redis.ResponseError:
+        return True
+    return False
 
 
 def test_an_entry_with_somebody_elses_idea_of_an_index_goes_like_any_other(redis_client: redis.Redis) -> None:
