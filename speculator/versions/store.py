@@ -33,7 +33,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from speculator.draft.checkpoint import is_finite, write_tensors
-from speculator.errors import DraftFileError, DraftMismatchError, UnknownDraftError, VersionTakenError
+from speculator.errors import DraftFileError, DraftMismatchError, StoreError, UnknownDraftError, VersionTakenError
 from speculator.host import now_ms, sync, write_synced
 from speculator.versions.lifecycle import Lifecycle, VersionState, store_errors
 
@@ -114,7 +114,12 @@ class DraftStore:
                     info=info,
                 )
                 manifest = self._commit(folder, manifest, number)
-        self.lifecycle.move(manifest.version, VersionState.WRITTEN, actor=actor)
+        try:
+            self.lifecycle.move(manifest.version, VersionState.WRITTEN, actor=actor)
+        except StoreError:
+            # Else each attempt would leave a draft that pruning does not find.
+            self._take_back(manifest.version)
+            raise
         return manifest
 
     def manifest(self, version: int) -> Manifest:
@@ -196,11 +201,22 @@ class DraftStore:
             # Remove the state first, so that no version without files may be served.
             if version == pinned or not self.lifecycle.forget(version):
                 continue
-            with store_errors(self.root), self._temporary() as folder:
-                # Rename before removing: a reader finds the version complete or not at all.
-                self.folder(version).rename(folder / "pruned")
+            self._remove(version)
             removed.append(version)
         return removed
+
+    def _take_back(self, version: int) -> None:
+        """Remove a version that was just written, with its state, if it has one."""
+        with contextlib.suppress(StoreError):
+            self.lifecycle.forget(version)
+        with contextlib.suppress(StoreError):
+            if self.lifecycle.state(version) is None:
+                self._remove(version)
+
+    def _remove(self, version: int) -> None:
+        with store_errors(self.root), self._temporary() as folder:
+            # Rename before removing: a reader finds the version complete or not at all.
+            self.folder(version).rename(folder / "pruned")
 
     def _commit(self, folder: Path, manifest: Manifest, number: int | None) -> Manifest:
         """Rename the finished folder to `number`, or to the next free one, even if other writers take numbers."""

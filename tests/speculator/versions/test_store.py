@@ -390,6 +390,24 @@ def test_an_unwritable_folder_is_explained(tmp_path: Path) -> None:
         write(DraftStore(tmp_path / "file" / "drafts"))
 
 
+@pytest.mark.parametrize("name", ["states", "events.jsonl"])
+def test_a_version_whose_state_or_event_cannot_be_written_leaves_nothing(store: DraftStore, name: str) -> None:
+    """Each attempt would leave a draft otherwise."""
+    blocked = store.root / name
+    store.root.mkdir(exist_ok=True)
+    if name == "states":
+        blocked.write_text("no folder")
+    else:
+        blocked.mkdir()
+    for _ in range(2):
+        with pytest.raises(StoreError):
+            write(store)
+    assert list((store.root / "versions").iterdir()) == []
+    blocked.unlink() if name == "states" else blocked.rmdir()
+    assert write(store).version == 1
+    assert store.lifecycle.states() == {1: VersionState.WRITTEN}
+
+
 def test_the_source_is_known_without_git(store: DraftStore, tmp_path: Path) -> None:
     git = tmp_path / ".git"
     assert code_source(tmp_path) == importlib.metadata.version("slipstream-spec")
