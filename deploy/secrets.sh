@@ -49,4 +49,8 @@ if [ ! -s "$folder/gateway_keys" ]; then
     >"$folder/gateway_keys"
   chmod 444 "$folder/gateway_keys"
   echo "wrote $folder/gateway_keys"
+elif [ ! -s "$folder/gateway_metrics" ]; then
+  file="--file $folder/gateway_keys"
+  echo "$folder/gateway_metrics is missing, and gateway_keys has only a hash of it: slipstream keys revoke metrics $file, and write what slipstream keys add metrics --read-only $file prints into it" >&2
+  exit 2
 fi

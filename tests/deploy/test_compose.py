@@ -15,6 +15,7 @@ import pytest
 
 from serving.gateway.keys import Keyring
 from tests.deploy.compose import CPU, GPU, ROOT, argv, load, variables
+from tests.fixtures.command_line import check_slipstream
 
 ENV = {"SLIPSTREAM_MODEL": "some/model"}
 BOTH = pytest.mark.parametrize("files", [GPU, CPU], ids=["gpu", "cpu"])
@@ -231,5 +232,11 @@ def test_secrets_are_written_once_and_for_their_owner_alone(tmp_path: Path) -> N
     subprocess.run([script, str(folder)], check=True, capture_output=True)
     second = {path.name: path.read_text() for path in folder.iterdir()}
     assert {name for name in first if first[name] != second[name]} == {"redis_engine", "redis_users"}
+    (folder / "gateway_metrics").unlink()
+    done = subprocess.run([script, str(folder)], check=False, capture_output=True, text=True)
+    assert done.returncode == 2
+    for command in re.findall(r"slipstream (keys .*?gateway_keys)", done.stderr):
+        check_slipstream(command.split())
+    assert "keys add metrics --read-only" in done.stderr
     subprocess.run(["git", "-C", ROOT, "check-ignore", "-q", "deploy/secrets/redis_engine"], check=True)
     subprocess.run(["git", "-C", ROOT, "check-ignore", "-q", ".env"], check=True)
