@@ -3,8 +3,8 @@
 .venv-sglang/bin/python -m benchmarks.sglang_rollout_costs [--quick] [--json FILE] [--prompts FILE.jsonl] [--repeats 3]
 
 * A round by requests and tokens each (the next token and the proposals), at a short and a long context: requests whose
-  answers the server has given before, so that earlier text proposes them and all proposals are accepted, while the
-  operator's depth says how many there are. The head has learnt nothing, and sleeps.
+  answers the server has given before, so that earlier text proposes them and all proposals are accepted. Each number of
+  tokens has a server, whose `SLIPSTREAM_SUFFIX_DEPTH` it is. The head has learnt nothing, and sleeps.
 * Reading a token that no cache has, behind a short and a long context.
 
 The least of the times counts, since interruptions only add. The thread that runs the model has a core of its own. What
@@ -15,6 +15,7 @@ text proposes, and how much of it is accepted, is the same on every engine and i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -22,8 +23,9 @@ import random
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,21 +34,18 @@ from benchmarks.common.decoding import decode
 from benchmarks.common.report import fill_in, finish, parser
 from benchmarks.rollout_sim import TABLE
 from benchmarks.sglang_cpu_scene import LEARNT_FROM, Scene, prepared
-from tests.fixtures.waiting import wait_until
 from tests.sglang.server import SglangServer
 
 BATCHES = (1, 2, 4, 8)
 WIDTHS = (1, 2, 3, 4, 5, 9)
-"""Tokens of each request in a round: the depths that SGLang is told of, and one."""
+"""Tokens of each request in a round: the proposals that its server may take from text, and one."""
 CONTEXTS = (128, 1024)
-_SUFFIX_DEPTH = WIDTHS[-1] - 1
 _ROUNDS = 6
 _ANSWER_TOKENS = _ROUNDS * WIDTHS[-1] + 4
 _READ_TOKENS = (16, 208)
 """A prompt is longer by so many tokens than what the cache has; what counts is the difference."""
 _WORDS = (1000, 40_000)
 """Token ids that are no special ones."""
-_ENGINE = "costs"
 _FULL_ROUNDS = 0.2
 """Least share of rounds in which all proposals are accepted while all requests decode; others do not count."""
 _TRIES = 8
@@ -54,14 +53,12 @@ _TRIES = 8
 
 @dataclass(frozen=True)
 class Bench:
-    scene: Scene
     server: SglangServer
     prompts: dict[int, list[list[int]]]
     """By context, as many as the largest batch has requests: their answers are known."""
 
     def round_ms(self, context: int, batch: int, width: int) -> float:
-        """Median of some rounds; waits until the depth is in force."""
-        self.scene.pointer.set_depth(_ENGINE, width - 1)
+        """Median of some rounds of a server that is for this width."""
         for _ in range(_TRIES):
             with ThreadPoolExecutor(batch) as pool:
                 streams = list(pool.map(functools.partial(self._events, width), self.prompts[context][:batch]))
@@ -105,11 +102,15 @@ def main() -> None:
     env = {"SLIPSTREAM_CONTROL_SHARE": "0", "SLIPSTREAM_PLAIN_SHARE": "0", "SLIPSTREAM_SHARE_GROUPS": "1"}
     with core_for_schedulers() as core, prepared(arguments.model, arguments.prompts) as scene:
         flags = ("--stream-interval", "1", "--max-running-requests", str(BATCHES[-1]))
-        with scene.live_server(1, flags, env, name=_ENGINE, suffix_depth=_SUFFIX_DEPTH) as server:
-            give_core(server.pid, core)
-            bench = Bench(scene, server, {context: _prompts(scene, context) for context in CONTEXTS})
-            _fall_asleep(bench)
-            rounds, reading = _measured(bench, arguments.repeats)
+        prompts = {context: _prompts(scene, context) for context in CONTEXTS}
+
+        @contextlib.contextmanager
+        def started(width: int) -> Iterator[Bench]:
+            with scene.live_server(1, flags, env, name=f"costs{width}", suffix_depth=width - 1) as server:
+                give_core(server.pid, core)
+                yield Bench(server, prompts)
+
+        rounds, reading = _measured(started, arguments.repeats)
     rows: list[tuple[str, object]] = [
         (f"ms a round, {batch} requests, context {context}", "".join(f"{cell:8.1f}" for cell in cells))
         for context, table in rounds.items()
@@ -138,29 +139,25 @@ def _prompts(scene: Scene, context: int) -> list[list[int]]:
     return [scene.ids(f"{context} {number} {text}")[-context:] for number, text in enumerate(joined)]
 
 
-def _fall_asleep(bench: Bench) -> None:
-    """Answer the prompts, which makes their answers known, until the head sleeps."""
-
-    def sleeps() -> bool:
-        for prompts in bench.prompts.values():
-            decode(bench.server, prompts, max_new_tokens=_ANSWER_TOKENS, **_sampling())
-        return bench.scene.report(_ENGINE).get("asleep") == "1"
-
-    wait_until(sleeps)
-
-
-def _measured(bench: Bench, repeats: int) -> tuple[dict[int, dict[int, list[float]]], dict[int, float]]:
-    """Least ms of a round by context, requests and width (a list, as `WIDTHS`); ms a token of reading by context."""
+def _measured(
+    started: Callable[[int], AbstractContextManager[Bench]], repeats: int
+) -> tuple[dict[int, dict[int, list[float]]], dict[int, float]]:
+    """Least ms of a round by context, requests and width (a list, as `WIDTHS`); ms a token of reading by context.
+    `started` starts the server for a width.
+    """
     found = defaultdict[tuple[int, int, int], list[float]](list)
     read = defaultdict[int, list[float]](list)
     rng = random.Random(0)
     for _ in range(repeats):
         for width in WIDTHS:
-            for context, batch in itertools.product(CONTEXTS, BATCHES):
-                found[context, batch, width].append(bench.round_ms(context, batch, width))
-                print(f"{context}/{batch}/{width}: {found[context, batch, width][-1]:.1f} ms", flush=True)
-        for context in CONTEXTS:
-            read[context].append(bench.read_ms(context, rng.choices(range(*_WORDS), k=_READ_TOKENS[1])))
+            with started(width) as bench:
+                for context, prompts in bench.prompts.items():
+                    # From now on their answers are known.
+                    decode(bench.server, prompts, max_new_tokens=_ANSWER_TOKENS, **_sampling())
+                    read[context].append(bench.read_ms(context, rng.choices(range(*_WORDS), k=_READ_TOKENS[1])))
+                for context, batch in itertools.product(CONTEXTS, BATCHES):
+                    found[context, batch, width].append(bench.round_ms(context, batch, width))
+                    print(f"{context}/{batch}/{width}: {found[context, batch, width][-1]:.1f} ms", flush=True)
     rounds = {
         context: {batch: [round(min(found[context, batch, width]), 3) for width in WIDTHS] for batch in BATCHES}
         for context in CONTEXTS

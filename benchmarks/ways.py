@@ -3,7 +3,7 @@
 Two engines in one process differ by up to 4% for minutes while they do the same: their memory lies elsewhere. So the
 same weights at the same addresses answer in every way that is compared:
 
-    plain    at depth 0
+    plain    without drafts; the head does not read the prompt, either
     head     planned rounds with the learned draft alone
     suffix   … with suffixes of earlier text alone
     hybrid   … with both, as it is served
@@ -147,7 +147,7 @@ class _Planners(RoundPlanner):
 
     @property
     def is_awake(self) -> bool:
-        return self.plans[self.way].is_awake
+        return self.way != "plain" and self.plans[self.way].is_awake
 
 
 class Ways:
@@ -164,12 +164,11 @@ class Ways:
     def run(self, way: str, work: Work, name: str) -> Run:
         """Answer all samples of a work at the same time, in this way."""
         self._planners.way = way
-        self._engine.set_depth(0 if way == "plain" else LocalEngineConfig.depth)
         # Safe without a lock: no request runs, and the engine's thread waits for one.
         self._engine.texts.drafter = self._drafters[way]
         rounds = self._planners.rounds = []
         started_s, cpu_s, planned_s = time.perf_counter(), time.process_time(), self._planners.planning_s
-        num_tokens = asyncio.run(answer(self._engine, work, name, tenant=way))
+        num_tokens = asyncio.run(answer(self._engine, work, name, tenant=way, drafts=way != "plain"))
         wall_s, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
         return Run(num_tokens, wall_s, cpu_s, tuple(rounds), self._planners.planning_s - planned_s)
 
@@ -198,7 +197,7 @@ def all_ways(model_dir: Path, draft: Eagle3Draft, threads: int, *, suffixes: boo
         yield Ways(engine, planners, forecasts)
 
 
-async def answer(engine: LocalEngine, work: Work, name: str, *, tenant: str = "default") -> int:
+async def answer(engine: LocalEngine, work: Work, name: str, *, tenant: str = "default", drafts: bool = True) -> int:
     """Answer all samples of a work at the same time; returns the number of tokens."""
 
     async def one(sample: int) -> int:
@@ -206,6 +205,7 @@ async def answer(engine: LocalEngine, work: Work, name: str, *, tenant: str = "d
             request_id=f"{name}-{tenant}-{sample}",
             prompt_token_ids=work.prompt,
             max_tokens=work.limit,
+            drafts=drafts,
             sampling=SamplingParams(temperature=0.8 if work.num_samples > 1 else 0.0),
             seed=sample,
             policy=CapturePolicy(tenant=tenant, domain=work.workload, group_id=name if work.num_samples > 1 else ""),

@@ -260,7 +260,7 @@ _PURPOSES = {
 def http_api() -> str:
     """All routes of the gateway, with everything that may be switched on: who may call each, before which engine."""
     host, settings = MagicMock(), GatewaySettings(admin_key=SecretStr("a-key-for-a-table"))
-    host.info = EngineInfo(model="model", context_length=1, max_depth=1)
+    host.info = EngineInfo(model="model", context_length=1)
     common: dict[str, Any] = {"settings": settings, "drafts": MagicMock(), "targets": MagicMock()}
     local = create_app(host, registry=CollectorRegistry(), **common)
     common["rollouts"] = Rollouts(pool=MagicMock(), slots_share=SlotsShare(), tokenizer=MagicMock())

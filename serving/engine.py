@@ -194,7 +194,6 @@ class EngineInfo:
     model: str
     context_length: int
     """Prompt and completion tokens together."""
-    max_depth: int
     num_slots: int = 1
     """Most requests that decode together."""
     heeds_seed: bool = True
@@ -250,9 +249,6 @@ class SwappableDraft(Protocol):
 
         Raises DraftError or StoreError; the version in service then stays.
         """
-
-    def set_depth(self, depth: int) -> None:
-        """Draft at most `depth` proposals a round from the next round on; 0 turns drafting off."""
 
     def health(self) -> EngineHealth: ...
 

@@ -118,7 +118,6 @@ class LocalEngine:
         return EngineInfo(
             model=self._config.model_name,
             context_length=self._target.context_length,
-            max_depth=self._config.max_depth,
             num_slots=self._config.num_slots,
         )
 
@@ -162,12 +161,6 @@ class LocalEngine:
             is_full=self._inbox.is_full,
             detail=detail,
         )
-
-    def set_depth(self, depth: int) -> None:
-        if not 0 <= depth <= self._config.max_depth:
-            raise RequestError(f"depth {depth} is not in 0…{self._config.max_depth}", param="depth")
-        self._loop.depth = depth
-        self.metrics.depth.set(depth)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         loop = asyncio.get_running_loop()

@@ -1,8 +1,8 @@
 """Agree on what the ranks of a tensor-parallel group do in the same step, over its CPU group.
 
 All ranks run the same steps in the same order, so they can meet at agreed step numbers, every `MEETING_STEPS` steps.
-They swap a draft at the first meeting at which every rank has staged the same version. Depth follows from step times
-and the operator's limit, which differ between ranks at any moment: all plan with rank 0's. Only rank 0 watches a new
+They swap a draft at the first meeting at which every rank has staged the same version. Depth follows from step times,
+which differ between ranks: all plan with rank 0's. Only rank 0 watches a new
 draft, and it says which version the others stage.
 
 Only rank 0 looks for earlier text to propose, on a thread of its own. It broadcasts what it has found at each decode
@@ -50,11 +50,6 @@ class Agreement:
         wanted = torch.tensor([number], dtype=torch.int64)
         dist.broadcast(wanted, dist.get_global_rank(self._group, 0), group=self._group)
         return int(wanted[0])
-
-    def limit(self, limit: int | None) -> int | None:
-        """Rank 0's depth limit, set by the operator, None for none; call at a meeting, on every rank."""
-        agreed = self.first(-1 if limit is None else limit)
-        return None if agreed < 0 else agreed
 
     def all(self, holds: bool) -> bool:
         """Whether `holds` is true on every rank; call at a meeting, on every rank."""

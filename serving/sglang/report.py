@@ -94,8 +94,7 @@ class EngineReport:
     """Requests of its last step; 0 where that was long ago."""
     model: str
     context_length: int | None
-    max_depth: int | None
-    """With `model` and `context_length`, what the engine serves: a router does not report these."""
+    """With `model`, what the engine serves: a router does not report these."""
     heeds_seed: bool | None
 
     @classmethod
@@ -233,7 +232,6 @@ def _merged(ever: Sequence[EngineReport], now: Sequence[EngineReport]) -> Engine
         target_label=max(_known(now, "target_label"), default=None),
         model=next((report.model for report in now if report.model), ""),
         context_length=min(_known(now, "context_length"), default=None),
-        max_depth=min(_known(now, "max_depth"), default=None),
         process="",
         heeds_seed=all(report.heeds_seed for report in now),
     )

@@ -158,7 +158,6 @@ def run_sglang_server(
             process.url,
             pointer,
             engine_id=engine_id,
-            max_depth=start.depth,
             draft_version=version,
             is_process_alive=lambda: process.is_alive,
         )
@@ -333,14 +332,14 @@ def _single(options: GatewayOptions, engine_id: str, pointer: DraftPointer) -> S
     """Wait until SGLang serves and its plugin reports; return its client. Raises ConfigError, EngineDeadError or
     StreamError.
     """
-    depth: int | None = None
+    serves = False
     version: int | None = None
     [url] = options.sglang_urls
     for http in _until_timeout(options):
-        depth = depth or _depth(http, url)
-        if depth is not None and (version := _versions(pointer).get(engine_id)) is not None:
+        serves = serves or _is_healthy(http, url)
+        if serves and (version := _versions(pointer).get(engine_id)) is not None:
             break
-    if depth is None:
+    if not serves:
         raise ConfigError(f"no SGLang answers at {url}: start it, or check --sglang")
     if version is None:
         raise ConfigError(
@@ -351,7 +350,6 @@ def _single(options: GatewayOptions, engine_id: str, pointer: DraftPointer) -> S
         url,
         pointer,
         engine_id=engine_id,
-        max_depth=depth,
         draft_version=version,
         # Another service started the process; the gateway only sees whether it answers.
         is_process_alive=lambda: True,
@@ -396,12 +394,10 @@ def _until_timeout(options: GatewayOptions) -> Iterator[httpx.Client]:
             time.sleep(_POLL_S)
 
 
-def _depth(http: httpx.Client, url: str) -> int | None:
-    """The SGLang's draft depth; None while it does not serve."""
-    with suppress(httpx.TransportError, ValueError, KeyError, TypeError):
-        if http.get(f"{url}/health").status_code == 200:
-            return int(http.get(f"{url}/server_info").json()["speculative_num_steps"])
-    return None
+def _is_healthy(http: httpx.Client, url: str) -> bool:
+    with suppress(httpx.TransportError):
+        return http.get(f"{url}/health").status_code == 200
+    return False
 
 
 async def _until_ended(process: SglangProcess) -> None:

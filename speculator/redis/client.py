@@ -257,9 +257,6 @@ class RedisKeys:
         """Sorted set: processes that began a trial of the version and did not end cleanly, by time in milliseconds."""
         return self._key(f"canary_trials:{version}")
 
-    def depth(self, engine_id: str) -> str:
-        return self._key(f"depth:{engine_id}")
-
     def group_text(self, group: str) -> str:
         """String in the format of serving/group_cache/texts.py; `group` is a member of `group_texts`."""
         return self._key(f"group_text:{group}")

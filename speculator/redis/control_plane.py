@@ -203,17 +203,6 @@ class DraftPointer:
 
         return until_unraced(once, attempts=_ATTEMPTS, what=key)
 
-    @redis_errors
-    def set_depth(self, engine_id: str, depth: int) -> None:
-        """Ask an engine in another process to draft at most `depth` proposals a round; 0 turns drafting off."""
-        self._redis.set(self._keys.depth(engine_id), depth)
-
-    @redis_errors
-    def depth_limit(self, engine_id: str) -> int | None:
-        """The depth that `set_depth` last set for an engine; None where it was not."""
-        key = self._keys.depth(engine_id)
-        return _number(self._redis.get(key), key)
-
     def _hold(self, transaction: Any, holder: CanaryHolder, ttl_s: float, on_probation: bool) -> None:
         trials = self._keys.canary_trials(holder.version)
         transaction.set(self._keys.canary, msgspec.json.encode(holder), px=int(ttl_s * 1000))

@@ -181,14 +181,12 @@ def test_everyone_sees_drafts_and_whether_the_trainer_rests(login: As, user: str
     assert not pointer.is_trainer_resting()
 
 
-def test_the_engine_reports_and_hears_what_the_gateway_says(login: As) -> None:
+def test_everyone_reads_what_the_engine_reports(login: As) -> None:
     engine, gateway = (DraftPointer(login(user), MODEL) for user in ("engine", "gateway"))
     engine.report_engine("sglang", {"version": 4})
     for user in USERS:
         assert DraftPointer(login(user), MODEL).engines() == {"sglang": {"version": "4"}}
-    gateway.set_depth("sglang", 2)
     assert [gateway.hold_pool_metrics(name) for name in "aba"] == [True, False, True]
-    assert engine.depth_limit("sglang") == 2
 
 
 def test_the_engine_hears_from_the_gateway_which_groups_have_ended(login: As) -> None:

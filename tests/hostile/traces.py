@@ -118,10 +118,10 @@ def follow(client: Any, value: bytes) -> Outcome:
     """What an engine's follower reads where the pointer stands: a version, or an error that it expects."""
     client.flushall()
     pointer = DraftPointer(client, MODEL_KEY)
-    for key in (KEYS.desired_draft, KEYS.pinned_draft, KEYS.depth("engine")):
+    for key in (KEYS.desired_draft, KEYS.pinned_draft):
         client.set(key, value)
     outcomes = set()
-    for read in (pointer.desired, pointer.pinned, pointer.published, lambda: pointer.depth_limit("engine")):
+    for read in (pointer.desired, pointer.pinned, pointer.published):
         try:
             outcomes.add(f"read as {str(read())[:12]}")
         except StreamError:

@@ -23,7 +23,7 @@ from speculator.draft.initialization import fresh_draft
 from speculator.versions.lineage import admit
 from speculator.versions.store import DraftStore
 from tests.sglang.learning import train_version
-from tests.sglang.plugged import ENGINE_ID, Plugged, plugged_server
+from tests.sglang.plugged import Plugged, plugged_server
 from tests.sglang.test_capture import QUESTIONS
 
 
@@ -148,18 +148,3 @@ def test_a_draft_that_is_accepted_is_used_and_measured(plugged: Plugged, store: 
     # One step in ten decodes plainly, so the measured baseline is there.
     assert float(report["speedup"]) > 0
     assert float(report["baseline_ms_per_token"]) > 0
-
-
-def test_the_operator_can_turn_drafting_off(plugged: Plugged) -> None:
-    plugged.pointer.set_depth(ENGINE_ID, 0)
-    # It is in force once the plugin has asked, which it does before each of its reports.
-    for _ in range(2):
-        _report_after_an_answer(plugged)
-    _, drafted = _decode(plugged)
-    assert drafted == 0
-
-
-def _report_after_an_answer(plugged: Plugged) -> None:
-    steps = int(plugged.report()["steps"])
-    plugged.server.generate(plugged.ids(QUESTIONS[0]), max_new_tokens=4)
-    plugged.wait_for(lambda report: int(report["steps"]) > steps)

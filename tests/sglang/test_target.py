@@ -72,7 +72,6 @@ def closing_client(plugged: Plugged) -> closing[SglangClient]:
         plugged.server.url,
         plugged.pointer,
         engine_id=ENGINE_ID,
-        max_depth=3,
         draft_version=1,
         is_process_alive=lambda: True,
         poll_s=0.1,

@@ -65,7 +65,7 @@ class DecodeLoop:
         """Time of prefills since the last round."""
         self._slots = Slots(runner, num_slots=config.num_slots, prompt_labels=config.prompt_labels)
         self._load, self._num_steps, self._num_shareable = load, 0, 0
-        self._texts, self.depth, self.target_version = texts, config.depth, 0
+        self._texts, self._depth, self.target_version = texts, config.depth, 0
 
     @property
     def num_running(self) -> int:
@@ -168,7 +168,7 @@ class DecodeLoop:
 
     def _prefill(self, piece: PrefillChunk) -> None:
         started = time.perf_counter()
-        self._runner.prefill(piece, drafting=self.depth > 0)
+        self._runner.prefill(piece, drafting=self._depth > 0)
         self._end_chunk(piece, time.perf_counter() - started, in_round=False)
         self._finish_done()
 
@@ -177,7 +177,7 @@ class DecodeLoop:
         running = self._slots.running
         is_put_off = piece is not None and self._control.is_due(len(running))
         is_control = is_plain or (not is_put_off and self._control.is_control(len(running)))
-        depth = 0 if is_control else self.depth
+        depth = 0 if is_control else self._depth
         arm = self.head_ab.next_arm() if depth else _NO_DRAFTING
         report = self._runner.run(running, depth, piece, may_ask_head=arm.is_on)
         self._observer.observe(report, is_control=is_control, target_version=self.target_version, head_arm=arm)

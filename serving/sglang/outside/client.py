@@ -19,7 +19,7 @@ from serving.engine import EngineHealth, EngineInfo, SwapReport, TargetReport
 from serving.sglang.outside.weights import update_weights
 from serving.sglang.report import EngineReport
 from serving.target import TargetLayout, check_weights
-from speculator.errors import DraftError, EngineDeadError, EngineError, RequestError, StreamError, type_and_place
+from speculator.errors import DraftError, EngineDeadError, EngineError, StreamError, type_and_place
 from speculator.redis.control_plane import ENGINE_TTL_S, DraftPointer
 
 log = structlog.get_logger(__name__)
@@ -41,7 +41,6 @@ class SglangClient:
         pointer: DraftPointer,
         *,
         engine_id: str,
-        max_depth: int,
         draft_version: int,
         is_process_alive: Callable[[], bool],
         poll_s: float = 1.0,
@@ -55,7 +54,7 @@ class SglangClient:
         self._is_process_alive = is_process_alive
         self._poll_s, self._swap_timeout_s = poll_s, swap_timeout_s
         self._http = httpx.Client(base_url=url, timeout=_HTTP_TIMEOUT_S, trust_env=False)
-        self._info = self._ask_info(max_depth)
+        self._info = self._ask_info()
         self._draft_version = draft_version
         self._answered_s = time.monotonic()
         self._num_running = self._num_waiting = 0
@@ -101,15 +100,6 @@ class SglangClient:
         return EngineHealth(
             alive=alive, ready=ready, num_running=self._num_running, num_waiting=self._num_waiting, detail=detail
         )
-
-    def set_depth(self, depth: int) -> None:
-        """Set the engine's depth. Raises RequestError for a depth that SGLang is not prepared for, StreamError."""
-        self._check_depth(depth)
-        self._pointer.set_depth(self._engine_id, depth)
-
-    def _check_depth(self, depth: int) -> None:
-        if not 0 <= depth <= self._info.max_depth:
-            raise RequestError(f"depth {depth} is not in 0…{self._info.max_depth}", param="depth")
 
     def install_draft(self, version: int) -> SwapReport:
         """Publish the version and wait until every engine runs it.
@@ -235,13 +225,11 @@ class SglangClient:
         log.info("draft swapped", version=version, previous=self._draft_version)
         self._draft_version = version
 
-    def _ask_info(self, max_depth: int) -> EngineInfo:
+    def _ask_info(self) -> EngineInfo:
         """What SGLang serves: it lists the served model first, then its adapters."""
         try:
             model = self._http.get("/v1/models").raise_for_status().json()["data"][0]
-            return EngineInfo(
-                model=model["id"], context_length=model["max_model_len"], max_depth=max_depth, heeds_seed=False
-            )
+            return EngineInfo(model=model["id"], context_length=model["max_model_len"], heeds_seed=False)
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             self._http.close()
             raise EngineDeadError(f"SGLang's list of models cannot be read: {type(error).__name__}") from error

@@ -94,7 +94,6 @@ class PoolClient(SglangClient):
             routers[0],
             pointer,
             engine_id="",
-            max_depth=0,
             draft_version=draft_version,
             is_process_alive=lambda: True,
             poll_s=poll_s,
@@ -121,12 +120,6 @@ class PoolClient(SglangClient):
         """The report with counts from zero at the time at which this gateway began to export them."""
         return self._exported if self._report is not None else None
 
-    def set_depth(self, depth: int) -> None:
-        """Set the depth of all engines that report now."""
-        self._check_depth(depth)
-        for engine_id in self._pointer.engines():
-            self._pointer.set_depth(engine_id, depth)
-
     def _servers(self) -> Sequence[str]:
         """The addresses of the servers; raises EngineError where no router lists any."""
         servers = list_servers(self._http, self._routers)
@@ -137,16 +130,15 @@ class PoolClient(SglangClient):
     def _now(self) -> Mapping[str, EngineReport]:
         return self._reports
 
-    def _ask_info(self, max_depth: int) -> EngineInfo:
+    def _ask_info(self) -> EngineInfo:
         """What the engines report: a router lists models without the length of their context."""
         report = Pool().merge(self._parsed())
-        if report is None or not report.model or report.context_length is None or report.max_depth is None:
+        if report is None or not report.model or report.context_length is None:
             self._http.close()
             raise EngineDeadError("no engine reports its model in Redis")
         return EngineInfo(
             model=report.model,
             context_length=report.context_length,
-            max_depth=report.max_depth,
             heeds_seed=bool(report.heeds_seed),
         )
 

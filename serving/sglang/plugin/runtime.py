@@ -74,6 +74,7 @@ class EngineRuntime:
             # Without a served name, SGLang uses the path.
             "model": args.served_model_name or args.model_path,
             "context_length": target.model_config.context_len,
+            # Earlier gateways do not start without it.
             "max_depth": max(depths),
             "heeds_seed": int(args.enable_deterministic_inference),
         }
@@ -99,8 +100,6 @@ class EngineRuntime:
         self.depth = self._new_depth(settings, depths, manifest, device, watch)
         self.text, self._splice = new_text(worker, settings, key, depths, device, is_writer=self._is_writer)
         self._depth_version = manifest.version
-        self._asked_limit: int | None = None
-        """The operator's limit of the depth; in force from the next meeting on."""
         self.steps = 0
         self._running, self._began_s = 0, 0.0
         """Requests of the last step, and when it began."""
@@ -377,7 +376,6 @@ class EngineRuntime:
         if not self._agreement.is_alone:
             self.depth.learn_times(self._agreement.times(self.depth.pop_times()))
             self._rank_pointer.wanted = self._agreement.first(self.draft.staged_version) or None
-        self.depth.limit = self._agreement.limit(self._asked_limit)
         if self._agreement.all_staged(self.draft.staged_version):
             self.draft.at_boundary(self.steps, self._agreement.all)
         if self.draft.draft_version != self._depth_version:
@@ -456,7 +454,6 @@ class EngineRuntime:
             return {}
         if self.text is not None:
             self.text.expire()
-        self._asked_limit = self._pointer.depth_limit(self._engine_id)
         if self.text is not None:
             for tenant, group_id in self._ended_groups.read():
                 self.text.drop(tenant, group_id)

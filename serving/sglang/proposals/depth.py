@@ -156,8 +156,6 @@ class DepthControl:
         self._rounds: deque[_Round] = deque()
         self._present: Sequence[Any] = ()
         """Requests of the last step, decode or prefill."""
-        self.limit: int | None = None
-        """The most that the operator allows, as agreed at the last meeting; None allows all."""
         self.depth = 0
         self.target_version = 0
         """Set by the follower's thread when a new target is announced."""
@@ -182,13 +180,12 @@ class DepthControl:
         return self.plan.num_proposals
 
     def _planned(self, planner: LengthPlanner, batch: int) -> LengthPlan:
-        depths = [depth for depth in self._depths if self.limit is None or depth <= self.limit]
         asks_head = not self.is_asleep and not self._are_cold
         gains = None
         if self.text is not None and len(self.text.counts) == batch:
-            gains = self.text.gains(depths)
-        head_depths = [depth for depth in depths if depth <= self._head_depth] if asks_head else [0]
-        return planner.plan(batch, depths, head_lengths=head_depths, text_gains_BL=gains)
+            gains = self.text.gains(self._depths)
+        head_depths = [depth for depth in self._depths if depth <= self._head_depth] if asks_head else [0]
+        return planner.plan(batch, self._depths, head_lengths=head_depths, text_gains_BL=gains)
 
     @property
     def is_asleep(self) -> bool:

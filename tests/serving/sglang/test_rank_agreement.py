@@ -46,8 +46,6 @@ def _rank(rank: int, folder: str) -> None:
         "different": agreement.all_staged(7 + rank),
         "both": agreement.all_staged(7),
         "first": agreement.first(5 + rank),
-        "limit": agreement.limit(0 if rank == 0 else None),
-        "no limit": agreement.limit(None if rank == 0 else 3),
         "all hold": agreement.all(True),
         "one does not": agreement.all(rank == 0),
         "times": agreement.times(
@@ -72,8 +70,6 @@ def test_two_ranks(tmp_path: Path) -> None:
             "different": False,
             "both": True,
             "first": 5,
-            "limit": 0,
-            "no limit": None,
             "all hold": True,
             "one does not": False,
             "times": [[4, 2, 0.1 + step, True, 0.0] for step in range(100 - 2 * MEETING_STEPS, 100)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 import threading
@@ -418,20 +419,15 @@ def test_a_tree_that_nobody_asked_for_is_looked_at_as_one(scene: Scene) -> None:
     assert torch.equal(scene.runtime.probe.logprobs(torch.tensor([0]), 2), torch.tensor([[0.25, 0.5]]).log())
 
 
-class Unlimited:
-    """A choice of the depth that no meeting can limit."""
-
-    __slots__ = ()
-
-    def interrupted(self) -> None:
-        pass
-
-
-def test_without_meetings_the_draft_stays(scene: Scene) -> None:
+def test_without_meetings_the_draft_stays(scene: Scene, tmp_path: Path) -> None:
     """Nobody would tell the depth that another draft is in service, also where an idle server swaps it."""
-    assert scene.runtime.draft.install_draft(1).version == 1
+    store = DraftStore(tmp_path / "drafts")
+    config = json.loads((store.root / "versions" / "000001" / "config.json").read_text())
+    store.write(store.load(1), config, parent=1, target_fingerprint=store.manifest(1).target_fingerprint, info={})
+    assert scene.runtime.draft.install_draft(2).version == 2
     runtime: Any = scene.runtime
-    runtime.depth = Unlimited()
+    # It cannot be told of the version, so the next meeting fails.
+    runtime.depth = SimpleNamespace(interrupted=lambda _: None)
     assert scene.prefill([Request([1, 2, 3])]) is SERVED
     with pytest.raises(EngineDeadError):
         scene.runtime.draft.install_draft(1)

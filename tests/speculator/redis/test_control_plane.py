@@ -201,16 +201,6 @@ def test_a_canary_that_slipstream_did_not_write_is_named(redis_client: redis.Red
         DraftPointer(redis_client, MODEL).hold_canary(holder("a"), ttl_s=60, on_probation=True)
 
 
-def test_each_engine_has_its_own_depth(redis_client: redis.Redis) -> None:
-    pointer = DraftPointer(redis_client, MODEL)
-    assert pointer.depth_limit("engine-0") is None
-    pointer.set_depth("engine-0", 3)
-    pointer.set_depth("engine-0", 0)
-    assert pointer.depth_limit("engine-0") == 0
-    assert pointer.depth_limit("engine-1") is None
-    assert DraftPointer(redis_client, "other").depth_limit("engine-0") is None
-
-
 def test_engine_reports_expire(redis_client: redis.Redis) -> None:
     pointer = DraftPointer(redis_client, MODEL)
     pointer.report_engine("engine-0", {"version": 3, "state": "swapping", "accept_length": 1.5})

@@ -71,9 +71,8 @@ def test_every_key_of_a_model_shares_one_slot(redis_client: redis.Redis) -> None
     pointer.publish(3)
     pointer.pin(3)
     pointer.report_engine("engine-0", {"version": 3})
-    pointer.set_depth("engine-0", 2)
     keys: Any = redis_client.keys()
-    assert len(keys) == 10
+    assert len(keys) == 9
     assert all(key.startswith(b"slipstream:{smollm2}:") for key in keys)
 
 
@@ -473,8 +472,6 @@ def test_every_public_method_turns_a_dead_server_into_a_stream_error(own_server:
             pointer.pinned,
             lambda: pointer.report_engine("engine-0", {"version": 1}),
             pointer.engines,
-            lambda: pointer.set_depth("engine-0", 2),
-            lambda: pointer.depth_limit("engine-0"),
             traces.memory_share,
             lambda: traces.expire(1),
         ):

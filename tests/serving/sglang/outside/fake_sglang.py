@@ -94,7 +94,6 @@ class FakeSglang:
     """Its attributes say what it answers; afterwards they say what it was asked."""
 
     model: str = MODEL
-    depth: int = 3
     refusal: Response | None = None
     num_prompt_tokens: int = 0
     """What it takes every prompt to have, where it refuses to go beyond its context."""
@@ -132,7 +131,6 @@ class FakeSglang:
         app.add_api_route("/v1/models", self._models)
         app.add_api_route("/v1/loads", lambda: self.loads)
         app.add_api_route("/workers", lambda: {"workers": [{"url": url} for url in self.workers]})
-        app.add_api_route("/server_info", lambda: {"speculative_num_steps": self.depth})
         for path in (*GENERATES, *NEVER_STREAMS):
             app.add_api_route(path, self._generate, methods=["POST"], response_model=None)
         app.add_api_route("/{path:path}", self._other, methods=["GET", "POST"], response_model=None)
@@ -231,7 +229,7 @@ def _argument(name: str) -> str:
 
 
 def _serve(does: str) -> None:
-    fake = FakeSglang(model=_argument("--served-model-name"), depth=int(_argument("--speculative-num-steps")))
+    fake = FakeSglang(model=_argument("--served-model-name"))
     port = int(_argument("--port"))
     server = uvicorn.Server(uvicorn.Config(fake.app(), host="127.0.0.1", port=port, log_config=None))
     if does == "stubborn":

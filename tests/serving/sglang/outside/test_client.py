@@ -18,7 +18,7 @@ from serving.sglang.outside import client as client_module
 from serving.sglang.outside.client import SglangClient
 from serving.sglang.report import EngineReport
 from serving.target import read_layout
-from speculator.errors import DraftError, EngineDeadError, EngineError, RequestError, StreamError, TargetError
+from speculator.errors import DraftError, EngineDeadError, EngineError, StreamError, TargetError
 from speculator.redis.control_plane import DraftPointer
 from tests.fixtures.toy import make_toy_model
 from tests.fixtures.waiting import wait_until
@@ -89,7 +89,6 @@ def scene(redis_client: redis.Redis) -> Iterator[Scene]:
         url,
         pointer,
         engine_id=ENGINE,
-        max_depth=3,
         draft_version=4,
         is_process_alive=lambda: alive[0],
         poll_s=0.02,
@@ -108,7 +107,7 @@ def metrics_of(client: SglangClient) -> str:
 
 def test_what_sglang_serves(scene: Scene) -> None:
     info = scene.client.info
-    assert (info.model, info.context_length, info.max_depth) == (MODEL, CONTEXT_LENGTH, 3)
+    assert (info.model, info.context_length) == (MODEL, CONTEXT_LENGTH)
 
 
 def test_whether_seeds_have_an_effect_stands_in_the_report(scene: Scene) -> None:
@@ -125,7 +124,6 @@ def test_nothing_there(redis_client: redis.Redis) -> None:
             "http://127.0.0.1:9",
             DraftPointer(redis_client, "x"),
             engine_id=ENGINE,
-            max_depth=3,
             draft_version=1,
             is_process_alive=lambda: True,
         )
@@ -364,18 +362,6 @@ def test_while_redis_is_away_the_last_report_stands_until_it_would_have_expired(
 
 
 # -- what SGLang is asked ------------------------------------------------------------------------------------------
-
-
-def test_set_depth(scene: Scene) -> None:
-    assert scene.pointer.depth_limit(ENGINE) is None
-    scene.client.set_depth(0)
-    assert scene.pointer.depth_limit(ENGINE) == 0
-    scene.client.set_depth(3)
-    assert scene.pointer.depth_limit(ENGINE) == 3
-    assert scene.pointer.depth_limit("another") is None
-    for depth in (-1, 4):
-        with pytest.raises(RequestError, match="0…3"):
-            scene.client.set_depth(depth)
 
 
 def plugin(scene: Scene, report: dict[str, str | int | float], version: int) -> threading.Thread:

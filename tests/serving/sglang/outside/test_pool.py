@@ -26,7 +26,7 @@ from serving.sglang.gateway_metrics import PoolCollector, SglangCollector
 from serving.sglang.outside.pool import PoolClient, check_routers, list_servers
 from serving.sglang.outside.weights import update_weights
 from serving.sglang.report import MOST_SILENT, EngineReport, Pool, most_common
-from speculator.errors import ConfigError, DraftError, EngineDeadError, EngineError, RequestError, StreamError
+from speculator.errors import ConfigError, DraftError, EngineDeadError, EngineError, StreamError
 from speculator.redis.client import RedisKeys
 from speculator.redis.control_plane import POOL_METRICS_TTL_S, DraftPointer
 from tests.fixtures.waiting import wait_until
@@ -39,7 +39,7 @@ Report = dict[str, str | int | float]
 
 
 def report(process: str, **changes: str | int | float) -> Report:
-    served: Report = {"model": MODEL, "context_length": 4096, "max_depth": 3, "target_version": 0}
+    served: Report = {"model": MODEL, "context_length": 4096, "target_version": 0}
     counts: Report = {"version": 4, "swaps": 2, "captured": 10, "rounds": "speculative=5,control=1", "pending": 3}
     return {**served, **counts, "running": 2, "process": process, **changes}
 
@@ -88,7 +88,7 @@ def page_of(client: PoolClient) -> dict[str, Any]:
 
 def test_what_is_served_stands_in_the_reports(scene: Scene, redis_client: redis.Redis) -> None:
     info = scene.client.info
-    assert (info.model, info.context_length, info.max_depth) == (MODEL, 4096, 3)
+    assert (info.model, info.context_length) == (MODEL, 4096)
     with pytest.raises(EngineDeadError, match="reports"):
         PoolClient((AWAY,), DraftPointer(redis_client, "other"), draft_version=1)
 
@@ -325,13 +325,6 @@ def test_a_gateway_without_engines_lives_and_says_when_to_ask_again(redis_client
     assert (health.status_code, ready.status_code, chat.status_code) == (200, 503, 503)
     assert "SGLang does not answer" in ready.text
     assert int(chat.headers["retry-after"]) > 0
-
-
-def test_depth_is_set_for_every_engine(scene: Scene) -> None:
-    scene.client.set_depth(1)
-    assert [scene.pointer.depth_limit(name) for name in ("a", "b", "c")] == [1, 1, 1]
-    with pytest.raises(RequestError):
-        scene.client.set_depth(4)
 
 
 def test_a_version_is_installed_once_all_have_it(scene: Scene) -> None:
