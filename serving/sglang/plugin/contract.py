@@ -30,150 +30,113 @@ class SglangFunction:
     parameters: tuple[str, ...]
 
 
-CHECK_ARGS = SglangFunction("sglang.srt.server_args.ServerArgs.check_server_args", ("self",))
-SPECULATIVE_ARGS = SglangFunction(
-    "sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding", ("server_args",)
-)
-ATTACH = SglangFunction(f"{_EAGLE}.init_cuda_graphs", ("self",))
-STEP = SglangFunction(f"{_EAGLE}.forward_batch_generation", ("self", "batch"))
-SAMPLE = SglangFunction(
-    "sglang.srt.model_executor.model_runner.ModelRunner.sample", ("self", "logits_output", "forward_batch")
-)
+SGLANG_FUNCTIONS: list[SglangFunction] = []
+CPU_FUNCTIONS: list[SglangFunction] = []
+"""Needed on a CPU only, as `GPU_FUNCTIONS` on a GPU only."""
+GPU_FUNCTIONS: list[SglangFunction] = []
+OPTIONAL_FUNCTIONS: list[SglangFunction] = []
+"""Hooked where this SGLang has them."""
+
+
+def _uses(path: str, *parameters: str, among: list[SglangFunction] = SGLANG_FUNCTIONS) -> SglangFunction:
+    used = SglangFunction(path, parameters)
+    among.append(used)
+    return used
+
+
+CHECK_ARGS = _uses("sglang.srt.server_args.ServerArgs.check_server_args", "self")
+SPECULATIVE_ARGS = _uses("sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding", "server_args")
+ATTACH = _uses(f"{_EAGLE}.init_cuda_graphs", "self")
+STEP = _uses(f"{_EAGLE}.forward_batch_generation", "self", "batch")
+SAMPLE = _uses("sglang.srt.model_executor.model_runner.ModelRunner.sample", "self", "logits_output", "forward_batch")
 """Hooked after a prefill; it overwrites the logits."""
-VERIFY = SglangFunction(f"{_EAGLE}.verify", ("self", "batch"))
-VERIFIED = SglangFunction(f"{_EAGLE}.on_verify_complete_cpu", ("self", "num_correct_drafts_per_req"))
-SAMPLED_VERIFY = SglangFunction(
-    "sglang.srt.speculative.eagle_utils.eagle_sample", ("verify_input", "batch", "logits_output")
-)
+VERIFY = _uses(f"{_EAGLE}.verify", "self", "batch")
+VERIFIED = _uses(f"{_EAGLE}.on_verify_complete_cpu", "self", "num_correct_drafts_per_req")
+SAMPLED_VERIFY = _uses("sglang.srt.speculative.eagle_utils.eagle_sample", "verify_input", "batch", "logits_output")
 """Returns what the target predicted, how many tokens it accepted, and the nodes along the accepted path."""
-SPEC = SglangFunction("sglang.srt.speculative.eagle_utils.get_spec", ())
+SPEC = _uses("sglang.srt.speculative.eagle_utils.get_spec")
 """Called, not hooked: the server's options for speculation."""
-WALK = SglangFunction(
+WALK = _uses(
     "sglang.srt.speculative.eagle_utils.verify_tree_greedy_func",
-    ("predicts", "accept_index", "accept_token_num", "candidates"),
+    *("predicts", "accept_index", "accept_token_num", "candidates"),
 )
 """Walks through the tree of proposals along the target's choices."""
-DRAFT = SglangFunction(f"{_DRAFT}.draft", ("self", "batch"))
+DRAFT = _uses(f"{_DRAFT}.draft", "self", "batch")
 """A step's proposals, as the input of their verification."""
-DRAFT_PASSES = SglangFunction(f"{_DRAFT}.draft_forward", ("self", "forward_batch"))
-DRAFT_BACKEND = SglangFunction(f"{_DRAFT}.init_attention_backend", ("self",))
-DRAFT_GRAPHS = SglangFunction(f"{_DRAFT}._capture_cuda_graphs", ("self",))
+DRAFT_PASSES = _uses(f"{_DRAFT}.draft_forward", "self", "forward_batch")
+DRAFT_BACKEND = _uses(f"{_DRAFT}.init_attention_backend", "self")
+DRAFT_GRAPHS = _uses(f"{_DRAFT}._capture_cuda_graphs", "self")
 """Both prepare the draft for one depth."""
-EXTEND_PREFILL = SglangFunction(
-    f"{_DRAFT}._draft_extend_for_prefill", ("self", "batch", "target_hidden_states", "next_token_ids")
-)
-EXTEND_DECODE = SglangFunction(f"{_DRAFT}._draft_extend_for_decode", ("self", "batch", "batch_result"))
-SKIP_EXTEND = SglangFunction(f"{_EAGLE}._stub_skipped_draft_extend", ("self", "batch", "batch_output"))
+EXTEND_PREFILL = _uses(f"{_DRAFT}._draft_extend_for_prefill", "self", "batch", "target_hidden_states", "next_token_ids")
+EXTEND_DECODE = _uses(f"{_DRAFT}._draft_extend_for_decode", "self", "batch", "batch_result")
+SKIP_EXTEND = _uses(f"{_EAGLE}._stub_skipped_draft_extend", "self", "batch", "batch_output")
 """Called, not hooked: SGLang's stub for a draft that skips its reading."""
-TREE = SglangFunction(f"{_WORKER}.organize_draft_results", ("score_list",))
-EXTEND_GRAPH = SglangFunction(
+TREE = _uses(f"{_WORKER}.organize_draft_results", "score_list")
+EXTEND_GRAPH = _uses(
     "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner.execute",
-    ("self", "forward_batch"),
+    *("self", "forward_batch"),
 )
-ARRIVAL = SglangFunction(
-    "sglang.srt.managers.scheduler.Scheduler._maybe_namespace_elastic_radix_cache", ("self", "req")
-)
+ARRIVAL = _uses("sglang.srt.managers.scheduler.Scheduler._maybe_namespace_elastic_radix_cache", "self", "req")
 """Where SGLang sets the namespace that separates a request's cached prefix from others."""
-RELEASE = SglangFunction("sglang.srt.mem_cache.common.release_kv_cache", ("req",))
-STEPS = SglangFunction(
-    "sglang.srt.speculative.adaptive_spec_params.AdaptiveSpeculativeParams.get_steps_for_batch", ("self", "batch_size")
+RELEASE = _uses("sglang.srt.mem_cache.common.release_kv_cache", "req")
+STEPS = _uses(
+    "sglang.srt.speculative.adaptive_spec_params.AdaptiveSpeculativeParams.get_steps_for_batch", "self", "batch_size"
 )
-DEPTH_CHANGE = SglangFunction(f"{_EAGLE}.apply_runtime_state", ("self", "state"))
-CONTEXT = SglangFunction("sglang.srt.runtime_context.get_context", ())
+DEPTH_CHANGE = _uses(f"{_EAGLE}.apply_runtime_state", "self", "state")
+CONTEXT = _uses("sglang.srt.runtime_context.get_context")
 """Called, not hooked: it keeps a list of all changes of the depth."""
-PROCESSED = SglangFunction(
+PROCESSED = _uses(
     "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
     ".process_batch_result_decode",
-    ("self", "batch", "result"),
+    *("self", "batch", "result"),
 )
 """The scheduler has a step's tokens, and has given them to their requests."""
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 WEIGHT_UPDATES = tuple(
-    SglangFunction(f"{_WEIGHTS}.update_weights_from_{source}", ("self", "recv_req"))
+    _uses(f"{_WEIGHTS}.update_weights_from_{source}", "self", "recv_req")
     for source in ("disk", "distributed", "tensor", "ipc")
 )
-WEIGHTS_UPDATED = SglangFunction(f"{_WEIGHTS}.flush_cache_after_weight_update", ("self", "recv_req"))
+WEIGHTS_UPDATED = _uses(f"{_WEIGHTS}.flush_cache_after_weight_update", "self", "recv_req")
 """Called once the target has new weights, also where the draft did not take them or the cache cannot be flushed."""
-LABELLED = SglangFunction("sglang.srt.managers.scheduler.Scheduler.handle_update_weight_version", ("self", "recv_req"))
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+LABELLED = _uses(f"{_SCHEDULER}.handle_update_weight_version", "self", "recv_req", among=OPTIONAL_FUNCTIONS)
 """Takes a label that comes after the weights. Older versions tell their HTTP process alone."""
-IDLE = SglangFunction("sglang.srt.managers.scheduler.Scheduler.is_fully_idle", ("self", "for_health_check"))
+IDLE = _uses(f"{_SCHEDULER}.is_fully_idle", "self", "for_health_check")
 """Not called: whether it can ignore requests that wait, which a flush of the cache asks for while paused."""
 _AMX = "sglang.srt.layers.attention.intel_amx_backend.IntelAMXAttnBackend"
 _ATTEND = ("self", "q", "k", "v", "layer", "forward_batch")
-CPU_PLAN = SglangFunction(f"{_AMX}.init_forward_metadata", ("self", "forward_batch"))
-CPU_EXTEND = SglangFunction(f"{_AMX}.forward_extend", _ATTEND)
-CPU_DECODE = SglangFunction(f"{_AMX}.forward_decode", _ATTEND)
+CPU_PLAN = _uses(f"{_AMX}.init_forward_metadata", "self", "forward_batch", among=CPU_FUNCTIONS)
+CPU_EXTEND = _uses(f"{_AMX}.forward_extend", *_ATTEND, among=CPU_FUNCTIONS)
+CPU_DECODE = _uses(f"{_AMX}.forward_decode", *_ATTEND, among=CPU_FUNCTIONS)
 """Called, not hooked."""
 _TRITON = "sglang.srt.layers.attention.triton_backend.TritonAttnBackend"
-TRITON_PLAN = SglangFunction(f"{_TRITON}.init_forward_metadata", ("self", "forward_batch"))
-TRITON_GRAPH = SglangFunction(f"{_TRITON}.init_forward_metadata_out_graph", ("self", "forward_batch", "in_capture"))
-TRITON_EXTEND = SglangFunction(f"{_TRITON}.forward_extend", _ATTEND)
-TRITON_DECODE = SglangFunction(f"{_TRITON}.forward_decode", _ATTEND)
+TRITON_PLAN = _uses(f"{_TRITON}.init_forward_metadata", "self", "forward_batch", among=GPU_FUNCTIONS)
+TRITON_GRAPH = _uses(
+    f"{_TRITON}.init_forward_metadata_out_graph", "self", "forward_batch", "in_capture", among=GPU_FUNCTIONS
+)
+TRITON_EXTEND = _uses(f"{_TRITON}.forward_extend", *_ATTEND, among=GPU_FUNCTIONS)
+TRITON_DECODE = _uses(f"{_TRITON}.forward_decode", *_ATTEND, among=GPU_FUNCTIONS)
 """Called, not hooked."""
 _OPENAI = "sglang.srt.entrypoints.openai"
 _CONVERTED = ("self", "request", "raw_request")
-CHAT = SglangFunction(f"{_OPENAI}.serving_chat.OpenAIServingChat._convert_to_internal_request", _CONVERTED)
-COMPLETION = SglangFunction(
-    f"{_OPENAI}.serving_completions.OpenAIServingCompletion._convert_to_internal_request", _CONVERTED
-)
-RESPONSE = SglangFunction(
+CHAT = _uses(f"{_OPENAI}.serving_chat.OpenAIServingChat._convert_to_internal_request", *_CONVERTED)
+COMPLETION = _uses(f"{_OPENAI}.serving_completions.OpenAIServingCompletion._convert_to_internal_request", *_CONVERTED)
+RESPONSE = _uses(
     f"{_OPENAI}.serving_responses.OpenAIServingResponses._generate_with_builtin_tools",
-    ("self", "request_id", "request_prompt", "adapted_request", "sampling_params", "context", "raw_request"),
+    *("self", "request_id", "request_prompt", "adapted_request", "sampling_params", "context", "raw_request"),
 )
 """Anthropic's endpoint needs no hook of its own: SGLang turns its messages into chats."""
-TOKENIZED = SglangFunction(
-    "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request", ("self", "obj", "input_ids")
+TOKENIZED = _uses(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request", "self", "obj", "input_ids"
 )
 """SGLang's own checks of a request of any endpoint, once its prompt is token ids."""
 _GRAMMARS = "sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend"
-GRAMMAR = SglangFunction(f"{_GRAMMARS}._init_value_dispatch", ("self", "key", "require_reasoning"))
+GRAMMAR = _uses(f"{_GRAMMARS}._init_value_dispatch", "self", "key", "require_reasoning")
 """Compiles a grammar, in a thread of its own."""
-KEEP_GRAMMAR = SglangFunction(f"{_GRAMMARS}.set_cache", ("self", "key", "value"))
-GRAMMAR_MASK = SglangFunction(
-    "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.fill_vocab_mask", ("self", "vocab_mask", "idx")
+KEEP_GRAMMAR = _uses(f"{_GRAMMARS}.set_cache", "self", "key", "value")
+GRAMMAR_MASK = _uses(
+    "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.fill_vocab_mask", "self", "vocab_mask", "idx"
 )
-SGLANG_FUNCTIONS = (
-    CHECK_ARGS,
-    SPECULATIVE_ARGS,
-    ATTACH,
-    STEP,
-    SAMPLE,
-    VERIFY,
-    VERIFIED,
-    SAMPLED_VERIFY,
-    SPEC,
-    WALK,
-    DRAFT,
-    DRAFT_PASSES,
-    DRAFT_BACKEND,
-    DRAFT_GRAPHS,
-    EXTEND_PREFILL,
-    EXTEND_DECODE,
-    SKIP_EXTEND,
-    TREE,
-    EXTEND_GRAPH,
-    ARRIVAL,
-    RELEASE,
-    STEPS,
-    DEPTH_CHANGE,
-    CONTEXT,
-    PROCESSED,
-    *WEIGHT_UPDATES,
-    WEIGHTS_UPDATED,
-    IDLE,
-    CHAT,
-    COMPLETION,
-    RESPONSE,
-    TOKENIZED,
-    GRAMMAR,
-    KEEP_GRAMMAR,
-    GRAMMAR_MASK,
-)
-CPU_FUNCTIONS = (CPU_PLAN, CPU_EXTEND, CPU_DECODE)
-"""Needed on a CPU only, as `GPU_FUNCTIONS` on a GPU only."""
-GPU_FUNCTIONS = (TRITON_PLAN, TRITON_GRAPH, TRITON_EXTEND, TRITON_DECODE)
-OPTIONAL_FUNCTIONS = (LABELLED,)
-"""Hooked where this SGLang has them."""
 DRAFT_LAYER = SglangFunction(
     "sglang.srt.models.llama_eagle3.LlamaDecoderLayer.forward",
     ("self", "positions", "embeds", "hidden_states", "forward_batch", "residual"),

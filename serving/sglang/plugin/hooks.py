@@ -18,6 +18,7 @@ import structlog
 from serving.request_metadata import HEADER, OTHER_TARGET
 from serving.sglang import one_token
 from serving.sglang.capture.request import attach_metadata, attach_metadata_to_generation, is_for_another_target
+from serving.sglang.plugin import contract
 from serving.sglang.plugin.checks import (
     check_draft_options,
     check_sampling,
@@ -27,50 +28,6 @@ from serving.sglang.plugin.checks import (
     refusing,
     resolve,
     resolved,
-)
-from serving.sglang.plugin.contract import (
-    ARRIVAL,
-    ATTACH,
-    CHAT,
-    CHECK_ARGS,
-    COMPLETION,
-    CPU_EXTEND,
-    CPU_PLAN,
-    DEPTH_CHANGE,
-    DRAFT,
-    DRAFT_BACKEND,
-    DRAFT_GRAPHS,
-    DRAFT_PASSES,
-    EXTEND_DECODE,
-    EXTEND_GRAPH,
-    EXTEND_PREFILL,
-    GRAMMAR,
-    GRAMMAR_MASK,
-    KEEP_GRAMMAR,
-    LABELLED,
-    PROCESSED,
-    RELEASE,
-    RESPONSE,
-    SAMPLE,
-    SAMPLED_VERIFY,
-    SPECULATIVE_ARGS,
-    STEP,
-    STEPS,
-    TOKENIZED,
-    TREE,
-    TRITON_EXTEND,
-    TRITON_GRAPH,
-    TRITON_PLAN,
-    VERIFIED,
-    VERIFY,
-    WALK,
-    WEIGHT_UPDATES,
-    WEIGHTS_UPDATED,
-    SglangFunction,
-    check_hooked,
-    check_not_hooked,
-    check_sglang,
-    functions_of,
 )
 from serving.sglang.plugin.grammars import KeptGrammars, after_compilation
 from serving.sglang.plugin.normed_residual import check_layer
@@ -122,61 +79,61 @@ def _one_line(_: Any, __: str, fields: MutableMapping[str, Any]) -> str:
 def _check_and_hook(settings: PluginSettings) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    check_sglang()
-    check_not_hooked(HookRegistry)
+    contract.check_sglang()
+    contract.check_not_hooked(HookRegistry)
     add_hooks(settings, HookRegistry, HookType)
 
 
 def add_hooks(settings: PluginSettings, registry: Any, hook_type: Any) -> None:
     """Register every hook in SGLang's registry."""
 
-    def add(target: SglangFunction, hook: Any, kind: Kind) -> None:
+    def add(target: contract.SglangFunction, hook: Any, kind: Kind) -> None:
         registry.register(target.path, hook, hook_type[kind.upper()])
 
-    add(CHECK_ARGS, lambda _, args: _check(args, settings), "after")
-    add(SPECULATIVE_ARGS, _around_speculative_args, "around")
-    add(ATTACH, lambda run, worker: _around_attach(run, worker, settings, registry), "around")
-    add(STEP, _around_step, "around")
-    add(SAMPLE, _before_sample, "before")
-    add(VERIFY, _around_verify, "around")
-    add(VERIFIED, _around_verified, "around")
+    add(contract.CHECK_ARGS, lambda _, args: _check(args, settings), "after")
+    add(contract.SPECULATIVE_ARGS, _around_speculative_args, "around")
+    add(contract.ATTACH, lambda run, worker: _around_attach(run, worker, settings, registry), "around")
+    add(contract.STEP, _around_step, "around")
+    add(contract.SAMPLE, _before_sample, "before")
+    add(contract.VERIFY, _around_verify, "around")
+    add(contract.VERIFIED, _around_verified, "around")
     sampled = SampledVerify()
-    add(SAMPLED_VERIFY, sampled.around_sampling, "around")
-    add(SAMPLED_VERIFY, _around_sampled_verify, "around")
-    add(WALK, sampled.around_walk, "around")
-    add(DRAFT, _around_draft, "around")
-    add(DRAFT_PASSES, _around_draft_passes, "around")
+    add(contract.SAMPLED_VERIFY, sampled.around_sampling, "around")
+    add(contract.SAMPLED_VERIFY, _around_sampled_verify, "around")
+    add(contract.WALK, sampled.around_walk, "around")
+    add(contract.DRAFT, _around_draft, "around")
+    add(contract.DRAFT_PASSES, _around_draft_passes, "around")
     if settings.suffix_depth:
-        add(PROCESSED, _after_processed, "after")
-        add(DRAFT_BACKEND, _around_preparing, "around")
-        add(DRAFT_GRAPHS, _around_preparing, "around")
-    add(EXTEND_PREFILL, _around_extend_prefill, "around")
-    add(EXTEND_DECODE, _around_extend_decode, "around")
-    add(TREE, _after_tree, "after")
-    add(EXTEND_GRAPH, _after_extend_graph, "after")
-    add(ARRIVAL, _before_arrival, "before")
-    add(RELEASE, _before_release, "before")
-    add(STEPS, _around_steps, "around")
-    add(DEPTH_CHANGE, _after_depth_change, "after")
-    for update in WEIGHT_UPDATES:
+        add(contract.PROCESSED, _after_processed, "after")
+        add(contract.DRAFT_BACKEND, _around_preparing, "around")
+        add(contract.DRAFT_GRAPHS, _around_preparing, "around")
+    add(contract.EXTEND_PREFILL, _around_extend_prefill, "around")
+    add(contract.EXTEND_DECODE, _around_extend_decode, "around")
+    add(contract.TREE, _after_tree, "after")
+    add(contract.EXTEND_GRAPH, _after_extend_graph, "after")
+    add(contract.ARRIVAL, _before_arrival, "before")
+    add(contract.RELEASE, _before_release, "before")
+    add(contract.STEPS, _around_steps, "around")
+    add(contract.DEPTH_CHANGE, _after_depth_change, "after")
+    for update in contract.WEIGHT_UPDATES:
         add(update, _around_weight_update, "around")
-    add(WEIGHTS_UPDATED, _around_weights_updated, "around")
-    if LABELLED in functions_of():
-        add(LABELLED, _after_label, "after")
-    if CPU_PLAN in functions_of():
-        add(CPU_PLAN, one_token.after_cpu_plan, "after")
-        add(CPU_EXTEND, one_token.around_cpu_extend, "around")
+    add(contract.WEIGHTS_UPDATED, _around_weights_updated, "around")
+    if contract.LABELLED in contract.functions_of():
+        add(contract.LABELLED, _after_label, "after")
+    if contract.CPU_PLAN in contract.functions_of():
+        add(contract.CPU_PLAN, one_token.after_cpu_plan, "after")
+        add(contract.CPU_EXTEND, one_token.around_cpu_extend, "around")
     else:
-        add(TRITON_PLAN, one_token.around_triton_plan, "around")
-        add(TRITON_GRAPH, one_token.around_triton_plan, "around")
-        add(TRITON_EXTEND, one_token.around_triton_extend, "around")
-    for endpoint in (CHAT, COMPLETION):
+        add(contract.TRITON_PLAN, one_token.around_triton_plan, "around")
+        add(contract.TRITON_GRAPH, one_token.around_triton_plan, "around")
+        add(contract.TRITON_EXTEND, one_token.around_triton_extend, "around")
+    for endpoint in (contract.CHAT, contract.COMPLETION):
         add(endpoint, before_conversion, "before")
-    add(RESPONSE, before_response, "before")
-    add(TOKENIZED, check_request, "before")
-    add(GRAMMAR, after_compilation, "after")
-    add(KEEP_GRAMMAR, KeptGrammars().before_keeping, "before")
-    add(GRAMMAR_MASK, after_grammar_mask, "after")
+    add(contract.RESPONSE, before_response, "before")
+    add(contract.TOKENIZED, check_request, "before")
+    add(contract.GRAMMAR, after_compilation, "after")
+    add(contract.KEEP_GRAMMAR, KeptGrammars().before_keeping, "before")
+    add(contract.GRAMMAR_MASK, after_grammar_mask, "after")
 
 
 def _check(args: Any, settings: PluginSettings) -> None:
@@ -198,7 +155,7 @@ def _around_attach(run: Any, worker: Any, settings: PluginSettings, registry: An
     """Build the runtime before SGLang captures graphs, start it after: meanwhile no other thread may use the device."""
     from serving.sglang.plugin.runtime import EngineRuntime
 
-    refusing(check_hooked, registry)
+    refusing(contract.check_hooked, registry)
     runtime = refusing(EngineRuntime, worker, settings)
     _runtimes[id(worker)] = runtime
     draft = worker.draft_worker
