@@ -13,70 +13,79 @@ from serving.hotswap.follower import SwapLog
 from serving.metrics import GroupTextMetrics
 from serving.speedup import Speedup
 
+Count = int | None
+"""A count since the process began: summed over all engines, ended ones included."""
+CountsBy = Mapping[str, int]
+"""Such counts by a label."""
+Mean = float | None
+"""Averaged over engines. The averaged ends of intervals are at least as wide apart as the interval of the mean."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineReport:
-    """The plugin's last report; None for fields that it lacks."""
+    """The plugin's last report; None for fields that it lacks. In a pool's report, fields of the types `Count`,
+    `CountsBy` and `Mean` are merged as these say, others as `_merged` does.
+    """
 
     version: int | None
     refused: frozenset[int]
     """Versions that can never be installed there."""
-    swaps: int | None
-    swap_failures: int | None
+    swaps: Count
+    swap_failures: Count
     last_stall_ms: float | None
-    steps: int | None
+    steps: Count
     depth: int | None
-    verifications: int | None
-    verified_tokens: int | None
+    verifications: Count
+    verified_tokens: Count
     """Divided by `verifications`: the acceptance length."""
-    rounds: Mapping[str, int]
+    rounds: CountsBy
     """Decode steps by mode, speculative or control; `decode_ms` and `round_tokens` have the same keys."""
-    decode_ms: Mapping[str, int]
-    round_tokens: Mapping[str, int]
-    proposals: Mapping[str, int]
+    decode_ms: CountsBy
+    round_tokens: CountsBy
+    proposals: CountsBy
     """Verified proposals of the head by position, and the accepted ones; then those of earlier text."""
-    accepted: Mapping[str, int]
-    text_proposals: Mapping[str, int]
-    text_accepted: Mapping[str, int]
-    accepted_text: Mapping[str, int]
+    accepted: CountsBy
+    text_proposals: CountsBy
+    text_accepted: CountsBy
+    accepted_text: CountsBy
     """Accepted proposals from earlier text, by whose text it was."""
-    verifications_by_length: Mapping[str, int]
+    verifications_by_length: CountsBy
     """By source, what is measured and its upper bound in tokens, as "head/context/512"; so is `tokens_by_length`."""
-    tokens_by_length: Mapping[str, int]
+    tokens_by_length: CountsBy
     text_tokens: int | None
     """Tokens of earlier text that are kept."""
-    text_evicted: int | None
+    text_evicted: Count
     """Windows of earlier text that were evicted."""
-    group_text: Mapping[str, int]
+    group_text: CountsBy
     """Tokens of prompt groups that engines share, by outcome."""
-    group_text_lags: Mapping[str, int]
+    group_text_lags: CountsBy
     """Pieces of group text that took at most so many seconds, by seconds; `group_text_lag_ms` is the sum of all."""
-    group_text_lag_ms: int | None
-    group_texts_evicted: int | None
-    group_texts_unreadable: int | None
-    captured: int | None
-    appended: int | None
+    group_text_lag_ms: Count
+    group_texts_evicted: Count
+    group_texts_unreadable: Count
+    captured: Count
+    appended: Count
     pending: int | None
-    dropped_by_reason: Mapping[str, int]
-    branch_rows: Mapping[str, int]
+    dropped_by_reason: CountsBy
+    branch_rows: CountsBy
     """Rows of rejected proposals that were drawn for a trace, by outcome."""
-    trace_bytes: int | None
-    trace_tokens: int | None
-    capture_share: float | None
+    trace_bytes: Count
+    trace_tokens: Count
+    capture_share: Mean
     """Share of finished traces that sampling keeps."""
-    speedup: float | None
-    speedup_lower: float | None
-    speedup_upper: float | None
+    speedup: Mean
+    speedup_lower: Mean
+    speedup_upper: Mean
     """Ends of the 95% interval of the measured speedup."""
-    end_to_end: float | None
+    end_to_end: Mean
     """The speedup with prompts included, then the ends of its interval."""
-    end_to_end_lower: float | None
-    end_to_end_upper: float | None
-    speedup_estimated: float | None
-    baseline_ms_per_token: float | None
+    end_to_end_lower: Mean
+    end_to_end_upper: Mean
+    speedup_estimated: Mean
+    baseline_ms_per_token: Mean
     watched: int | None
     """The version on trial; 0 where none is."""
-    verdicts: Mapping[str, int]
+    verdicts: CountsBy
     """How trials of versions ended."""
     last_verdict: str
     failures: Mapping[str, int]
@@ -135,24 +144,19 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "str": str,
     "frozenset[int]": _versions,
     "Mapping[str, int]": _counts,
+    "Count": _integer,
+    "CountsBy": _counts,
+    "Mean": _number,
 }
 """By the annotation of a field of `EngineReport`."""
-_COUNTS = (
-    *("swaps", "swap_failures", "steps", "verifications", "verified_tokens"),
-    *("captured", "appended", "trace_bytes", "trace_tokens", "text_evicted"),
-    *("group_text_lag_ms", "group_texts_evicted", "group_texts_unreadable"),
-)
-_COUNTS_BY = (
-    *("rounds", "decode_ms", "round_tokens", "proposals", "accepted", "text_proposals", "text_accepted"),
-    *("verifications_by_length", "tokens_by_length", "dropped_by_reason", "verdicts", "group_text", "group_text_lags"),
-    *("branch_rows", "accepted_text"),
-)
-_MEANS = (
-    *("speedup", "speedup_lower", "speedup_upper", "speedup_estimated", "baseline_ms_per_token"),
-    *("end_to_end", "end_to_end_lower", "end_to_end_upper"),
-    "capture_share",
-)
-"""Averaged over engines. The averaged ends are at least as wide apart as the interval of the mean."""
+
+
+def _fields(kind: str) -> tuple[str, ...]:
+    """Names of the report's fields that are annotated with this."""
+    return tuple(field.name for field in dataclasses.fields(EngineReport) if field.type == kind)
+
+
+_COUNTS, _COUNTS_BY, _MEANS = map(_fields, ("Count", "CountsBy", "Mean"))
 MOST_SILENT = 100
 """Silent engines that are remembered, since their counts go on if they report again. Others count as ended."""
 
