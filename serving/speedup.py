@@ -207,7 +207,7 @@ def measure(blocks: Sequence[Sums]) -> Speedup:
 
     The standard error of the logarithm is a jackknife's, which leaves out one group of neighbouring blocks at a time
     (Efron and Tibshirani, "An Introduction to the Bootstrap", chapter 11). There is no interval where there are fewer
-    than five groups, or most of the control rounds are in one of them.
+    than five groups, or where one of them has all rounds of an arm.
     """
     total = Sums.over(blocks)
     found = total.speedup()
@@ -215,7 +215,7 @@ def measure(blocks: Sequence[Sums]) -> Speedup:
     groups = [Sums.over(blocks[first : first + size]) for first in range(0, len(blocks), size)]
     ratios = [Sums().merge(total).merge(group, -1).speedup().ratio for group in groups]
     logs = [math.log(ratio) for ratio in ratios if ratio is not None and ratio > 0]
-    if not found.ratio or len(groups) < _FEWEST_GROUPS or len(logs) < len(groups) - 1:
+    if not found.ratio or len(groups) < _FEWEST_GROUPS or len(logs) < len(groups):
         return found
     mean = sum(logs) / len(logs)
     error = math.sqrt((len(logs) - 1) / len(logs) * sum((one - mean) ** 2 for one in logs))

@@ -45,6 +45,26 @@ def test_the_ratio_compares_equal_batch_sizes() -> None:
     assert (measured.lower, measured.upper) == (None, None), "one stretch of time says nothing about its spread"
 
 
+def test_time_that_all_tokens_need_counts_for_those_that_are_compared() -> None:
+    sums = Sums()
+    sums.add(1, False, 10.0, 100)
+    sums.add(1, True, 15.0, 300)
+    sums.add_shared(8.0)
+    # 300 of 400 tokens need 6 s of it; plainly they would have taken 30 s.
+    assert sums.speedup().ratio == pytest.approx((30 + 6) / (15 + 6))
+
+
+@pytest.mark.parametrize("where_drafted", [range(20), range(1)])
+def test_control_rounds_of_a_single_stretch_give_no_interval(where_drafted: range) -> None:
+    stretches = [Sums() for _ in range(20)]
+    stretches[7].add(1, False, 1.0, 100)
+    for number in where_drafted:
+        stretches[number].add(1, True, 0.5, 100)
+    measured = measure(stretches)
+    assert measured.ratio == pytest.approx(2.0)
+    assert (measured.lower, measured.upper) == (None, None)
+
+
 def test_without_a_baseline_there_is_no_ratio() -> None:
     sums = Sums()
     sums.add(1, True, 1.0, 5)
