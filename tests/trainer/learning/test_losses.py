@@ -225,6 +225,18 @@ def test_a_rejection_where_one_token_is_served_lowers_the_rejected_one(
     assert stepped_1D.softmax(-1)[0, REJECTED] < logits_1D.detach().softmax(-1)[0, REJECTED]
 
 
+@pytest.mark.parametrize("term", ["discard", "policy_gradient", "margin"])
+@pytest.mark.parametrize("ratio", [0.25, 1.6])
+def test_a_recorded_verdict_weighs_by_what_the_draft_says_now_over_what_it_said_then(term: str, ratio: float) -> None:
+    logits_1D, said_then = torch.zeros(1, D), -math.log(D) - math.log(ratio)
+    labels, verdict = rejection(logits_1D[0], SamplingParams(), logprob=said_then)
+
+    def loss(mix: str) -> float:
+        return float(sum(LossMix.parse(mix).on_proposals(logits_1D, labels, verdict, baseline=0.3)))
+
+    assert loss(f"{term},correction=tis") == pytest.approx(ratio * loss(term), rel=1e-4)
+
+
 def test_a_greedy_rejection_of_the_likeliest_token_teaches_nothing() -> None:
     """A tie: the target emitted the other of two tokens that weigh the same."""
     labels, verdict = rejection(torch.zeros(D), SamplingParams(temperature=0.0))

@@ -211,6 +211,17 @@ def test_equal_distributions_always_agree_and_an_unknown_token_never_does(
     assert 0 <= float(acceptance(far, labels, torch.tensor([0]))) < 1e-6
 
 
+@pytest.mark.parametrize("token", [0, 1])
+def test_under_shared_noise_tokens_below_the_kept_ones_count_as_if_p_were_proportional_to_q(token: int) -> None:
+    p, q = torch.tensor([0.5, 0.3, 0.12, 0.08]), torch.tensor([0.2, 0.3, 0.3, 0.2])
+    logprobs = p[None, :2].log().half()
+    is_constrained = torch.zeros(1, dtype=torch.bool)
+    labels = make_labels(torch.tensor([[0, 1]]), logprobs, is_constrained, SamplingParams(), torch.arange(4))
+    by_hand = 1 / torch.maximum(p, q * p[token] / q[token]).sum()
+    acceptance = coupled_acceptance(q.log()[None], labels, torch.tensor([token]))
+    assert float(acceptance) == pytest.approx(float(by_hand), rel=2e-3)
+
+
 DEPTH = 4
 
 

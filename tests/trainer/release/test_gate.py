@@ -102,27 +102,45 @@ def test_answers_to_one_prompt_are_summed() -> None:
     assert by_prompt(answers) == [pair((40, 14), (42, 21)), pair((9, 3), (9, 9))]
 
 
-def test_the_gate_counts_prompts(tmp_path: Path) -> None:
-    """A draft that is a tenth better, on eight answers to each of a few prompts."""
-    held_out = HeldOut(share=0.5, max_traces=100, max_bytes=1e9, max_tenant_share=1.0, seed=0)
-    golden = GoldenSet(max_traces=0, max_bytes=0, max_tenant_share=1.0)
-    incumbent, candidate = make_draft(1), make_draft(2)
-    change = {id(incumbent): 0.0, id(candidate): 0.1}
+class GateScene:
+    """The gate, and a candidate that is a tenth better than version 1 on any trace."""
 
-    def score(draft: Eagle3Draft, one: Stored, _: TrainerConfig) -> AcceptanceCounts:
-        return accepted(1, one.trace_id, change[id(draft)])
+    def __init__(self, root: Path) -> None:
+        self.held_out = HeldOut(share=0.5, max_traces=100, max_bytes=1e9, max_tenant_share=1.0, seed=0)
+        self.golden = GoldenSet(max_traces=100, max_bytes=1e9, max_tenant_share=1.0)
+        incumbent, self._candidate = make_draft(1), make_draft(2)
 
-    config = config_for(tmp_path, tmp_path)
-    gate = CandidateGate(held_out, golden, config, Ranks(), load_draft=lambda _: incumbent, score=score)
-    found = []
-    for prompt in range(MIN_TRACES):
-        for index in range(8):
-            held_out.keep(stored_of(f"{prompt}-{index}", prompt_hash=b"%d" % prompt))
-        judged = gate.judge(candidate, incumbent=1)
+        def score(draft: Eagle3Draft, one: Stored, _: TrainerConfig) -> AcceptanceCounts:
+            return accepted(1, one.trace_id, 0.1 if draft is self._candidate else 0.0)
+
+        sets, config = (self.held_out, self.golden), config_for(root, root)
+        self._gate = CandidateGate(*sets, config, Ranks(), load_draft=lambda _: incumbent, score=score)
+
+    def judge(self) -> tuple[int, GateOutcome]:
+        """(number of fresh prompts, outcome)."""
+        judged = self._gate.judge(self._candidate, incumbent=1)
         assert judged is not None
         assert judged.fresh is not None
-        found.append((judged.fresh.num_traces, judged.outcome))
+        return judged.fresh.num_traces, judged.outcome
+
+
+def test_the_gate_counts_prompts(tmp_path: Path) -> None:
+    """Eight answers to each of a few prompts."""
+    scene, found = GateScene(tmp_path), []
+    for prompt in range(MIN_TRACES):
+        for index in range(8):
+            scene.held_out.keep(stored_of(f"{prompt}-{index}", prompt_hash=b"%d" % prompt))
+        found.append(scene.judge())
     assert found == [(1, GateOutcome.HOLD), (2, GateOutcome.HOLD), (3, GateOutcome.HOLD), (4, GateOutcome.PROMOTE)]
+
+
+def test_golden_traces_count_as_fresh_while_the_pool_is_young(tmp_path: Path) -> None:
+    scene = GateScene(tmp_path)
+    for prompt in range(MIN_TRACES):
+        scene.golden.keep(stored_of(f"{prompt}", prompt_hash=b"%d" % prompt))
+    assert scene.judge() == (MIN_TRACES, GateOutcome.PROMOTE)
+    scene.held_out.is_young = False
+    assert scene.judge() == (0, GateOutcome.HOLD)
 
 
 def test_one_trace_or_none_bounds_nothing() -> None:

@@ -144,15 +144,19 @@ def test_two_rollbacks_in_a_row_pause_publishing_and_it_begins_again_with_one_on
     assert desk.kinds() == 3 * ["publishing_paused", "publishing_resumed"]
 
 
-def test_a_trial_without_a_verdict_holds_up_publishing_for_as_long_as_a_pause_and_no_longer(desk: Desk) -> None:
-    for version in (2, 3):
+@pytest.mark.parametrize("num_rollbacks", [2, 3])
+def test_a_trial_without_a_verdict_holds_up_publishing_for_as_long_as_a_pause_and_no_longer(
+    desk: Desk, num_rollbacks: int
+) -> None:
+    for version in range(2, 2 + num_rollbacks):
         desk.roll_back(version)
-    desk.make(4, VersionState.LIVE)  # and its engine goes away
-    desk.published = 4
-    desk.poll(4, after_s=2 * PAUSE_S)
-    desk.poll(4, after_s=PAUSE_S - 10)
+    desk.make(9, VersionState.LIVE)  # and its engine goes away
+    desk.published = 9
+    held_s = pause_s(num_rollbacks, PAUSE_S)
+    desk.poll(9, after_s=2 * held_s)
+    desk.poll(9, after_s=held_s - 10)
     assert desk.watch.paused
-    desk.poll(4, after_s=20)
+    desk.poll(9, after_s=20)
     assert not desk.watch.paused
 
 

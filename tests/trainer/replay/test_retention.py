@@ -22,6 +22,7 @@ from speculator.versions.lineage import MAX_TENANTS, TenantCounts, counts_of, jo
 from speculator.versions.store import DraftStore
 from tests.fixtures.traces import send, with_header
 from tests.trainer.examples import metric, promote, record
+from tests.trainer.stored import stored_of
 from tests.trainer.trainers import MakeTrainer
 from trainer import throttle
 from trainer.loop import Trainer
@@ -173,6 +174,15 @@ def test_traces_from_before_the_order_are_refused_and_later_ones_learnt(
     trainer.read(block_ms=0)
     assert stream.lag().length == 1, "nor is it left in the stream"
     trainer.close()
+
+
+def test_an_order_from_before_the_start_covers_nothing_that_was_made_after_it(redis_client: redis.Redis) -> None:
+    erasures, remover = ErasureOrders(redis_client, "toy"), TraceRemover(redis_client, "toy")
+    at_ms = erasures.order("anna")
+    policy = RetentionPolicy(erasures, remover, name="t", ttl_s=0, metrics=TrainerMetrics(CollectorRegistry()))
+    policy.poll()
+    made = [stored_of("t", tenant="anna", created_ms=created_ms).provenance for created_ms in (at_ms, at_ms + 1)]
+    assert [policy.reason(one) for one in made] == ["erased", None]
 
 
 def test_an_order_covers_all_that_has_come_from_an_engine_whose_clock_is_ahead(

@@ -96,10 +96,11 @@ def test_the_oldest_groups_are_forgotten(stream: RewardStream, redis_client: red
     assert [weight(weights, f"{number}/0") for number in (0, 1, 2, MAX_GROUPS)] == [1.0, 1.0, 2.0, 2.0]
 
 
-def test_a_tenants_rewards_are_removed(stream: RewardStream) -> None:
+def test_a_tenants_rewards_are_removed_and_what_may_be_its(stream: RewardStream, redis_client: redis.Redis) -> None:
     stream.append([group("a", 1, 0), group("b", 1, 0, tenant="other")])
-    assert stream.remove("t", dry_run=True) == 1
-    assert stream.remove("t") == 1
+    redis_client.xadd(RedisKeys(model_key="toy").rewards, {"rewards": b"unreadable"})
+    assert stream.remove("t", dry_run=True) == 2
+    assert stream.remove("t") == 2
     assert stream.remove("t") == 0
     assert [one.tenant for one in stream.read("0", 10)[0]] == ["other"]
 
