@@ -9,7 +9,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from serving.capture.recorder import ErasureWatch, TraceRecorder
+from serving.capture.recorder import ErasureWatch, TraceRecorder, memory_bytes
 from serving.engine import CapturePolicy
 from serving.local.request import TopK
 from speculator.errors import StreamError
@@ -62,6 +62,21 @@ def test_a_tenants_queued_traces_go_and_others_stay() -> None:
     assert stats.captured == stats.appended + stats.dropped == 4
     recorder.submit(make_trace(trace_id="new", tenant="anna"))
     wait_until(lambda: stream.begun[-1] == "new")
+    recorder.close(5)
+
+
+def test_what_was_erased_leaves_its_room_to_others() -> None:
+    stream = Held()
+    recorder = TraceRecorder(lambda: stream, max_buffer_bytes=int(3.5 * memory_bytes(make_trace(tenant="anna"))))
+    for number in range(3):
+        recorder.submit(make_trace(trace_id=str(number), tenant="anna"))
+    wait_until(lambda: stream.begun == ["0"])
+    forgetting = threading.Thread(target=recorder.forget, args=({"anna"},))
+    forgetting.start()
+    wait_until(lambda: recorder.stats().dropped == 3)
+    assert all(recorder.submit(make_trace(trace_id=f"new{number}", tenant="bo")) for number in range(2))
+    stream.gate.set()
+    forgetting.join(20)
     recorder.close(5)
 
 

@@ -169,6 +169,21 @@ def test_one_engine_has_the_canarys_slot_until_it_expires_or_gives_it_back(redis
     assert pointer.hold_canary(holder("a"), ttl_s=60, on_probation=True).is_held
 
 
+def test_an_engine_that_has_lost_the_slot_cannot_give_it_back_for_another(redis_client: redis.Redis) -> None:
+    pointer = DraftPointer(redis_client, MODEL)
+    pointer.hold_canary(holder("a"), ttl_s=60, on_probation=True)
+    pointer.release_canary(holder("b"))
+    assert not pointer.hold_canary(holder("c"), ttl_s=60, on_probation=True).is_held
+
+
+def test_an_engine_that_gets_the_slot_no_longer_waits_for_it(redis_client: redis.Redis) -> None:
+    pointer = DraftPointer(redis_client, MODEL)
+    pointer.hold_canary(holder("a"), ttl_s=60, on_probation=True)
+    assert not pointer.hold_canary(holder("b"), ttl_s=60, on_probation=True).is_held
+    pointer.release_canary(holder("a"))
+    assert pointer.hold_canary(holder("b"), ttl_s=60, on_probation=True) == CanarySlot(True, False, 0)
+
+
 def test_the_slot_is_given_once_however_many_ask_together(redis_client: redis.Redis) -> None:
     pointer, start = DraftPointer(redis_client, MODEL), threading.Barrier(8)
 

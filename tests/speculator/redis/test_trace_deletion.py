@@ -10,12 +10,14 @@ import stat
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import redis
 
 from speculator.errors import ConfigError, StreamError, TraceError
+from speculator.host import now_ms
 from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
 from speculator.redis import client as redis_of_ours
 from speculator.redis import trace_deletion
@@ -84,6 +86,22 @@ def test_acked_pending_and_undelivered_entries_go(redis_client: redis.Redis) -> 
     assert redis_client.xlen(RedisKeys(model_key="toy").dead_letters) == 0
 
 
+def test_an_entry_that_is_acked_just_before_its_removal_is_not_counted_twice(redis_client: redis.Redis) -> None:
+    stream = open_stream(redis_client)
+    fill(stream, ["anna", "anna"])
+    first, _ = stream.read(2, 0)
+
+    class Late(redis.Redis):
+        def pipeline(self, transaction: Any = True, shard_hint: Any = None) -> Any:
+            stream.ack([first.id])
+            return super().pipeline(transaction, shard_hint)
+
+    late = Late(connection_pool=redis_client.connection_pool)
+    assert TraceRemover(late, "toy").remove(is_annas) == Removed(stream=2)
+    lag = stream.lag()
+    assert (lag.acked, lag.erased, balanced(lag)) == (1, 1, True)
+
+
 def test_an_empty_stream_has_nothing(redis_client: redis.Redis) -> None:
     assert TraceRemover(redis_client, "toy").remove(is_annas) == Removed()
 
@@ -133,6 +151,14 @@ def test_a_user_who_may_not_ask_for_it_is_told_so_at_once(tmp_path: Path) -> Non
     with EmbeddedRedis(tmp_path) as server, connect(server.url) as client:
         client.execute_command("ACL", "SETUSER", "default", "-bgrewriteaof")
         assert not TraceRemover(client, "toy").compact()
+
+
+def test_a_rewrite_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with EmbeddedRedis(tmp_path) as server, connect(server.url) as client:
+        state = {**client.info("persistence"), "aof_last_bgrewrite_status": "err"}
+        monkeypatch.setattr(client, "info", lambda _: state)
+        with pytest.raises(StreamError, match="could not be rewritten"):
+            TraceRemover(client, "toy").compact()
 
 
 def test_commands_that_a_provider_leaves_out_are_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,6 +236,12 @@ def test_a_clock_that_is_ahead_ages_no_entries(redis_client: redis.Redis, monkey
     ahead = open_stream(redis_client, ttl_s=3600)
     ahead.append(encode_trace(trace_of(9, "bo")), trace_id="third")
     assert ahead.lag().length == 3
+
+
+def test_an_order_is_newer_than_all_before_it_though_a_clock_was_ahead(redis_client: redis.Redis) -> None:
+    orders, ahead_ms = ErasureOrders(redis_client, "toy"), now_ms() + 10**6
+    redis_client.hset(RedisKeys(model_key="toy").erasures, "anna", ahead_ms)
+    assert ahead_ms < orders.order("bo") < orders.order("bo") < orders.order("anna")
 
 
 @pytest.mark.parametrize("skew_ms", [10**6, -(10**6)])
