@@ -54,6 +54,18 @@ def test_a_version_that_accepts_a_third_of_the_incumbents_proposals_is_taken_bac
     assert taken[15] <= 700
 
 
+def test_requests_that_differ_by_chance_alone_are_judged_the_sooner() -> None:
+    """What chance does to a request's sum is no difference between requests."""
+    taken = []
+    for seed in range(2):
+        rng, watch = random.Random(seed), LiveWatch(1)
+        take_in(watch, rounds(rng, 1, {CHAT: 3.0}), 8000)
+        verdict = run_trial(watch, 2, rounds(rng, 2, {CHAT: 2.3}), look_every=20)
+        assert verdict.outcome is TrialOutcome.ROLLED_BACK
+        taken.append(float(verdict.numbers["rounds"] or 0))
+    assert sum(taken) / 2 < 475
+
+
 def _looks(rng: random.Random, version: int, rate: float) -> Iterator[WatchedRound]:
     """Endless looks at a head that is not used, which are right so often."""
     stratum = Stratum(CHAT.domain, CHAT.sampling, of_probes=True)
@@ -208,6 +220,15 @@ def test_a_version_that_costs_more_for_the_same_acceptance_is_slower() -> None:
         assert verdict.outcome is TrialOutcome.ROLLED_BACK
         assert verdict.reason == "slower a token than the incumbent"
         assert float(verdict.numbers["time_change"] or 0) == pytest.approx(0.4, abs=0.1)
+
+
+def test_a_version_whose_longer_rounds_commit_more_for_it_is_not_slower() -> None:
+    """A quarter longer, for half as many tokens again."""
+    for seed in range(2):
+        rng, watch = random.Random(seed), LiveWatch(1)
+        take_in(watch, rounds(rng, 1, {CHAT: 1.7}, control_share=0.05), 3000)
+        verdict = run_trial(watch, 2, rounds(rng, 2, {CHAT: 2.6}, control_share=0.05, round_s=0.05))
+        assert verdict.outcome is TrialOutcome.PROMOTED, verdict
 
 
 @pytest.mark.parametrize("control_share", [0.0, 0.05])

@@ -212,6 +212,21 @@ def test_a_version_that_is_judged_just_before_an_engine_takes_the_slot_is_not_tr
     assert (a.installed, scene.canary) == ([], None)
 
 
+def test_a_version_that_is_promoted_just_before_an_engine_takes_the_slot_serves_without_a_trial(scene: Scene) -> None:
+    (a,) = scene.start("a")
+    scene.pointer.publish(2)
+
+    def promote() -> None:
+        for state in (VersionState.LIVE, VersionState.PROMOTED):
+            scene.states.move(2, state, actor="engine:b")
+
+    a.line.on_hold = promote
+    scene.follow()
+    assert (a.installed, scene.canary) == ([], None)
+    scene.follow()
+    assert (a.draft, a.watch.watched) == (2, None)
+
+
 @pytest.mark.parametrize("is_promoted", [True, False])
 def test_every_engine_leaves_a_version_that_is_barred(scene: Scene, is_promoted: bool) -> None:
     """By the trainer's review, or by an operator."""

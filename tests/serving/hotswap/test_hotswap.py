@@ -384,6 +384,23 @@ def test_a_rollback_passes_over_an_incumbent_that_was_removed(scene: Scene) -> N
     scene.follower.poll()
     assert (scene.engine.draft_version, scene.pointer.version) == (1, 1)
     assert scene.states.state(2) is VersionState.QUARANTINED
+    assert scene.watch.baseline_verifications == 0, "the next one is not compared with what was removed"
+    scene.serve()
+    scene.follower.poll()
+    assert scene.watch.baseline_verifications > 0
+
+
+def test_a_version_that_is_barred_in_service_gives_way_to_the_last_good_one(scene: Scene) -> None:
+    """Not to the one that this engine began with."""
+    for version in (2, 3):
+        for state in (VersionState.LIVE, VersionState.PROMOTED):
+            scene.states.move(version, state, actor="engine:f")
+    scene.pointer.version = 3
+    scene.follower.poll()
+    assert scene.engine.draft_version == 3
+    scene.states.bar(3, actor="trainer:review", reason="accepts less")
+    scene.follower.poll()
+    assert (scene.engine.draft_version, scene.pointer.version) == (2, 2)
 
 
 def test_a_pinned_version_comes_at_once_and_is_not_tried(scene: Scene) -> None:
