@@ -161,6 +161,47 @@ def test_a_sample_is_as_old_as_its_first_tokens() -> None:
     scheduler.check()
 
 
+def test_what_an_engine_of_an_older_target_says_is_as_new_as_its_lease() -> None:
+    """The lease was given under target 2, which the engine serves; its label may still say 1."""
+    scheduler = divided()
+    scheduler.announce_target(2)
+    scheduler.submit(request("a", samples=1, max_staleness=0))
+    (lease,) = scheduler.next_for("x", 1, ROOMY)
+    assert scheduler.target_seen(lease, 1) == []
+    assert (lease.target_version, sample(scheduler, "a0").target_version) == (2, 2)
+    assert not scheduler.is_behind(lease, 1)
+
+
+def test_a_group_is_over_with_the_last_sample_that_it_needs() -> None:
+    scheduler = divided()
+    scheduler.submit(request("a", samples=3, num_needed=2))
+    first, second, _ = scheduler.next_for("x", 3, ROOMY)
+    scheduler.finished(first, (1,), "stop")
+    assert scheduler.redundant("a") == []
+    scheduler.finished(second, (1,), "stop")
+    assert [end.reason for end in scheduler.redundant("a")] == ["redundant"]
+
+
+@pytest.mark.parametrize(("num_said", "reason"), [(5, None), (6, "length"), (7, "length")])
+def test_what_the_environment_says_ends_a_sample_that_it_fills(num_said: int, reason: str | None) -> None:
+    scheduler = divided()
+    scheduler.submit(request("a", samples=1, max_tokens=10, turn_tokens=5))
+    (lease,) = scheduler.next_for("x", 1, ROOMY)
+    assert scheduler.turn_ended(lease, (1,) * 4)
+    end = scheduler.observed(lease.sample_id, (2,) * num_said)
+    assert (None if end is None else end.reason) == reason
+    scheduler.check()
+
+
+@pytest.mark.parametrize(("max_tokens", "reason"), [(5, "done"), (4, "length")])
+def test_a_sample_that_its_environment_ends_is_done_if_it_had_room_left(max_tokens: int, reason: str) -> None:
+    scheduler = divided()
+    scheduler.submit(request("a", samples=1, max_tokens=max_tokens, turn_tokens=5))
+    (lease,) = scheduler.next_for("x", 1, ROOMY)
+    assert scheduler.turn_ended(lease, (1,) * 4)
+    assert scheduler.done(lease.sample_id).reason == reason
+
+
 def test_deadlines_and_cancelling_end_samples_wherever_they_are() -> None:
     scheduler = divided()
     scheduler.submit(request("a", deadline_s=10.0))
@@ -275,7 +316,21 @@ def test_a_sample_that_fails_on_an_engine_goes_on_at_another() -> None:
     (third,) = scheduler.next_for("x", 1, ROOMY)
     scheduler.progressed(third, (1,))
     scheduler.preempted(third)
-    assert names(scheduler.next_for("x", 1, ROOMY)) == ["a0"]
+    (fourth,) = scheduler.next_for("x", 1, ROOMY)
+    assert names([fourth]) == ["a0"]
+    scheduler.progressed(fourth, (0,) * 18)
+    scheduler.preempted(fourth)
+    assert names(scheduler.next_for("y", 1, ROOMY)) == ["a0"], "it has new tokens since it failed there"
+
+
+def test_an_engine_that_comes_back_reads_everything_again() -> None:
+    scheduler = divided()
+    scheduler.submit(request("a", samples=1))
+    (lease,) = scheduler.next_for("x", 1, ROOMY)
+    scheduler.progressed(lease, (1, 2))
+    scheduler.engine_lost("x")
+    scheduler.next_for("x", 1, ROOMY)
+    assert scheduler.num_read_again == 12
 
 
 def test_a_refused_sample_takes_its_group_along_only_before_its_first_token() -> None:

@@ -25,6 +25,17 @@ def scheduler_of(**step_s: float) -> Scheduler:
     return scheduler
 
 
+def test_a_sample_goes_on_where_its_tokens_have_been_read() -> None:
+    scheduler = scheduler_of(x=0.01, y=0.01)
+    scheduler.submit(request("a", samples=2, max_tokens=30))
+    (first,) = scheduler.next_for("x", 1, ROOMY)
+    scheduler.next_for("y", 2, ROOMY, 1)
+    scheduler.progressed(first, (0,) * 15)
+    scheduler.preempted(first)
+    assert scheduler.next_for("y", 1, ROOMY) == []
+    assert names(scheduler.next_for("x", 1, ROOMY)) == ["a0"]
+
+
 def test_an_unknown_engine_is_as_fast_as_the_others_on_average() -> None:
     cost = Cost(0.01)
     assert cost.at("x", 1) == cost.at("y", 8) > 0
