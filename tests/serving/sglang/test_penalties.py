@@ -20,7 +20,8 @@ from tests.serving.sglang.harness import Request
 from tests.serving.sglang.slow_device import NoWaiting, SlowDevice
 
 VOCAB = 11
-STOP = 3
+STOPS = (3, 4, 8, 9)
+"""The request's own, the model's, the tokenizer's, and one that was added to that."""
 PENALTIES = (
     {},
     {"frequency_penalty": 0.5},
@@ -64,14 +65,15 @@ def plainly(request: Request, logits: Tensor, answer: list[int], *, lags: bool) 
         factor = params.repetition_penalty
         logits[token] *= factor if logits[token] < 0 else 1 / factor
     if len(answer) < params.min_new_tokens:
-        logits[STOP] = -torch.inf
+        logits[list(STOPS)] = -torch.inf
     return logits
 
 
 def new_request(rid: str, **params: Any) -> Request:
-    request = Request([5, 6, 7], rid, stop_token_ids={STOP}, **params)
-    request.tokenizer = SimpleNamespace(eos_token_id=None, additional_stop_token_ids=None)
-    request.eos_token_ids = None
+    own, of_model, of_tokenizer, added = STOPS
+    request = Request([5, 6, 7], rid, stop_token_ids={own}, **params)
+    request.tokenizer = SimpleNamespace(eos_token_id=of_tokenizer, additional_stop_token_ids={added})
+    request.eos_token_ids = {of_model}
     return request
 
 
@@ -156,11 +158,13 @@ def check_against_plain(
             bonus = dice.randrange(VOCAB)
             answers[row] += [*(trees[row].tokens[node] for node in path[1:]), bonus]
         if step == 4:
-            # One ends, and another takes its place.
+            # One ends, and more come than there was room for.
             penalties.released(requests.pop(2))
-            requests.append(new_request("late", presence_penalty=0.3))
-            penalties.prefilled(requests[-1])
-            answers = [*answers[:2], *answers[3:], [1]]
+            late = [new_request(f"late-{number}", presence_penalty=0.3) for number in range(12)]
+            for request in late:
+                penalties.prefilled(request)
+            requests += late
+            answers = [*answers[:2], *answers[3:], *([1] for _ in late)]
 
 
 def test_a_batch_without_penalties_is_left_alone() -> None:

@@ -211,6 +211,21 @@ def test_a_verification_behind_the_end_of_an_answer_costs_time_and_says_nothing(
     assert {(one.request_id, one.accepted) for round_ in seen for one in round_.verifications} == {("r0", 3)}
 
 
+def test_the_estimate_leaves_plain_decoding_its_row_behind_an_answers_end() -> None:
+    """It computes one as well: a verification behind the end counts as one that accepts nothing."""
+
+    def estimate(second: Any, accepted: int) -> object:
+        control, (first, _) = make_control(seconds=SECONDS), requests(2)
+        control.started()
+        control.launched([first, second], 3)
+        control.verified([3, accepted])
+        return control.report()["speedup_estimated"]
+
+    (goes_on, over) = requests(2)
+    over.finished_reason = Finish("stop")
+    assert estimate(over, 1) == estimate(goes_on, 0) != estimate(goes_on, 1)
+
+
 def test_text_behind_the_end_of_an_answer_is_not_counted() -> None:
     seen: list[WatchedRound] = []
     control, batch = make_long_control(seen, is_fresh=True), requests(1)
@@ -319,6 +334,25 @@ def test_a_draft_that_now_and_then_seems_to_pay_and_reads_for_it_falls_asleep() 
             break
     assert control.is_asleep
     assert 20 < sum(depth > 0 for depth in depths) < len(depths) - 20
+
+
+@pytest.mark.parametrize("plain_s", [1.0, 0.01])
+def test_a_draft_that_saves_less_than_its_reading_costs_falls_asleep_however_fast_the_machine(plain_s: float) -> None:
+    """Of a plain step, a step with a proposal saves a tenth, and reading takes a fourth in every other step."""
+    device = SlowDevice()
+    control, batch = make_control(device=device), requests(1)
+    for number in range(400):
+        control.limit = 0 if number % 2 else None
+        depth = control.steps_for(1)
+        control.started()
+        device.now_s += plain_s * SECONDS[depth]
+        if not control.needs_no_reading(batch):
+            control.committed()
+            device.now_s += plain_s * (0.25 if depth == 0 else 0.0)
+        control.launched(batch, depth)
+        device.finish()
+        control.verified([int(depth > 0 and number % 20 < 6)])
+    assert control.is_asleep
 
 
 def test_what_sglang_does_between_two_steps_is_part_of_the_second() -> None:
