@@ -5,6 +5,10 @@ number. SGLang's verification applies those of one moment at all nodes of a tree
 step. Here each node gets the penalties of its own path: of what was committed, and of the proposals that lead to it.
 All of it is computed on the device, so that nothing waits for what the last step has committed.
 
+Where SGLang overlaps steps, what a plain server counts depends on the prefills of other requests; here it is what it
+counts for a request alone. After a retraction SGLang forgets what it had counted; here nothing is forgotten. SGLang
+0.5.17 forbids the end below `min_tokens` by fewer of its tokens than later versions, and than here.
+
 Shape letters: B requests, N nodes of a tree, D nodes of a path, V vocabulary, S stop tokens.
 """
 
@@ -79,7 +83,7 @@ class TreePenalties:
         """
 
     def prefilled(self, request: Any) -> None:
-        """Note a request whose prompt is read, with what it had answered before if it was retracted."""
+        """Note a request whose prompt is read, or a chunk of it, with what it had answered if it was retracted."""
         params = request.sampling_params
         asked = params.frequency_penalty, params.presence_penalty, params.repetition_penalty, params.min_new_tokens
         if asked == (0, 0, 1, 0):

@@ -59,7 +59,8 @@ servers, decided = json.loads(sys.argv[1])
 *served, last = [prepare_server_args(flags) for flags in servers]
 for args in served:
     args.resolve_once()
-    print("limit", resolved_view(args).max_running_requests, flush=True)
+    decided_on = resolved_view(args)
+    print("limit", decided_on.max_running_requests, decided_on.enable_mixed_chunk, flush=True)
 last.resolve_once()
 declare_resolution(last, "SGLang itself", **decided)
 last.check_server_args()
@@ -82,13 +83,17 @@ def in_sglangs_process(
 
 
 def test_the_plugin_in_sglangs_own_process(model_dir: Path, draft_store: DraftStore, draft_dir: Path) -> None:
-    """As many requests as a server that does not draft takes, or as somebody says; and a refusal ends it."""
+    """As many requests as a server that does not draft takes, or as somebody says, and no mixed chunks; and a refusal
+    ends it.
+    """
     plain = ["--model-path", str(model_dir), *DEVICE_FLAGS]
     drafting = [*plain, *speculative_flags(draft_dir)]
-    servers = [plain, drafting, [*drafting, "--max-running-requests", "7"], [*drafting, "--quantization", "w8a8_int8"]]
+    asking = [*drafting, "--max-running-requests", "7", "--enable-mixed-chunk"]
+    servers = [plain, drafting, asking, [*drafting, "--quantization", "w8a8_int8"]]
     done = in_sglangs_process(draft_store, servers)
-    limits = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("limit")]
-    assert limits == ["None", "None", "7"], done.stderr[-2000:]
+    limits = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("limit")]
+    assert limits == [["None", "False"], ["None", "False"], ["7", "False"]], done.stderr[-2000:]
+    assert "--enable-mixed-chunk is off" in done.stderr
     assert "went on" not in done.stdout
     assert done.returncode == 2
     last = done.stderr.splitlines()[-1]

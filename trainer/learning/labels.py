@@ -195,7 +195,7 @@ def make_labels(
 ) -> Labels:
     """Labels of R trace rows: ids −1 and log-probabilities −inf where the distribution was not computed.
 
-    Constrained rows (a grammar or a penalty changed the distribution) get no label.
+    Constrained rows (a grammar, a bias or the like changed the distribution) get no label.
     """
     labelled_R = (topk_ids_RK[:, 0] >= 0) & ~constrained_R
     is_greedy = sampling.temperature == 0

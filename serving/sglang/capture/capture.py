@@ -89,8 +89,6 @@ class _Launched:
     """[B, A] of a tree: the accepted path, numbered over these requests."""
     made: DeviceEvent | None = None
     """Reached once the step's stream has computed all of it."""
-    prefills: list[Prefill] = field(default_factory=list)
-    """Prefills that were launched after it and took requests of it along, as mixed chunks do: their rows follow its."""
 
     def tensors(self) -> list[Tensor]:
         found = [self.features, *self.by_node.values()]
@@ -162,17 +160,7 @@ class StepCapture:
             else:
                 # Cloned, since SGLang's sampling overwrites its logits.
                 own["logits"] = picked.clone() if picked is logits else picked
-            prefill = Prefill(self._copier.start(own), tuple(rows))
-            before = self._last_verification_of([ticket for ticket, _, _ in rows])
-            if before is None:
-                self.assembler.hand_over(prefill)
-            else:
-                before.prefills.append(prefill)
-
-    def _last_verification_of(self, tickets: Sequence[CaptureState]) -> _Launched | None:
-        """The newest verification of any of these requests whose verdict is not known yet."""
-        wanted = set(tickets)
-        return next((each for each in reversed(self._launched) if not wanted.isdisjoint(each.tickets)), None)
+            self.assembler.hand_over(Prefill(self._copier.start(own), tuple(rows)))
 
     def before_verify(self, batch: Any) -> Mapping[str, Any]:
         """Read the fields of a verification's input that `after_verify` needs."""
@@ -203,7 +191,7 @@ class StepCapture:
                 tickets[index] = ticket
         self._launched.append(self._staged(tickets, batch, before, result, accept_index, draft_version, text))
         if len(self._launched) > _MOST_LAUNCHED:
-            self._hand_over_prefills(self._launched.popleft())
+            self._launched.popleft()
 
     def verified(self, accepted: Sequence[int]) -> None:
         """Copy the rows of the oldest launched verification, given the number of accepted proposals of each request.
@@ -220,11 +208,6 @@ class StepCapture:
             self._device.wait_event(launched.made)
             self._device.record_stream(launched.tensors())
             self._hand_over(launched, launched.by_tree, [1 + accepted[index] for index in launched.indices])
-        self._hand_over_prefills(launched)
-
-    def _hand_over_prefills(self, launched: _Launched) -> None:
-        for prefill in launched.prefills:
-            self.assembler.hand_over(prefill)
 
     def _hand_over(self, launched: _Launched, by_tree: Packed, counts: Sequence[int]) -> None:
         sizes = self._sizes(launched, counts)

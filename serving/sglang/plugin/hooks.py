@@ -34,6 +34,8 @@ from serving.sglang.plugin.normed_residual import check_layer
 from serving.sglang.sampled_verify import SampledVerify
 from serving.sglang.settings import PluginSettings, is_enabled, load_settings
 
+log = structlog.get_logger(__name__)
+
 Kind = Literal["before", "after", "around"]
 DEPTH_NOTE = "adaptive_spec.restore"
 """What SGLang names as the source of a change of the depth."""
@@ -145,10 +147,17 @@ def _check(args: Any, settings: PluginSettings) -> None:
 
 
 def _around_speculative_args(run: Any, args: Any) -> None:
-    """Let a server that drafts run as many requests at once as one that does not; SGLang's own default is 48."""
-    limit = refusing(lambda: resolved(args).max_running_requests)
+    """Let a server that drafts run as many requests at once as one that does not; SGLang's own default is 48.
+
+    And none mixes prefills with running requests, as in 0.5.17: these would get tokens without a verification, by
+    penalties that SGLang counts wrongly.
+    """
+    asked = refusing(resolved, args)
+    limit, mixes = asked.max_running_requests, asked.enable_mixed_chunk
     run(args)
-    refusing(resolve, args, {"max_running_requests": limit})
+    refusing(resolve, args, {"max_running_requests": limit, "enable_mixed_chunk": False})
+    if mixes:
+        log.warning("slipstream: --enable-mixed-chunk is off, since the server drafts")
 
 
 def _around_attach(run: Any, worker: Any, settings: PluginSettings, registry: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from serving.capture.sampling import BRANCH_ROOM, CaptureSampler
 from serving.request_metadata import HEADER, OTHER_TARGET, RequestMetadata
-from serving.sglang.capture.assembler import Gathering, Prefill
+from serving.sglang.capture.assembler import Gathering
 from serving.sglang.capture.capture import ByteBudget, StepCapture
 from serving.sglang.capture.device_reads import DraftLogprobRecorder, TextRows
 from serving.sglang.capture.request import (
@@ -169,52 +168,6 @@ def test_rows_behind_rejections_beyond_their_budget_are_counted_and_not_copied()
     over = capture.assembler.branch_rows["budget"]
     assert over > 0
     assert kept + over == pytest.approx(0.1 * 400 * 15, rel=0.4)
-
-
-def test_a_prefill_that_takes_running_requests_along_waits_for_the_verdict_before_it() -> None:
-    """`--enable-mixed-chunk`: with overlap scheduling SGLang launches it before it reports that verdict."""
-    traces: list[Trace] = []
-    capture = make_capture(traces)
-    running, new = Request([1, 2, 3], "running"), Request([4, 5], "new")
-    prefill(capture, [running])
-    running.output_ids = [10]
-
-    def mix(hook: Callable[[], object], about: list[Any]) -> object:
-        if not about:
-            batch = SimpleNamespace(reqs=[new, running], prefix_lens=[0, 5], extend_lens=[2, 1])
-            capture.read_prefill(batch, torch.randn(3, WIDTH).bfloat16(), torch.randn(2, VOCAB))
-        return hook()
-
-    verify(capture, [running], [3], [[21, 22]], [1], step=mix)
-    running.output_ids += [31]
-    new.output_ids = [11]
-    verify(capture, [running, new], [6, 2], [[23, 24], [25, 26]], [0, 2])
-    end(capture, running)
-    end(capture, new)
-    settle(capture)
-    assert not capture.assembler.dropped
-    assert {trace.header.request_id: trace.token_ids.tolist() for trace in traces} == {
-        "running": [1, 2, 3, 10, 21, 30, 31],
-        "new": [4, 5, 11, 25, 26],
-    }
-
-
-def test_a_prefill_waits_for_no_verdict_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    capture = make_capture([])
-    running = Request([1, 2, 3])
-    prefill(capture, [running])
-    handed: list[object] = []
-    monkeypatch.setattr(capture.assembler, "hand_over", handed.append)
-
-    def skip(hook: Callable[[], object], about: list[Any]) -> object:
-        return hook() if about else None
-
-    verify(capture, [running], [3], [[21, 22]], [1], step=skip)
-    prefill(capture, [running], [2])
-    assert not handed
-    for _ in range(10):
-        verify(capture, [running], [3], [[21, 22]], [1], step=skip)
-    assert [type(step) for step in handed] == [Prefill]
 
 
 def test_retracted_requests_start_again() -> None:
