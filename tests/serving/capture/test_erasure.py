@@ -67,7 +67,7 @@ def test_a_tenants_queued_traces_go_and_others_stay() -> None:
 
 def test_what_was_erased_leaves_its_room_to_others() -> None:
     stream = Held()
-    recorder = TraceRecorder(lambda: stream, max_buffer_bytes=int(3.5 * memory_bytes(make_trace(tenant="anna"))))
+    recorder = TraceRecorder(stream, max_buffer_bytes=int(3.5 * memory_bytes(make_trace(tenant="anna"))))
     for number in range(3):
         recorder.submit(make_trace(trace_id=str(number), tenant="anna"))
     wait_until(lambda: stream.begun == ["0"])

@@ -342,8 +342,7 @@ def test_a_draft_that_saves_less_than_its_reading_costs_falls_asleep_however_fas
     device = SlowDevice()
     control, batch = make_control(device=device), requests(1)
     for number in range(400):
-        control.limit = 0 if number % 2 else None
-        depth = control.steps_for(1)
+        depth = 0 if number % 2 else control.steps_for(1)
         control.started()
         device.now_s += plain_s * SECONDS[depth]
         if not control.needs_no_reading(batch):
