@@ -2,8 +2,8 @@
 
 All ranks run the same steps in the same order, so they can meet at agreed step numbers, every `MEETING_STEPS` steps.
 They swap a draft at the first meeting at which every rank has staged the same version. Depth follows from step times,
-which differ between ranks: all plan with rank 0's. Only rank 0 watches a new
-draft, and it says which version the others stage.
+which differ between ranks: all plan with rank 0's. Only rank 0 watches a new draft, and it says which version the
+others stage.
 
 Only rank 0 looks for earlier text to propose, on a thread of its own. It broadcasts what it has found at each decode
 step, as SGLang broadcasts new requests.

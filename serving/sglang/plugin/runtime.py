@@ -454,7 +454,6 @@ class EngineRuntime:
             return {}
         if self.text is not None:
             self.text.expire()
-        if self.text is not None:
             for tenant, group_id in self._ended_groups.read():
                 self.text.drop(tenant, group_id)
         return {
