@@ -105,7 +105,7 @@ def _draw_ratios(axis: Any, run: DemoRun) -> None:
         axis.plot(*zip(*clients, strict=True), "o", color="#bf3989", label="a client's clock, prompts included")
     axis.axhline(1.0, color="#57606a", linewidth=0.8)
     axis.grid(axis="y", alpha=0.25)
-    axis.legend(loc="best", frameon=False, fontsize=8.5)
+    axis.legend(loc="lower left", ncols=3, frameon=True, fontsize=8.5)
     axis.set_ylabel("speedup of rounds\n(A/B slices of this run)")
 
 
