@@ -12,8 +12,8 @@ make gpu [ARGS="--stage 1 4 --folder DIR --json FILE --again --quick --device cp
 5 shared: a small model served and learnt from on one card: what clients wait for the trainer.
 
 Each stage leaves its figures in the folder, and one that has them from the same machine, versions and `--quick` is not
-run again. Where there is no GPU, or with
-`--device cpu`, the same steps run on the CPU with a tiny target: they show that the command works, not what a GPU does.
+run again. Where there is no GPU, or with `--device cpu`, the same steps run on the CPU with a tiny target: they show
+that the command works, not what a GPU does.
 """
 
 from __future__ import annotations
