@@ -181,6 +181,20 @@ def test_what_an_engine_says_of_a_lease_that_is_over_counts_for_nothing() -> Non
         assert (result.state, result.reason, len(result.tokens)) == (SampleState.ABORTED, "cancelled", 3)
 
 
+def test_each_sample_goes_to_the_emptiest_engine() -> None:
+    engines = [SeededEngine(name, holds_after=0) for name in "xy"]
+
+    async def talk(driver: Driver, results: Results) -> None:
+        driver.submit([work("a", samples=4, max_tokens=LIMIT)])
+        await until(lambda: sum(engine.num_open for engine in engines) == 4)
+        assert [engine.num_open for engine in engines] == [2, 2]
+        for engine in engines:
+            engine.release.set()
+        await results.wait_for(4)
+
+    drive(talk, *engines)
+
+
 def test_slots_that_others_need_are_given_up_at_once_and_taken_again() -> None:
     engine = SeededEngine("x", holds_after=2)
 
@@ -273,6 +287,25 @@ def test_a_sample_on_which_an_engine_fails_again_and_again_is_given_up() -> None
     assert len(engine.requests) == MAX_FAILURES
 
 
+def test_failures_before_and_after_new_tokens_are_not_in_a_row() -> None:
+    failures = [EngineError("no")] * (MAX_FAILURES - 1)
+    engine = SeededEngine("x", failures=[*failures], holds_after=1)
+
+    async def talk(driver: Driver, results: Results) -> None:
+        driver.submit([work("a", samples=1, max_tokens=LIMIT)])
+        while not engine.num_chunks:
+            driver.tick()
+            await asyncio.sleep(0)
+        engine.num_slots, engine.failures = 0, [*failures]
+        driver.dispatch()
+        engine.num_slots, engine.holds_after = 1, None
+        while not results.by_sample:
+            driver.tick()
+            await asyncio.sleep(0)
+
+    check_whole(drive(talk, engine).by_sample["a0"], limit=LIMIT)
+
+
 def test_an_engine_that_fails_on_everything_takes_no_sample_with_it() -> None:
     """It has free slots at once again, so that a sample could fail there three times in a row."""
     broken = SeededEngine("x", failures=[EngineError("no")] * 1000)
@@ -333,6 +366,7 @@ def test_a_new_target_ends_what_is_too_old_and_stops_the_engine_on_it() -> None:
     told = {name: (result.state, len(result.tokens), result.target_version) for name, result in results.items()}
     assert (told["a0"], told["b0"]) == ((SampleState.STALE, 3, 0), (SampleState.ABORTED, 0, 0))
     assert (told["c0"][0], told["c0"][2], told["d0"][2]) == (SampleState.FINISHED, 0, 1)
+    assert (results["b0"].logprobs, results["b0"].text) == ((), ""), "nor anything else of an old target"
 
 
 def test_a_target_that_moves_before_it_is_announced_mixes_nothing() -> None:

@@ -333,6 +333,15 @@ def test_an_engine_that_comes_back_reads_everything_again() -> None:
     assert scheduler.num_read_again == 12
 
 
+def test_an_engine_that_comes_back_has_not_read_the_groups_prompt() -> None:
+    scheduler = divided()
+    scheduler.submit(request("a", samples=2))
+    scheduler.next_for("x", 1, ROOMY)
+    assert sample(scheduler, "a1").unread_at("x") == 0
+    scheduler.engine_lost("x")
+    assert sample(scheduler, "a1").unread_at("x") == 10
+
+
 def test_a_refused_sample_takes_its_group_along_only_before_its_first_token() -> None:
     scheduler = divided()
     scheduler.submit(request("a", samples=3))

@@ -79,6 +79,22 @@ def test_all_slots_come_back_once_requests_are_gone() -> None:
     assert share.update() == 0.75
 
 
+def test_once_all_slots_are_back_a_miss_costs_as_little_as_the_first() -> None:
+    clock = Clock()
+    share = SlotsShare(0.8, ttft_p99_s=0.1, clock=clock)
+    for _ in range(8):
+        clock.now_s += 10.0
+        share.observe_first_token(1.0)
+        share.update()
+    for _ in range(1000):
+        clock.now_s += 1.0
+        share.update()
+    share.observe_first_token(1.0)
+    assert share.update() == 0.4
+    clock.now_s += 5.0
+    assert share.update() == pytest.approx(0.5)
+
+
 def test_one_slow_request_of_few_says_nothing_of_a_percentile() -> None:
     clock = Clock()
     share = SlotsShare(0.75, ttft_p99_s=0.1, clock=clock)

@@ -78,6 +78,33 @@ def test_what_others_read_meanwhile_is_no_decoding() -> None:
     assert scheduler.prefill.at("x") == pytest.approx(0.01, rel=0.05)
 
 
+def test_what_an_engine_has_read_in_part_is_no_measure_of_reading() -> None:
+    scheduler = scheduler_of(x=0.01, y=0.01)
+    scheduler.submit(request("a", samples=2))
+    scheduler.next_for("x", 1, ROOMY)
+    (lease,) = scheduler.next_for("y", 1, ROOMY)
+    scheduler.progressed(lease, (0,) * 5)
+    scheduler.preempted(lease)
+    (again,) = scheduler.next_for("x", 1, ROOMY)  # which has read the prompt for the other sample
+    before_s = scheduler.prefill.at("x")
+    scheduler.measure(again, 1, 60.0)
+    assert scheduler.prefill.at("x") == before_s
+
+
+def test_a_new_group_is_expected_to_be_as_long_as_others_of_its_job() -> None:
+    scheduler = Scheduler(Policy(order=ContextAware(), chunk_tokens=20))
+    for name, read_s, step_s in (("reads", 0.001, 0.02), ("decodes", 0.01, 0.002)):
+        scheduler.prefill.measured(name, 1000, 1000 * read_s)
+        scheduler.decode.measured(name, 1000, 1000 * step_s, batch=1)
+        scheduler.next_for(name, 1, ROOMY)
+    scheduler.submit(request("a", samples=1, job="short", prompt_token_ids=(0,) * 100))
+    assert scheduler.next_for("reads", 1, ROOMY) == [], "it may need all of its 100 tokens"
+    (lease,) = scheduler.next_for("decodes", 1, ROOMY)
+    scheduler.finished(lease, (0,) * 5, "stop")
+    scheduler.submit(request("b", samples=1, job="short", prompt_token_ids=(0,) * 100))
+    assert names(scheduler.next_for("reads", 1, ROOMY)) == ["b0"]
+
+
 def test_long_prompts_go_where_prefill_is_cheap_and_long_answers_where_decoding_is() -> None:
     scheduler = Scheduler(Policy(order=ContextAware(), chunk_tokens=20))
     for name, read_s, step_s in (("reads", 0.001, 0.02), ("decodes", 0.01, 0.002)):

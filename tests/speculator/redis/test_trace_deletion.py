@@ -250,6 +250,7 @@ def test_whoever_reports_is_found_whatever_this_machines_clock_says(
 ) -> None:
     orders = ErasureOrders(redis_client, "toy")
     orders.report("trainer-0", TrainerReport(erased_ms=5))
+    redis_client.xadd(RedisKeys(model_key="toy").gateways, {"gateway": "stopped", "erased_ms": 5}, id="1-1")
     orders.report_gateway("gateway-0", 5)
     for module in (redis_of_ours, trace_deletion):
         monkeypatch.setattr(module, "now_ms", lambda: int(1000 * time.time()) + skew_ms)

@@ -13,7 +13,7 @@ import pytest
 
 from speculator.draft.checkpoint import check_fits, config_from_json, draft_config_json, draft_state, target_fingerprint
 from speculator.draft.eagle3 import DraftConfig
-from speculator.errors import ConfigError, DraftMismatchError, StoreError
+from speculator.errors import ConfigError, DraftFileError, DraftMismatchError, StoreError
 from speculator.target_folder import read_config
 from speculator.versions.lifecycle import VersionState
 from speculator.versions.lineage import admit, ensure_lineage, load_draft
@@ -153,6 +153,18 @@ def test_a_version_on_trial_is_not_promoted_by_a_start(toy_model: Path, tmp_path
     store.lifecycle.bar(2, actor="engine:a", reason="worse")
     with pytest.raises(StoreError, match="drafts promote"):
         ensure(store, toy_model)
+
+
+def test_a_version_that_cannot_be_read_back_is_quarantined(toy_model: Path, tmp_path: Path) -> None:
+    store = DraftStore(tmp_path / "drafts")
+    version = write(store, toy_model)
+    path = store.folder(version) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DraftFileError, match="sha256"):
+        admit(store, version, target_fingerprint=target_fingerprint(toy_model), actor="trainer", reason="better")
+    last = store.lifecycle.history(version)[-1]
+    assert last.state is VersionState.QUARANTINED
+    assert "sha256" in last.reason
 
 
 def test_a_vocabulary_that_the_target_does_not_have_is_refused(toy_model: Path, tmp_path: Path) -> None:

@@ -258,6 +258,23 @@ def test_what_no_engine_can_load_is_neither_promoted_nor_pinned_nor_exported(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_rollback_takes_back_no_version_that_is_published_meanwhile(
+    store: DraftStore, pointer: DraftPointer, redis_client: redis.Redis
+) -> None:
+    class Overtaken(DraftPointer):
+        def published(self) -> int | None:
+            found = super().published()
+            pointer.publish(3)
+            return found
+
+    for states in (TO_GOOD, TO_GOOD, TO_SCORED):
+        add(store, *states)
+    pointer.publish(2)
+    desk = DraftOperator(store, lambda: Overtaken(redis_client, "toy"), target_fingerprint=TARGET)
+    change = desk.rollback(actor="operator:ann", reason="worse")
+    assert (change.version, change.desired, pointer.published()) == (2, 3, 3)
+
+
 def test_rolling_back_serves_the_last_good_version(
     desk: DraftOperator, store: DraftStore, pointer: DraftPointer
 ) -> None:

@@ -103,22 +103,22 @@ def test_answers_to_one_prompt_are_summed() -> None:
 
 
 class GateScene:
-    """The gate, and a candidate that is a tenth better than version 1 on any trace."""
+    """The gate, and a candidate that is a tenth better than version 1 on any trace; version 2 is two tenths better."""
 
     def __init__(self, root: Path) -> None:
         self.held_out = HeldOut(share=0.5, max_traces=100, max_bytes=1e9, max_tenant_share=1.0, seed=0)
         self.golden = GoldenSet(max_traces=100, max_bytes=1e9, max_tenant_share=1.0)
-        incumbent, self._candidate = make_draft(1), make_draft(2)
+        incumbents, self._candidate = {1: make_draft(1), 2: make_draft(2)}, make_draft(3)
 
         def score(draft: Eagle3Draft, one: Stored, _: TrainerConfig) -> AcceptanceCounts:
-            return accepted(1, one.trace_id, 0.1 if draft is self._candidate else 0.0)
+            return accepted(1, one.trace_id, {incumbents[1]: 0.0, incumbents[2]: 0.2}.get(draft, 0.1))
 
         sets, config = (self.held_out, self.golden), config_for(root, root)
-        self._gate = CandidateGate(*sets, config, Ranks(), load_draft=lambda _: incumbent, score=score)
+        self._gate = CandidateGate(*sets, config, Ranks(), load_draft=incumbents.__getitem__, score=score)
 
-    def judge(self) -> tuple[int, GateOutcome]:
+    def judge(self, incumbent: int = 1) -> tuple[int, GateOutcome]:
         """(number of fresh prompts, outcome)."""
-        judged = self._gate.judge(self._candidate, incumbent=1)
+        judged = self._gate.judge(self._candidate, incumbent=incumbent)
         assert judged is not None
         assert judged.fresh is not None
         return judged.fresh.num_traces, judged.outcome
@@ -141,6 +141,15 @@ def test_golden_traces_count_as_fresh_while_the_pool_is_young(tmp_path: Path) ->
     assert scene.judge() == (MIN_TRACES, GateOutcome.PROMOTE)
     scene.held_out.is_young = False
     assert scene.judge() == (0, GateOutcome.HOLD)
+
+
+def test_another_incumbent_is_scored_anew(tmp_path: Path) -> None:
+    """What is known of the former one says nothing about it."""
+    scene = GateScene(tmp_path)
+    for prompt in range(MIN_TRACES):
+        scene.held_out.keep(stored_of(f"{prompt}", prompt_hash=b"%d" % prompt))
+    assert scene.judge() == (MIN_TRACES, GateOutcome.PROMOTE)
+    assert scene.judge(incumbent=2) == (MIN_TRACES, GateOutcome.REFUSE)
 
 
 def test_one_trace_or_none_bounds_nothing() -> None:

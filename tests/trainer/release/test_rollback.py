@@ -108,6 +108,14 @@ def test_where_no_version_is_good_there_is_nothing_to_go_back_to(tmp_path: Path)
     assert desk.poll(1) is None
 
 
+def test_where_no_version_is_good_the_newest_that_may_be_served_is_gone_back_to(desk: Desk) -> None:
+    desk.lifecycle.move(1, VersionState.QUARANTINED, actor="operator:ann")
+    desk.make(2)
+    desk.make(3)
+    desk.roll_back(4)
+    assert desk.poll(4) == 3
+
+
 def test_two_rollbacks_in_a_row_pause_publishing_and_it_begins_again_with_one_on_trial(desk: Desk) -> None:
     desk.roll_back(2)
     assert desk.poll(2) == 1

@@ -195,6 +195,13 @@ def test_discarded_texts_are_never_drawn_again() -> None:
     assert "0" not in ids(draw(replay, 100))
 
 
+def test_of_many_discarded_texts_the_oldest_are_forgotten() -> None:
+    replay = replay_of()
+    replay.discard(stored_of(f"{number}") for number in range(1001))
+    assert replay.add(stored_of("again", text="1"), domain="default") is Admission.REFUSED
+    assert replay.add(stored_of("again", text="0"), domain="default") is Admission.NEW
+
+
 def test_members_and_priorities_rebuild_the_same_memory() -> None:
     first = replay_of(max_bytes=20 * SIZE)
     history = [stored_of(f"{i}", domain="ab"[i % 2], tenant="xyz"[i % 3]) for i in range(100)]

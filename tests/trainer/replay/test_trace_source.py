@@ -141,6 +141,14 @@ def test_a_trace_that_was_sent_twice_is_learnt_from_once(desk: Desk, traces: lis
     assert desk.registry.get_sample_value("slipstream_trainer_traces_total", {"outcome": "duplicate"}) == 2
 
 
+def test_of_many_traces_the_oldest_ids_are_forgotten(desk: Desk, traces: list[Trace]) -> None:
+    known = [f"old-{number}" for number in range(20_000)]
+    source = desk.source(known)
+    desk.send(traces[0])
+    source.mark_used(source.read(1, 0))
+    assert source.used_trace_ids == [*known[1:], "trace-0"]
+
+
 def test_unusable_entries_are_set_aside_with_the_reason_and_the_rest_goes_on(desk: Desk, traces: list[Trace]) -> None:
     good = traces[0]
     desk.stream.append(b"\x00garbage", trace_id="garbage")

@@ -256,6 +256,28 @@ def test_what_is_not_the_target_on_text_is_not_captured(unlike: dict[str, Any]) 
     assert traces == []
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("grammar", object()),
+        ("custom_logit_processor", "of the client"),
+        ("logit_bias", {"7": 2.0}),
+        ("min_new_tokens", 3),
+        ("min_p", 0.5),
+    ],
+)
+def test_what_else_changes_the_distribution_leaves_an_answer_without_labels(name: str, value: object) -> None:
+    traces: list[Trace] = []
+    capture, request = make_capture(traces), Request([1, 2, 3])
+    setattr(request if hasattr(request, name) else request.sampling_params, name, value)
+    prefill(capture, [request])
+    request.output_ids = [10]
+    verify(capture, [request], [3], [[21, 22]], [0])
+    end(capture, request)
+    settle(capture)
+    assert [trace.constrained.tolist() for trace in traces] == [[False, False, True, True]]
+
+
 def test_opted_out_requests_beside_captured_ones() -> None:
     traces: list[Trace] = []
     capture = make_capture(traces)
@@ -345,6 +367,13 @@ def test_the_budget_admits_until_it_is_spent_and_again_later() -> None:
     assert not budget.admits()
     now[0] = 4.0
     assert budget.admits()
+    budget.spend(150)
+    now[0] = 4.2
+    assert not budget.admits(), "no time counts twice"
+    now[0] = 10_000.0
+    assert budget.admits()
+    budget.spend(250)
+    assert not budget.admits(), "no more is saved up than two seconds bring"
 
 
 def test_what_sampling_does_not_follow_is_counted_and_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,6 +195,7 @@ def test_rows_behind_rejections_go_with_the_text_before_them(num_served: int, ke
     """The second round accepts two proposals; an end token in the midst of them cuts off the third one's row."""
     span = RequestSpan(request())
     span.add_rows(rows(0, 5, 1))
+    assert span.num_bytes == 5 * WIDTH * 2 + KEPT * (4 + 2)
     span.add_rounds(dataclasses.replace(round_(5, [21, 22], []), rejected=rejected_rows([0, 0], [0, 1])))
     span.add_rows(rows(5, 1, 1))
     before = span.num_bytes
