@@ -43,6 +43,16 @@ def test_a_paused_child_computes_nothing_and_can_be_stopped(tmp_path: Path) -> N
     assert child.returncode == -signal.SIGTERM, "it was told to end, not killed"
 
 
+def test_a_child_that_does_not_end_when_told_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "stays").write_text("#!/bin/sh\ntrap '' TERM\necho ready\nexec sleep 60\n")
+    (tmp_path / "stays").chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "stays"))
+    child = Child("serve", ["serve"], log_path=tmp_path / "serve.log")
+    wait_until(lambda: (tmp_path / "serve.log").read_text() == "ready\n")
+    child.stop(timeout_s=0.1)
+    assert child.returncode == -signal.SIGKILL
+
+
 _PARENT = """
 import sys, tempfile, time
 from pathlib import Path

@@ -495,6 +495,22 @@ def test_a_server_that_is_not_there(way: Callable[[str], object]) -> None:
             way(bad)
 
 
+def test_no_proxy_of_the_environment_is_asked(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may not reach this machine, and gets no key."""
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    assert in_step(url)[1] == on_a_loop(url)[1] == "double"
+
+
+def test_a_reward_that_the_server_cannot_take_now_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Rollouts("http://gateway") as rollouts:
+        full = httpx.MockTransport(lambda _: httpx.Response(503, json={}))
+        rollouts.http = httpx.Client(base_url="http://gateway", transport=full)
+        with pytest.raises(EngineError, match="status 503"):
+            rollouts.start(GROUPS).reward({("sum", 0): 1.0})
+
+
 def test_a_reward_for_a_server_that_has_gone() -> None:
     with Rollouts("http://127.0.0.1:9") as rollouts, pytest.raises(EngineError, match="does not answer"):
         rollouts.start(GROUPS).reward({("sum", 0): 1.0})
@@ -516,6 +532,28 @@ def test_a_proxy_that_does_not_reach_the_server_is_asked_again(
         pytest.raises(EngineError, match="is gone after 0 samples: status 502"),
     ):
         list(rollouts.start(GROUPS))
+
+
+def test_an_observation_that_does_not_reach_the_server_is_sent_again(
+    engine: DoubleEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.rollout_protocol.PAUSE_S", 0.01)
+
+    async def run(url: str) -> Sample | None:
+        async with AsyncRollouts(url, model="double") as rollouts:
+            rollout = rollouts.start([Group(prompt="a", max_tokens=30, turn_tokens=4, environment="e")])
+            async for said in rollout.samples_and_turns():
+                if isinstance(said, Sample):
+                    return said
+                await rollout.observe(said)
+        return None
+
+    statuses = iter([0, 502, 429])
+    with running(behind_a_proxy(engine, statuses)) as site:
+        sample = asyncio.run(asyncio.wait_for(run(site.url), 20))
+    assert sample is not None
+    assert sample.finish_reason == "done"
+    assert next(statuses, None) is None
 
 
 def test_a_full_server_is_asked_until_it_has_room(engine: DoubleEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -298,6 +298,19 @@ def test_an_observation_counts_once(engine: DoubleEngine, url: str) -> None:
     asyncio.run(asyncio.wait_for(run(), 20))
 
 
+def test_the_reason_of_a_failure_may_be_long(url: str) -> None:
+    async def run() -> str | None:
+        async with AsyncRollouts(url) as rollouts:
+            rollout = rollouts.start([Group(prompt="a", max_tokens=30, turn_tokens=4, environment="e")])
+            async for said in rollout.samples_and_turns():
+                if isinstance(said, Sample):
+                    return said.detail
+                await rollout.observe(said, failure="why " * 1000)
+        return None
+
+    assert "why why" in (asyncio.run(asyncio.wait_for(run(), 20)) or "")
+
+
 class Closable(Talker):
     """Talks, fails to start or hangs, and counts what is open."""
 

@@ -29,7 +29,7 @@ from speculator.recording import RecordingHeader, RecordingReader, RecordingWrit
 from speculator.redis.client import RedisKeys, connect
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
-from speculator.redis.trace_deletion import ErasureOrders
+from speculator.redis.trace_deletion import ErasureOrders, TraceRemover
 from speculator.redis.trace_stream import GroupRewards, RewardStream, TraceStream
 from speculator.trace import Trace, encode_trace, read_header
 from speculator.versions.lineage import counts_of
@@ -303,6 +303,17 @@ def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path: Pa
     trace_folder(tmp_path).touch()
     with pytest.raises(ConfigError, match="run this as the trainer's user"):
         tenants.remove_files(tmp_path, lambda _: True, dry_run=True)
+
+
+def test_traces_that_are_left_in_redis_own_file_are_said(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    deployment.trainer().close()
+    (tmp_path / "state").mkdir(exist_ok=True)
+    monkeypatch.setattr(TraceRemover, "compact", lambda _: False)
+    code, done = deployment.erase(ANNA, "--yes", "--timeout-s", 0)
+    assert (code, len(done["left"])) == (1, 1)
+    assert "append-only file" in done["left"][0]
 
 
 def test_what_is_not_done_is_said(deployment: Deployment, traces: list[Trace], tmp_path: Path) -> None:

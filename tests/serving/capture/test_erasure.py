@@ -105,7 +105,8 @@ def test_each_order_is_carried_out_once_and_redis_may_be_away() -> None:
     def forget(tenants: Collection[str]) -> None:
         carried_out.append(set(tenants))
 
-    watch = ErasureWatch(ask, [forget])
+    expired: list[bool] = []
+    watch = ErasureWatch(ask, [forget], expire=lambda: expired.append(True))
     with capture_logs() as logs:
         assert watch.poll() == watch.poll() == {"erased_ms": 0}
     assert len(logs) == 1, "an outage of hours must not push everything else out of a bounded log"
@@ -114,6 +115,7 @@ def test_each_order_is_carried_out_once_and_redis_may_be_away() -> None:
     orders["anna"] = 9
     assert watch.poll() == {"erased_ms": 9}
     assert carried_out == [{"anna", "bo"}, {"anna"}]
+    assert len(expired) == 5, "what is too old goes with every look, Redis or not"
 
 
 def proposals(drafter: SuffixDrafter, tenant: str) -> tuple[int, ...]:

@@ -166,6 +166,13 @@ def test_anthropics_clients_send_their_key_in_a_header_of_their_own(keys: KeyFil
         assert answer(app, method, path, both).status_code == status
 
 
+@pytest.mark.parametrize(("path", "secret"), [("/v1/models", "secret-of-user"), ("/admin/drafts", ADMIN_KEY)])
+def test_the_scheme_of_a_key_is_read_in_any_case(path: str, secret: str, keys: KeyFile) -> None:
+    for scheme in ("bearer", "BEARER"):
+        assert answer(local_app(keys), "GET", path, {"authorization": f"{scheme} {secret}"}).status_code == 200
+    assert answer(local_app(keys), "GET", path, {"authorization": f"Basic {secret}"}).status_code == 401
+
+
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 def test_a_refused_request_reaches_nothing(method: str, path: str, keys: KeyFile) -> None:
     if ACCESS[path] is Access.OPEN:

@@ -114,3 +114,12 @@ def test_writers_take_turns(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be written"):
         change_keys(tmp_path / "no" / "keys.json", lambda keys: keys)
+
+
+def test_a_link_to_the_file_stays_one(tmp_path: Path) -> None:
+    (link := tmp_path / "link.json").symlink_to(tmp_path / "keys.json")
+    keys = KeyFile(link)
+    keys.add("a")
+    keys.add("b")
+    assert link.is_symlink()
+    assert [key.name for key in read_keys(tmp_path / "keys.json")] == ["a", "b"]

@@ -171,3 +171,14 @@ def test_no_prompt_and_no_answer_in_logs_or_metrics(capfd: pytest.CaptureFixture
     failed = [line for line in logs if line["event"] == "request_failed"]
     assert [line["error"] for line in failed] == ["RuntimeError", "RuntimeError", "KeyError"]
     assert any("broken" in frame for frame in failed[2]["at"])
+
+
+def test_who_polls_fills_no_log() -> None:
+    async def with_client(client: httpx.AsyncClient) -> None:
+        for path in ("/health", "/metrics", "/v1/models"):
+            assert (await client.get(path)).status_code == 200
+
+    with capture_logs() as logs:
+        ask(gateway(DoubleEngine()), with_client)
+    levels = {line["route"]: line["log_level"] for line in logs if line["event"] == "request"}
+    assert levels == {"/health": "debug", "/metrics": "debug", "/v1/models": "info"}

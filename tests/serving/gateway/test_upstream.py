@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serving.gateway.upstream import Upstream, refusal
+from serving.gateway.upstream import Upstream, completion_room, refusal
 from speculator.errors import EngineBusyError, EngineDeadError
 from speculator.host import free_port
 from tests.fixtures.connections import answering, leave_at_any_moment, until_closed
@@ -171,3 +171,31 @@ def test_a_refusal_that_quotes_the_clients_text_is_read_at_once() -> None:
     of_field = f"[{{'type': 'float_parsing', 'loc': ('body', 'top_p'), 'msg': 'not a number', 'input': {text}}}]"
     error = refusal(400, json.dumps({"message": of_field}).encode())
     assert (error.param, error.message) == ("top_p", "top_p: not a number")
+
+
+def test_an_address_that_swallows_connections_goes_behind_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a machine that is off: nothing refuses the connection."""
+    monkeypatch.setattr("serving.gateway.upstream._CONNECT_S", 0.1)
+
+    async def run() -> None:
+        fake = FakeSglang()
+        with socket.socket() as full:
+            full.bind(("127.0.0.1", 0))
+            full.listen(0)
+            swallows = f"http://127.0.0.1:{full.getsockname()[1]}"
+            with socket.create_connection(full.getsockname()):
+                async with serve(fake.app(), grace_s=0) as server, reaching(swallows, f"{server.url}/") as upstream:
+                    assert await ask(upstream) == WHOLE
+                    assert upstream.urls == [server.url, swallows]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("num_prompt_tokens", "room"), [(90, 10), (100, None), (120, None)])
+def test_a_prompt_that_fills_the_context_leaves_nothing_to_ask_for(num_prompt_tokens: int, room: int | None) -> None:
+    said = (
+        "Requested token count exceeds the model's maximum context length of 100 tokens. You requested a total of "
+        f"{num_prompt_tokens + 50} tokens: {num_prompt_tokens} tokens from the input messages and 50 tokens for the "
+        "completion."
+    )
+    assert completion_room(refusal(400, json.dumps({"message": said}).encode())) == room

@@ -25,6 +25,7 @@ from serving.gateway.rollouts import registry, routes
 from slipstream.cli.main import app
 from speculator.errors import EngineDeadError, EngineError
 from tests.fixtures.doubles import DoubleEngine, says
+from tests.fixtures.waiting import wait_until
 from tests.hostile.api import running
 
 Refused = Callable[..., str]
@@ -242,3 +243,20 @@ def test_what_cannot_be_sent_is_one_line(refused: Refused, groups: Path, tmp_pat
         assert "is read, too" in refused("rollout", groups, "--url", url, "--out", tmp_path / "." / groups.name)
         assert "does not serve" in refused("rollout", groups, "--url", url, "--model", "other", "--out", bad)
         assert (groups.read_bytes(), bad.read_text()) == (before, f'\n{{"prompt": "a"}}\n\n{row}')
+
+
+def test_ctrl_c_cancels_what_still_runs(groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Holding(DoubleEngine):
+        async def misbehave(self, index: int) -> None:
+            if len(self.requests) == 2:
+                await self.release.wait()
+
+    def interrupted(_: object) -> bytes:
+        wait_until(lambda: len(engine.requests) == 2)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("slipstream.cli.rollout.json_line", interrupted)
+    engine = Holding(num_slots=1)
+    with served(engine) as url:
+        assert CliRunner().invoke(app, ["rollout", str(groups), "--url", url]).exit_code != 0
+        wait_until(lambda: len(engine.aborted) == 1, timeout_s=20)

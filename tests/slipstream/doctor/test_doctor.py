@@ -262,6 +262,7 @@ KEEPS = {"redis_version": "8.6.3", "maxmemory": 0, "maxmemory_policy": "noevicti
     [
         ({"redis_version": "6.0.16"}, Level.FAILED, "6.2 or newer"),
         ({"aof_last_write_status": "err"}, Level.FAILED, "directory"),
+        ({"rdb_last_bgsave_status": "err"}, Level.FAILED, "directory"),
         ({"aof_enabled": 0}, Level.WARNING, "appendonly yes"),
         ({"maxmemory_policy": "allkeys-lru"}, Level.WARNING, "noeviction"),
         ({"maxmemory_policy": "allkeys-lru", "maxmemory": 100 << 20}, Level.FAILED, "noeviction"),

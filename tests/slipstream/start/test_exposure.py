@@ -95,6 +95,7 @@ def test_a_redis_that_anybody_reaches_is_refused(keys: Path, tmp_path: Path, mon
     file.write_text(STRONG)
     monkeypatch.setenv("SLIPSTREAM_REDIS_PASSWORD_FILE", str(file))
     assert told("redis://user@far:6379/0") == ""
+    assert "no password" in told("redis://far:6379/0"), "the file is the user's, and nobody is named"
     file.write_text("default-password")
     assert "can be guessed" in told("redis://user@far:6379/0")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from serving.capture.recorder import RecorderStats
 from serving.gateway.app import create_app
@@ -310,6 +313,42 @@ def test_a_counter_that_begins_anew_is_no_rate() -> None:
     assert (newest.tokens_per_s, newest.accept_length) == (None, None)
 
 
+def test_an_engine_that_begins_anew_has_accepted_nothing_less() -> None:
+    first, second = Served(), Served()
+    for _ in range(3):
+        first.round(drafted=True, seconds=0.01, accepted=2)
+    second.round(drafted=True, seconds=0.01, accepted=2)
+    registry = CollectorRegistry()
+    registry.register(first.registry)  # type: ignore[arg-type]
+    live = Live(DoubleEngine(), registry, shows_tokens=True, clock=lambda: 0.0)
+    live.sample()
+    registry.unregister(first.registry)  # type: ignore[arg-type]
+    registry.register(second.registry)  # type: ignore[arg-type]
+    live.sample()
+    figures = live.document()
+    assert (figures["positions"], figures["sources"]) == ([], {"head": 0})
+
+
+def test_a_reading_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.gateway.live.live.SAMPLE_S", 0.0)
+    num_reads = 0
+
+    class Failing(Collector):
+        def collect(self) -> list[Metric]:
+            nonlocal num_reads
+            num_reads += 1
+            raise OSError("no descriptor is free")
+
+    async def run() -> None:
+        registry = CollectorRegistry()
+        registry.register(Failing())
+        async with Live(DoubleEngine(), registry, shows_tokens=True).lifespan():
+            while num_reads < 3:  # noqa: ASYNC110 - the task's own
+                await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
 def test_the_server_reads_on_by_itself_and_tells_only_what_is_new() -> None:
     async def run() -> None:
         async with serve(Served().app()) as server, httpx.AsyncClient(base_url=server.url) as client:
@@ -475,3 +514,43 @@ def test_without_a_desk_it_says_so() -> None:
         "versions": [],
         "events": [],
     }
+
+
+def test_a_pinned_version_is_the_one_that_engines_should_run() -> None:
+    class Desk(DeskDouble):
+        def overview(self) -> dict[str, Any]:
+            return {**super().overview(), "pinned": 42}
+
+    board = asyncio.run(PublicDrafts(Desk()).document())  # type: ignore[arg-type]
+    assert [row["version"] for row in board["versions"] if row["is_desired"]] == [42]
+
+
+def test_steps_before_the_gate_push_no_event_off_the_page() -> None:
+    class Desk(DeskDouble):
+        def events(self, count: int) -> list[dict[str, Any]]:
+            steps = [{"at_ms": 9, "kind": "scored", "actor": "trainer", "fields": {}} for _ in range(100)]
+            return [*super().events(count), *steps][-count:]
+
+    board = asyncio.run(PublicDrafts(Desk()).document())  # type: ignore[arg-type]
+    assert [event["kind"] for event in board["events"]] == ["pin", "rolled_back", "quarantined", "gate"]
+
+
+def test_a_reader_that_leaves_takes_nothing_from_those_who_wait_with_it() -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    class Desk(DeskDouble):
+        def overview(self) -> dict[str, Any]:
+            begun.set()
+            may_end.wait(10)
+            return super().overview()
+
+    async def read() -> dict[str, Any]:
+        board = PublicDrafts(Desk())  # type: ignore[arg-type]
+        leaving, staying = asyncio.create_task(board.document()), asyncio.create_task(board.document())
+        await asyncio.to_thread(begun.wait, 10)
+        leaving.cancel()
+        await asyncio.wait((leaving,))
+        may_end.set()
+        return await staying
+
+    assert asyncio.run(read())["available"]

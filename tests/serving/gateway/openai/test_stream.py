@@ -13,7 +13,9 @@ import pytest
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
+from serving.gateway.openai.stream import Emit, EventStream
 from serving.gateway.server import GatewayServer
+from serving.gateway.telemetry import Exchange
 from speculator.errors import EngineDeadError
 from tests.fixtures.doubles import DoubleEngine, says, words_for
 from tests.serving.gateway import passage
@@ -379,3 +381,51 @@ def test_what_fails_after_a_comment_is_an_event() -> None:
             assert broken.value.code == "engine_unavailable"
 
     asyncio.run(run())
+
+
+def test_a_stream_that_is_stopped_while_its_end_is_sent_ends_once() -> None:
+    class Stuck(BareClient):
+        """Does not take the last message."""
+
+        def __init__(self) -> None:
+            super().__init__({**LONG, "stream": True, "max_tokens": 4})
+            self.ends: list[bytes] = []
+            self.is_stuck = asyncio.Event()
+
+        async def send(self, message: Any) -> None:
+            if not message.get("more_body", True):
+                self.ends.append(message["body"])
+                self.is_stuck.set()
+                await asyncio.Event().wait()
+
+    async def run() -> None:
+        client = Stuck()
+        asking = asyncio.create_task(client.ask(gateway(DoubleEngine())))
+        await client.is_stuck.wait()
+        asking.cancel()
+        await asyncio.wait((asking,))
+        assert client.ends == [b"data: [DONE]\n\n"]
+
+    asyncio.run(run())
+
+
+def test_nothing_to_show_yet_is_not_the_beginning_of_a_stream() -> None:
+    """So what fails after it is still an error response."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def produce(emit: Emit) -> bytes:
+        await emit(b"")
+        raise EngineDeadError("gone")
+
+    async def run() -> None:
+        with pytest.raises(EngineDeadError):
+            await EventStream(Exchange(), produce)({"type": "http", "method": "POST"}, receive, send)
+
+    asyncio.run(run())
+    assert sent == []

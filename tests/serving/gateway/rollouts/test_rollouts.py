@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from serving.engine import TargetReport
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.errors import ApiError
-from serving.gateway.rollouts.registry import RolloutRegistry
+from serving.gateway.rollouts.registry import Rollout, RolloutRegistry
 from serving.gateway.rollouts.schema import MAX_GROUPS
 from serving.rollout.samples import MAX_SAMPLES
 from speculator.errors import EngineBusyError, EngineDeadError, StreamError
@@ -128,6 +129,12 @@ def test_samples_come_back_with_everything_about_them() -> None:
     assert len({request.policy.group_id for request in engine.requests}) == 3, "suffixes are shared within a group"
 
 
+def test_each_sample_has_a_seed_of_its_own() -> None:
+    """Otherwise all samples of a group are one."""
+    found = samples(lines(post(DoubleEngine(), body({"prompt": "a", "n": 8, "max_tokens": 3}))))
+    assert len({one["seed"] for one in found.values()}) == 8
+
+
 def test_a_client_may_ask_for_events() -> None:
     app = app_of(DoubleEngine())
     headers = {"accept": "text/event-stream"}
@@ -202,12 +209,14 @@ class Moved:
 
 def test_samples_that_are_too_old_for_an_announced_target_end() -> None:
     engine = DoubleEngine(hold_at=1, num_slots=2)
-    settings = GatewaySettings(admin_key=SecretStr(KEY), rollout_slots_share=1.0)
-    app = create_app(engine, settings=settings, registry=CollectorRegistry(), targets=Moved())
+    settings, rewarded = GatewaySettings(admin_key=SecretStr(KEY), rollout_slots_share=1.0), list[GroupRewards]()
+    app = create_app(
+        engine, settings=settings, registry=CollectorRegistry(), targets=Moved(), send_rewards=rewarded.extend
+    )
 
     async def with_client(client: httpx.AsyncClient) -> None:
         old = {"id": "old", "prompt": "a", "n": 1, "max_tokens": 9, "max_staleness": 0, "priority": 1}
-        document = body(old, {"id": "any", "prompt": "b", "n": 2, "max_tokens": 9})
+        document = body(old, {"id": "any", "prompt": "b", "n": 2, "max_tokens": 9}, id="r")
         async with client.stream("POST", ROLLOUTS, json=document) as response:
             following = response.aiter_lines()
             await engine.holding.wait()
@@ -218,6 +227,9 @@ def test_samples_that_are_too_old_for_an_announced_target_end() -> None:
         assert (found["old", 0]["state"], found["old", 0]["finish_reason"]) == ("stale", "stale")
         ends = {number: (found["any", number]["state"], found["any", number]["target_version"]) for number in range(2)}
         assert ends == {0: ("finished", 0), 1: ("finished", 2)}
+        # What has come of it was returned, and can teach.
+        (await client.post(f"{ROLLOUTS}/r/rewards", json=rewards(("old", 0, 1)))).raise_for_status()
+        assert [group.rewards for group in rewarded] == [{0: 1.0}]
 
     talk(app, with_client)
 
@@ -353,6 +365,21 @@ def test_a_group_can_be_cancelled_by_itself() -> None:
     talk(app_of(engine), with_client)
 
 
+def test_a_rollout_of_which_a_group_was_cancelled_ends_as_any_other() -> None:
+    engine = DoubleEngine(hold_at=1)
+
+    async def with_client(client: httpx.AsyncClient) -> None:
+        groups = [{"id": name, "prompt": "p", "max_tokens": 20} for name in ("a", "b")]
+        async with client.stream("POST", ROLLOUTS, json=body(id="r", groups=groups)) as response:
+            await engine.holding.wait()
+            await client.delete(f"{ROLLOUTS}/r", params={"group_id": "a"})
+            engine.release.set()
+            *_, last = [json.loads(line) async for line in response.aiter_lines() if line]
+        assert (last["state"], last["samples"]) == ("ended", {"aborted": 1, "finished": 1})
+
+    talk(app_of(engine), with_client)
+
+
 def test_a_finished_rollout_is_kept_for_a_while_and_then_gone() -> None:
     async def with_client(client: httpx.AsyncClient) -> None:
         lines(await client.post(ROLLOUTS, json=body(id="r")))
@@ -412,6 +439,56 @@ def test_what_has_ended_makes_room_for_what_is_new_and_what_runs_does_not() -> N
     talk(app_of(engine, rollout_max_samples=3), with_client)
 
 
+def test_a_rollout_that_never_fits_is_refused_for_good() -> None:
+    """Not as one that may come again later."""
+    refused = post(DoubleEngine(), body({"prompt": "hello", "n": 2, "max_tokens": 9}), rollout_max_tokens=22)
+    assert (refused.status_code, error_of(refused)["code"]) == (400, "rollout_too_large")
+
+
+@pytest.mark.parametrize("limits", [{"rollout_max_samples": 2}, {"rollout_max_tokens": 220}])
+@pytest.mark.parametrize(("is_read", "gone"), [(False, "old"), (True, "new")])
+def test_what_ended_first_and_is_not_being_read_makes_room(limits: dict[str, Any], is_read: bool, gone: str) -> None:
+    now_s = 0.0
+
+    async def run() -> None:
+        nonlocal now_s
+        settings = GatewaySettings(**limits)
+        registry = RolloutRegistry([SeededEngine("x", num_slots=0)], settings, clock=lambda: now_s)
+
+        def begin(name: str) -> Rollout:
+            return registry.submit("t", name, name, {"a": work(f"{name}/a", samples=1)}, "")
+
+        for name in ("old", "new"):
+            registry.cancel(begin(name))
+            now_s += 1
+        with registry.reading(registry.find("t", "old")) if is_read else nullcontext():
+            begin("third")
+        [kept] = {"old", "new"} - {gone}
+        assert registry.find("t", kept).state == "cancelled"
+        with pytest.raises(ApiError, match="deleted"):
+            registry.find("t", gone)
+
+    asyncio.run(run())
+
+
+def test_a_tick_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.gateway.rollouts.registry._TICK_S", 0)
+    num_ticks = 0
+
+    class Failing(RolloutRegistry):
+        def tick(self) -> None:
+            nonlocal num_ticks
+            num_ticks += 1
+            raise KeyError("a bug")
+
+    async def run() -> None:
+        async with Failing([], GatewaySettings()).running():
+            while num_ticks < 3:  # noqa: ASYNC110 - the task's own
+                await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
 def test_a_stream_that_lasts_too_long_ends_with_where_to_go_on() -> None:
     engine = DoubleEngine(hold_at=1)
 
@@ -456,6 +533,24 @@ def test_groups_with_one_deadline_are_equally_urgent() -> None:
     groups = [{"prompt": prompt, "n": 2, "max_tokens": 5, "deadline_s": 60} for prompt in ("a", "bb")]
     assert len(samples(lines(post(engine, body(*groups))))) == 4
     assert [len(request.prompt_token_ids) for request in engine.requests[:2]] == [1, 2]
+
+
+def test_a_deadline_counts_from_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.gateway.rollouts.registry._TICK_S", 0)
+    engine = DoubleEngine(hold_at=1)
+
+    async def with_client(client: httpx.AsyncClient) -> None:
+        document = body({"prompt": "a", "max_tokens": 9, "deadline_s": 60}, id="r")
+        async with client.stream("POST", ROLLOUTS, json=document) as response:
+            async with asyncio.timeout(10):
+                await engine.holding.wait()
+            for _ in range(3):
+                assert (await client.get(f"{ROLLOUTS}/r")).json()["state"] == "running"
+            engine.release.set()
+            found = samples([json.loads(line) async for line in response.aiter_lines() if line])
+        assert found["0", 0]["state"] == "finished"
+
+    talk(app_of(engine), with_client)
 
 
 def test_a_server_that_stops_tells_the_stream_so() -> None:
