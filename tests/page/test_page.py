@@ -40,6 +40,11 @@ CUT_LABELS = """
   };
 """
 """Notes the labels of charts that end beyond their canvas."""
+NO_PATIENCE = """
+  const timeout = AbortSignal.timeout.bind(AbortSignal);
+  AbortSignal.timeout = (ms) => timeout(ms % 30_000);
+"""
+"""Waits no time at all for what an operator does."""
 PROMPT = "tell me 0123456789 and once more 0123456789"
 
 
@@ -336,6 +341,37 @@ def test_acting_needs_the_key(watched: Watched, gateway: Gateway, pointer: Draft
     expect(page.locator("#events")).not_to_contain_text("slower", timeout=100)
     kept = page.evaluate("JSON.stringify([localStorage, sessionStorage]) + document.cookie + location.href")
     assert KEY not in kept
+
+
+@pytest.mark.parametrize("answer", [None, "<html>Welcome", "broken"])
+def test_what_an_action_did_is_unknown_without_an_answer(
+    watched: Watched, gateway: Gateway, answer: str | None
+) -> None:
+    page = watched.page
+
+    def handle(route: Route) -> None:
+        if answer == "broken":
+            route.abort()
+        elif answer is not None:
+            route.fulfill(body=answer)
+
+    if answer is None:
+        page.add_init_script(NO_PATIENCE)
+    page.route("**/admin/drafts/**", handle)
+    watched.open(gateway)
+    page.click("#operate summary")
+    act(page, "unpin")
+    expect(page.locator("#admin-status")).to_contain_text("did not say whether that was done")
+    expect(page.locator("button[value=unpin]")).to_be_enabled()
+    watched.expected()
+
+
+def test_drafts_that_are_no_json_are_asked_for_again(watched: Watched, gateway: Gateway) -> None:
+    watched.page.route("**/slipstream/drafts", lambda route: route.fulfill(body="<html>Welcome"))
+    page = watched.open(gateway)
+    expect(page.locator("#versions-note")).to_contain_text("cannot be read now; trying again.")
+    page.unroute("**/slipstream/drafts")
+    expect(page.locator("#versions tr")).to_have_count(2)
 
 
 def test_the_page_outlives_a_restart_of_the_gateway(watched: Watched, gateway: Gateway) -> None:

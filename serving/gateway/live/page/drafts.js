@@ -4,6 +4,7 @@ import { byId, element, fixed, moment, NONE, refusal, say, signedPercent, withBe
 
 const POLL_MS = 2000;
 const TIMEOUT_MS = 10_000;
+const ACT_TIMEOUT_MS = 30_000;
 
 const STATES = {
   written: "written", validated: "validated", scored: "passed the gate", live: "on trial", promoted: "promoted",
@@ -37,21 +38,21 @@ async function poll() {
 }
 
 async function refresh() {
-  let text = null, why = "The draft store cannot be read now";
+  let text = "", board = null, why = "The draft store cannot be read now";
   try {
     const response = await fetch("slipstream/drafts", { headers: withKey(), signal: AbortSignal.timeout(TIMEOUT_MS) });
     if (response.status === 401) return; // the head of the page asks for a key
-    if (response.ok) text = await response.text();
+    if (response.ok) board = JSON.parse((text = await response.text()));
     else why = await refusal(response);
   } catch (failure) {
-    if (failure.name !== "TimeoutError") return; // the head of the page says that the gateway is gone
+    if (failure instanceof TypeError) return; // the head of the page says that the gateway is gone
   }
-  if (text === null) {
+  if (board === null) {
     say("versions-note", `${why.replace(/\.$/, "")}; trying again.`);
     shown = "";
   } else if (text !== shown) {
     shown = text;
-    show(JSON.parse(text));
+    show(board);
   }
 }
 
@@ -132,10 +133,10 @@ async function act(action) {
   say("admin-status", "asking …");
   for (const button of actions()) button.disabled = true;
   try {
-    const response = await fetch(`admin/drafts/${path}`, { method: "POST", headers: headers(), body });
+    const response = await fetch(`admin/drafts/${path}`, { method: "POST", headers: headers(), body, signal: AbortSignal.timeout(ACT_TIMEOUT_MS) });
     say("admin-status", response.ok ? outcome(action, await response.json()) : await refusal(response));
   } catch {
-    say("admin-status", "The gateway does not answer.");
+    say("admin-status", "The gateway did not say whether that was done. The table of draft versions shows what happened.");
   } finally {
     for (const button of actions()) button.disabled = false;
   }
