@@ -152,6 +152,17 @@ def test_the_history_goes_back_an_hour_or_a_day(watched: Watched, gateway: Gatew
         wait_until_drawn(page, "#rate-chart")
 
 
+def test_a_range_left_and_chosen_again_is_asked_for_whole(watched: Watched, gateway: Gateway) -> None:
+    page, held = watched.open(gateway), []
+    page.route("**/slipstream/live?*", lambda route: held.append(route), times=1)
+    with page.expect_request("**/slipstream/live?*"):
+        pass
+    for label in ("1 hour", "5 minutes"):
+        page.get_by_label(label).check()
+    with page.expect_request("**/slipstream/live?since=0&range=minutes"):
+        held[0].continue_()
+
+
 def test_a_chart_is_read_by_keys_and_as_a_table(watched: Watched, gateway: Gateway) -> None:
     page = watched.open(gateway)
     for _ in range(2):

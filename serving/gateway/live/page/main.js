@@ -139,7 +139,7 @@ function setStatus(kind, text) {
 
 /** What the gateway says now; null where it does not answer, undefined where it refuses: the status says why. */
 async function ask() {
-  const since = history.length ? history.at(-1)[AT] : 0, asked = span;
+  const since = history.length ? history.at(-1)[AT] : 0, asked = history;
   try {
     const response = await fetch(`slipstream/live?since=${since}&range=${span}`, { headers: withKey(), signal: AbortSignal.timeout(TIMEOUT_MS) });
     if (await isLocked(response)) {
@@ -151,7 +151,7 @@ async function ask() {
       return undefined;
     }
     const live = await response.json();
-    return asked === span ? live : undefined; // of a history that is not shown any more
+    return asked === history ? live : undefined; // of a range chosen before
   } catch {
     return null;
   }
