@@ -397,6 +397,29 @@ def test_the_page_outlives_a_restart_of_the_gateway(watched: Watched, gateway: G
     assert watched.expected()
 
 
+def test_charts_are_whole_where_two_gateways_take_turns(watched: Watched, gateway: Gateway) -> None:
+    asked: list[int] = []
+    num_points = 20
+
+    def take_turns(route: Route) -> None:
+        response = route.fetch()
+        live = response.json()
+        since = int(parse_qs(urlsplit(route.request.url).query)["since"][0])
+        at = [live["now_ms"] - 1000 * ago for ago in range(num_points, 0, -1)]
+        history = [[at_ms, 1.5, None, None, 2.0, 9.0, 1, None, None, None] for at_ms in at if at_ms > since]
+        asked.append(since)
+        route.fulfill(response=response, json={**live, "started_ms": len(asked) % 2, "history": history})
+
+    watched.page.route("**/slipstream/live?*", take_turns)
+    page = watched.open(gateway)
+    for _ in range(4):
+        with page.expect_response("**/slipstream/live?since=0&*"):
+            pass
+        assert int(page.get_attribute("#accept-chart", "aria-valuemax") or 0) >= num_points - 1
+    assert any(asked), "only the rest of the history is asked for first"
+    page.unroute("**/slipstream/live?*")
+
+
 def test_charts_go_on_after_the_servers_clock_has_stepped_back(watched: Watched, gateway: Gateway) -> None:
     page = watched.open(gateway)
     expect(page.locator("#status")).to_have_text("live")

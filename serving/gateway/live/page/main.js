@@ -16,10 +16,10 @@ let history = [];
 let span = "minutes";
 let hasSpoken = false;
 
-function take(live) {
-  if (live.started_ms !== startedMs) history = [];
+/** Join what came after `since`, in milliseconds, to the history; for 0 it is all there is. */
+function take(live, since) {
   startedMs = live.started_ms;
-  history.push(...live.history);
+  history = [...(since ? history : []), ...live.history];
   // None of the future: after the server's clock has stepped back, only points since them would be asked for.
   history = history.filter((point) => point[AT] > live.now_ms - RANGES[span].ms && point[AT] <= live.now_ms);
   hasSpoken = true;
@@ -138,8 +138,8 @@ function setStatus(kind, text) {
 }
 
 /** What the gateway says now; null where it does not answer, undefined where it refuses: the status says why. */
-async function ask() {
-  const since = history.length ? history.at(-1)[AT] : 0, asked = history;
+async function ask(since = history.at(-1)?.[AT] ?? 0) {
+  const asked = history;
   try {
     const response = await fetch(`slipstream/live?since=${since}&range=${span}`, { headers: withKey(), signal: AbortSignal.timeout(TIMEOUT_MS) });
     if (await isLocked(response)) {
@@ -151,7 +151,11 @@ async function ask() {
       return undefined;
     }
     const live = await response.json();
-    return asked === history ? live : undefined; // of a range chosen before
+    if (asked !== history) return undefined; // of a range chosen before
+    // Started again, or another gateway at this address: what it has after `since` does not continue this history.
+    if (since && live.started_ms !== startedMs) return ask(0);
+    take(live, since);
+    return live;
   } catch {
     return null;
   }
@@ -162,7 +166,6 @@ async function poll() {
     const live = document.hidden ? undefined : await ask();
     if (live === null) setStatus("lost", hasSpoken ? "disconnected, trying again" : "no answer from the gateway, trying again");
     else if (live) {
-      take(live);
       tryPrompt.serves(live);
       show(live);
     }
