@@ -592,9 +592,11 @@ def test_a_gateway_with_keys_asks_for_one(watched: Watched, tmp_path: Path) -> N
         page.goto(f"{gateway.url}/#key=50%off")
         expect(page.locator("#key-status")).to_contain_text("not known here")
         assert "off" not in page.url
-        page.goto("about:blank")
+        page.evaluate("window.isSame = true")
         page.goto(f"{gateway.url}/#key=secret-of-user")
         expect(entry).to_be_hidden()
+        assert "secret" not in page.url
+        assert page.evaluate("isSame"), "the tab had the page already"
         keys.revoke("user")
         expect(entry).to_be_visible()
         assert watched.expected()

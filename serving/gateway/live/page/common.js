@@ -41,17 +41,21 @@ export function moment(ms) {
 let key = "";
 
 export function setUpKey() {
-  // A link may bring it: what is behind the # is sent to nobody, and leaves the address at once.
-  const found = /^#key=(.+)$/.exec(location.hash);
-  if (found) {
-    history.replaceState(null, "", location.pathname);
-    key = decoded(found[1]);
-  }
+  takeKey();
+  addEventListener("hashchange", takeKey);
   byId("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
     key = byId("api-key").value;
     say("key-status", "asking …");
   });
+}
+
+/** A link may bring it: what is behind the # is sent to nobody, and leaves the address at once. */
+function takeKey() {
+  const found = /^#key=(.+)$/.exec(location.hash);
+  if (!found) return;
+  history.replaceState(null, "", location.pathname);
+  key = decoded(found[1]);
 }
 
 function decoded(text) {
