@@ -464,6 +464,32 @@ def test_the_keyboard_reaches_everything(watched: Watched, gateway: Gateway) -> 
     expect(page.locator("#answer-status")).to_contain_text("first token after")
 
 
+def test_the_focus_stays_on_a_button_that_works(watched: Watched, gateway: Gateway) -> None:
+    page, held = watched.open(gateway), []
+    page.route("**/v1/chat/completions", lambda route: held.append(route), times=1)
+    send, unpin = page.locator("#send"), page.locator("button[value=unpin]")
+    with page.expect_request("**/v1/chat/completions"):
+        send.press("Enter")
+    expect(send).to_be_disabled()
+    expect(send).to_be_focused()
+    send.press("Enter")
+    page.locator("#stop").press("Enter")
+    expect(page.locator("#answer-status")).to_have_text("Stopped.")
+    expect(page.locator("#stop")).to_be_disabled()
+    expect(page.locator("#stop")).to_be_focused()
+    page.route("**/admin/drafts/unpin", lambda route: held.append(route))
+    page.click("#operate summary")
+    with page.expect_request("**/admin/drafts/unpin"):
+        act(page, "unpin")
+    expect(unpin).to_be_disabled()
+    unpin.press("Enter")
+    expect(page.locator("#confirm")).to_be_hidden()
+    held[-1].fulfill(json={"version": 1, "desired": 1})
+    expect(page.locator("#admin-status")).to_contain_text("no longer pinned")
+    expect(unpin).to_be_focused()
+    assert len(held) == 2
+
+
 @pytest.mark.parametrize("width", [320, 360, 768, 1280])
 def test_nothing_is_wider_than_the_window(watched: Watched, gateway: Gateway, width: int) -> None:
     watched.page.set_viewport_size({"width": width, "height": 800})
@@ -580,6 +606,7 @@ def test_a_gateway_with_keys_asks_for_one(watched: Watched, tmp_path: Path) -> N
         page.press("#api-key", "Enter")
         expect(entry).to_be_hidden()
         expect(page.locator("#model")).to_have_text("double")
+        expect(page.locator("main")).to_be_focused()
         expect(page.locator("#links")).to_be_hidden()
         submit(page, "hello")
         assert watched.expected()

@@ -15,6 +15,11 @@ export function say(id, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
+/** Unlike one with `disabled`, such a button keeps the focus, and is heard: what listens to it must look first. */
+export const setOff = (button, off) => button.setAttribute("aria-disabled", off);
+
+export const isOff = (button) => button.getAttribute("aria-disabled") === "true";
+
 export const NONE = "–";
 
 export const fixed = (value, digits = 2) => (value === null ? NONE : value.toFixed(digits));
@@ -81,6 +86,7 @@ export function withBearer(secret, headers) {
 /** Ask for a key, or stop asking; true where this answer is a refusal for want of the right one. */
 export async function isLocked(response) {
   const locked = response.status === 401;
+  if (!locked && byId("entry").contains(document.activeElement)) document.querySelector("main").focus();
   byId("entry").hidden = !locked;
   // A link is followed without the key.
   if (locked) byId("links").hidden = true;

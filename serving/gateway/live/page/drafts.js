@@ -1,6 +1,6 @@
 // Draft versions and events, which every API key may see, and the actions on them, which need the admin key.
 
-import { byId, element, fixed, moment, NONE, refusal, say, signedPercent, withBearer, withKey } from "./common.js";
+import { byId, element, fixed, isOff, moment, NONE, refusal, say, setOff, signedPercent, withBearer, withKey } from "./common.js";
 
 const POLL_MS = 2000;
 const TIMEOUT_MS = 10_000;
@@ -25,7 +25,7 @@ let versions = [];
 export function watchDrafts() {
   // No button submits: Enter in a text field must not set off whichever comes first.
   byId("admin-form").addEventListener("submit", (event) => event.preventDefault());
-  for (const button of actions()) button.addEventListener("click", () => act(button.value));
+  for (const button of actions()) button.addEventListener("click", () => isOff(button) || act(button.value));
   poll();
 }
 
@@ -131,14 +131,14 @@ async function act(action) {
   }
   if (!(await isConfirmed(action, Number(version)))) return;
   say("admin-status", "asking …");
-  for (const button of actions()) button.disabled = true;
+  for (const button of actions()) setOff(button, true);
   try {
     const response = await fetch(`admin/drafts/${path}`, { method: "POST", headers: headers(), body, signal: AbortSignal.timeout(ACT_TIMEOUT_MS) });
     say("admin-status", response.ok ? outcome(action, await response.json()) : await refusal(response));
   } catch {
     say("admin-status", "The gateway did not say whether that was done. The table of draft versions shows what happened.");
   } finally {
-    for (const button of actions()) button.disabled = false;
+    for (const button of actions()) setOff(button, false);
   }
   await refresh();
 }

@@ -1,6 +1,6 @@
 // The form that asks the model, and its streamed answer, coloured by where each token comes from.
 
-import { byId, element, fixed, hasKey, refusal, say, withKey } from "./common.js";
+import { byId, element, fixed, hasKey, refusal, say, setOff, withKey } from "./common.js";
 
 const SOURCES = ["head", "suffix", "target"];
 const WORDS = { head: "from the head", suffix: "from remembered text", target: "the target's own" };
@@ -41,8 +41,8 @@ export function setUpTry() {
 }
 
 function setBusy(isBusy) {
-  byId("send").disabled = byId("compare").disabled = isBusy;
-  byId("stop").disabled = !isBusy;
+  for (const id of ["send", "compare"]) setOff(byId(id), isBusy);
+  setOff(byId("stop"), !isBusy);
 }
 
 function ask(served, signal) {
