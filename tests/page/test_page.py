@@ -208,6 +208,35 @@ def test_a_sentence_is_behind_each_term(watched: Watched, gateway: Gateway) -> N
         expect(term).to_be_focused()
 
 
+def test_what_is_selected_stays_selected(watched: Watched, gateway: Gateway) -> None:
+    page = watched.open(gateway)
+    gateway.ask(PROMPT)
+    expect(page.locator("#sources .entry").first).to_be_visible()
+    expect(page.locator("#positions th").first).to_be_visible()
+    for table in ("#sources", "#positions"):
+        page.evaluate("table => getSelection().selectAllChildren(document.querySelector(table))", table)
+        for _ in range(2):
+            gateway.ask(PROMPT)
+            with page.expect_response("**/slipstream/live?*"):
+                pass
+        assert page.evaluate("getSelection().toString()").strip() != ""
+
+
+def test_what_is_put_stands_there_alone(watched: Watched, gateway: Gateway) -> None:
+    page = watched.open(gateway)
+    texts = page.evaluate(
+        """async () => {
+          const { element, put } = await import("/page/common.js");
+          const root = element("p"), b = (text, name) => element("b", name ? { class: name } : {}, text);
+          return [[b("1"), "x", b("2")], [b("1", "a"), "y"], [], ["y", b("3"), b("4")]].map((children) => {
+            put(root, ...children.map((child) => (child.cloneNode ? child : new Text(child))));
+            return root.innerHTML;
+          });
+        }"""
+    )
+    assert texts == ["<b>1</b>x<b>2</b>", '<b class="a">1</b>y', "", "y<b>3</b><b>4</b>"]
+
+
 def test_sources_are_told_apart_without_their_hue(watched: Watched, gateway: Gateway) -> None:
     page = watched.open(gateway)
     patterns: list[str] = page.evaluate(

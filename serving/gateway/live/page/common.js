@@ -15,6 +15,17 @@ export function say(id, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
+/** Children for a node; those that it has already stay, and with them what is selected. */
+export function put(node, ...children) {
+  for (const [at, child] of children.entries()) {
+    const old = node.childNodes[at];
+    if (!old) node.append(child);
+    else if (old.cloneNode().isEqualNode(child.cloneNode())) put(old, ...child.childNodes);
+    else old.replaceWith(child);
+  }
+  while (node.childNodes.length > children.length) node.lastChild.remove();
+}
+
 /** Unlike one with `disabled`, such a button keeps the focus, and is heard: what listens to it must look first. */
 export const setOff = (button, off) => button.setAttribute("aria-disabled", off);
 

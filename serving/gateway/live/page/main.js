@@ -1,7 +1,7 @@
 // Asks the gateway once a second and shows its figures and their history.
 
 import { AT, point, RANGES, seconds, showCharts } from "./charts.js";
-import { byId, count, element, fixed, isLocked, moment, NONE, refusal, say, setUpKey, setUpTheme, withKey } from "./common.js";
+import { byId, count, element, fixed, isLocked, moment, NONE, put, refusal, say, setUpKey, setUpTheme, withKey } from "./common.js";
 import { watchDrafts } from "./drafts.js";
 import { setUpTerms } from "./terms.js";
 import { setUpTry } from "./try.js";
@@ -87,9 +87,9 @@ function showTrainer(trainer, version) {
 }
 
 function showPositions(rows) {
-  const body = byId("positions");
-  body.replaceChildren();
+  const lines = [];
   if (rows === null || rows.length === 0) {
+    put(byId("positions"));
     const why = rows === null ? "Not available: the engine has not counted proposals by position." : "No proposals in the last two minutes.";
     say("positions-note", why);
     return;
@@ -97,8 +97,9 @@ function showPositions(rows) {
   const deepest = Math.max(...rows.map((row) => row.position));
   for (let position = 1; position <= Math.min(deepest, NUM_POSITIONS); position++) {
     const cells = ["head", "suffix"].map((source) => positionCell(source, rows.find((row) => row.source === source && row.position === position)));
-    body.append(element("tr", {}, element("th", { scope: "row" }, String(position)), ...cells));
+    lines.push(element("tr", {}, element("th", { scope: "row" }, String(position)), ...cells));
   }
+  put(byId("positions"), ...lines);
   say("positions-note", deepest > NUM_POSITIONS ? `Proposals go on to position ${deepest}.` : "");
 }
 
@@ -124,9 +125,9 @@ function showSources(found, added) {
     part.style.width = `${(100 * found[source]) / total}%`;
     return part;
   });
-  byId("sources-bar").replaceChildren(...parts);
+  put(byId("sources-bar"), ...parts);
   const legend = rows.map((source) => element("span", { class: "entry" }, element("span", { class: `dot ${source}` }), `${SOURCES[source]} ${Math.round((100 * found[source]) / total)}%`));
-  byId("sources").replaceChildren(...legend);
+  put(byId("sources"), ...legend);
   const isMeasured = added.ratio !== null;
   byId("head-added").hidden = !isMeasured;
   if (isMeasured) say("head-added", `In turns without the head, rounds took ${fixed(added.ratio)}× the time a token (${interval(added)}).`);
