@@ -616,6 +616,16 @@ def test_a_proxy_may_put_it_below_a_path(watched: Watched, app: FastAPI) -> None
     assert all(httpx.URL(url).path.startswith(f"{prefix}/") for url in watched.urls)
 
 
+def test_it_may_be_opened_with_a_login(watched: Watched, gateway: Gateway) -> None:
+    page = watched.page
+    page.goto(gateway.url.replace("//", "//user:secret@"))
+    page.wait_for_selector("[data-connection=live]")
+    expect(page.locator("#versions tr").first).to_be_visible()
+    submit(page, PROMPT)
+    page.click("#copy")
+    expect(page.locator("#curl")).not_to_contain_text("secret")
+
+
 def test_a_gateway_with_keys_asks_for_one(watched: Watched, tmp_path: Path) -> None:
     keys = KeyFile(tmp_path / "keys.json")
     keys.add("user")

@@ -2,6 +2,9 @@
 
 export const byId = (id) => document.getElementById(id);
 
+/** Beside this page; a relative address would take a login from the page's own, and fetch refuses those. */
+export const beside = (path) => new URL(path, location.origin + location.pathname).href;
+
 export function element(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);

@@ -1,6 +1,6 @@
 // Draft versions and events, which every API key may see, and the actions on them, which need the admin key.
 
-import { byId, element, fixed, isOff, moment, NONE, refusal, say, setOff, signedPercent, withBearer, withKey } from "./common.js";
+import { beside, byId, element, fixed, isOff, moment, NONE, refusal, say, setOff, signedPercent, withBearer, withKey } from "./common.js";
 
 const POLL_MS = 2000;
 const TIMEOUT_MS = 10_000;
@@ -40,7 +40,7 @@ async function poll() {
 async function refresh() {
   let text = "", board = null, why = "The draft store cannot be read now";
   try {
-    const response = await fetch("slipstream/drafts", { headers: withKey(), signal: AbortSignal.timeout(TIMEOUT_MS) });
+    const response = await fetch(beside("slipstream/drafts"), { headers: withKey(), signal: AbortSignal.timeout(TIMEOUT_MS) });
     if (response.status === 401) return; // the head of the page asks for a key
     if (response.ok) board = JSON.parse((text = await response.text()));
     else why = await refusal(response);
@@ -133,7 +133,7 @@ async function act(action) {
   say("admin-status", "asking …");
   for (const button of actions()) setOff(button, true);
   try {
-    const response = await fetch(`admin/drafts/${path}`, { method: "POST", headers: headers(), body, signal: AbortSignal.timeout(ACT_TIMEOUT_MS) });
+    const response = await fetch(beside(`admin/drafts/${path}`), { method: "POST", headers: headers(), body, signal: AbortSignal.timeout(ACT_TIMEOUT_MS) });
     say("admin-status", response.ok ? outcome(action, await response.json()) : await refusal(response));
   } catch {
     say("admin-status", "The gateway did not say whether that was done. The table of draft versions shows what happened.");

@@ -1,7 +1,7 @@
 // Asks the gateway once a second and shows its figures and their history.
 
 import { AT, point, RANGES, seconds, showCharts } from "./charts.js";
-import { byId, count, element, fixed, isLocked, moment, NONE, put, refusal, say, setUpKey, setUpTheme, withKey } from "./common.js";
+import { beside, byId, count, element, fixed, isLocked, moment, NONE, put, refusal, say, setUpKey, setUpTheme, withKey } from "./common.js";
 import { watchDrafts } from "./drafts.js";
 import { setUpTerms } from "./terms.js";
 import { setUpTry } from "./try.js";
@@ -142,7 +142,7 @@ function setStatus(kind, text) {
 async function ask(since = history.at(-1)?.[AT] ?? 0) {
   const asked = history;
   try {
-    const response = await fetch(`slipstream/live?since=${since}&range=${span}`, { headers: withKey(), signal: AbortSignal.timeout(TIMEOUT_MS) });
+    const response = await fetch(beside(`slipstream/live?since=${since}&range=${span}`), { headers: withKey(), signal: AbortSignal.timeout(TIMEOUT_MS) });
     if (await isLocked(response)) {
       setStatus("trouble", "needs a key");
       return undefined;

@@ -1,6 +1,6 @@
 // The form that asks the model, and its streamed answer, coloured by where each token comes from.
 
-import { byId, element, fixed, hasKey, refusal, say, setOff, withKey } from "./common.js";
+import { beside, byId, element, fixed, hasKey, refusal, say, setOff, withKey } from "./common.js";
 
 const SOURCES = ["head", "suffix", "target"];
 const WORDS = { head: "from the head", suffix: "from remembered text", target: "the target's own" };
@@ -80,7 +80,7 @@ function compared(drafted, plain) {
 
 async function copyAsCurl(served) {
   const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
-  const lines = [`curl -N ${quoted(new URL("v1/chat/completions", document.baseURI).href)}`, "-H 'content-type: application/json'"];
+  const lines = [`curl -N ${quoted(beside("v1/chat/completions"))}`, "-H 'content-type: application/json'"];
   if (hasKey()) lines.push('-H "authorization: Bearer $SLIPSTREAM_API_KEY"'); // the key itself is not for the clipboard
   const command = [...lines, `-d ${quoted(JSON.stringify(question(served), null, 2))}`].join(" \\\n  ");
   byId("curl").hidden = byId("copy-status").hidden = false;
@@ -100,7 +100,7 @@ async function answer(id, body, served, signal) {
   const shown = new Answer(id, served.shows_tokens), status = `${id}-status`;
   say(status, "waiting for the first token");
   try {
-    const response = await fetch("v1/chat/completions", {
+    const response = await fetch(beside("v1/chat/completions"), {
       method: "POST",
       headers: withKey({ "content-type": "application/json" }),
       body: JSON.stringify(body),
