@@ -239,22 +239,31 @@ def test_what_is_put_stands_there_alone(watched: Watched, gateway: Gateway) -> N
 
 def test_sources_are_told_apart_without_their_hue(watched: Watched, gateway: Gateway) -> None:
     page = watched.open(gateway)
-    patterns: list[str] = page.evaluate(
-        """() => ["head", "own", "group", "tenant"].map((source) => {
-          const dot = document.createElement("span");
-          dot.className = `dot ${source}`;
-          document.querySelector("#sources").append(dot);
-          const { backgroundImage, backgroundSize } = getComputedStyle(dot);
-          return backgroundImage.replace(/(rgb|color)[^)]*\\)/g, "") + backgroundSize;
-        })"""
-    )
-    assert len(set(patterns)) == 4
     submit(page, PROMPT)
-    styles = {
-        source: page.evaluate(f"getComputedStyle(document.querySelector('#answer-legend .{source}')).borderBottomStyle")
-        for source in ("head", "suffix")
-    }
-    assert len(set(styles.values())) == 2
+    for forced in ("none", "active"):
+        page.emulate_media(forced_colors=forced)  # type: ignore[arg-type]
+        patterns: list[str] = page.evaluate(
+            """() => ["head", "own", "group", "tenant"].map((source) => {
+              const dot = document.createElement("span");
+              dot.className = `dot ${source}`;
+              document.body.append(dot);
+              const { backgroundColor, backgroundImage, backgroundSize } = getComputedStyle(dot);
+              dot.remove();
+              const paper = getComputedStyle(document.documentElement).backgroundColor;
+              if (backgroundImage === "none" && backgroundColor === paper) return "unseen";
+              return backgroundImage.replace(/(rgb|color)[^)]*\\)/g, "") + backgroundSize;
+            })"""
+        )
+        assert "unseen" not in patterns
+        assert len(set(patterns)) == 4
+        edges: list[str] = page.evaluate(
+            """() => ["head", "suffix", "target"].map((source) => {
+              const token = document.querySelector(`#answer-legend .${source}`);
+              const { borderBottomStyle, boxShadow } = getComputedStyle(token);
+              return `${borderBottomStyle} ${boxShadow === "none"}`;
+            })"""
+        )
+        assert len(set(edges)) == 3
 
 
 def test_a_prompt_is_answered_in_colours(watched: Watched, gateway: Gateway) -> None:
