@@ -463,6 +463,7 @@ def test_charts_go_on_after_the_servers_clock_has_stepped_back(watched: Watched,
     expect(page.locator("#status")).to_have_text("live")
     step_ms = 600_000
     asked: list[int] = []
+    told: list[int] = []
 
     def step_back(route: Route) -> None:
         response = route.fetch()
@@ -471,7 +472,8 @@ def test_charts_go_on_after_the_servers_clock_has_stepped_back(watched: Watched,
             point[0] -= step_ms
         asked.append(int(parse_qs(urlsplit(route.request.url).query)["since"][0]))
         live["history"] = [point for point in live["history"] if point[0] > asked[-1]]
-        route.fulfill(response=response, json={**live, "now_ms": live["now_ms"] - step_ms})
+        told.append(live["now_ms"] - step_ms)
+        route.fulfill(response=response, json={**live, "now_ms": told[-1]})
 
     page.route("**/slipstream/live?*", step_back)
     for _ in range(100):
@@ -479,6 +481,11 @@ def test_charts_go_on_after_the_servers_clock_has_stepped_back(watched: Watched,
         if len(asked) > 2:
             break
     assert asked[0] > asked[-1], "it asks for what has come since the step"
+    page.click("#figures summary")
+    expect(page.locator("#figures-note")).to_contain_text("as of")
+    note = page.locator("#figures-note").text_content() or ""
+    clocks: list[str] = page.evaluate("told => told.map((ms) => new Date(ms).toLocaleTimeString('en-GB'))", told)
+    assert any(clock in note for clock in clocks), "it is the server's time"
     page.unroute("**/slipstream/live?*")
 
 

@@ -21,11 +21,11 @@ export const RANGES = {
   day: { ms: 86_400_000, stepMs: 240_000, write: (ms) => clock(ms).slice(0, 5) },
 };
 
-let shown = { points: [], range: RANGES.minutes };
+let shown = { points: [], nowMs: 0, range: RANGES.minutes };
 
 export function showCharts(points, nowMs, range) {
   const isOther = range !== shown.range;
-  shown = { points, range };
+  shown = { points, nowMs, range };
   for (const chart of charts) chart.draw(points, marks(points), nowMs, range);
   if (isOther) showTable();
 }
@@ -42,10 +42,11 @@ function marks(points) {
 
 /** As it is when it is opened, or the range changes: what is read row by row must not move. */
 function showTable() {
-  if (!byId("figures").open) return;
-  const { points } = shown, every = Math.ceil(points.length / TABLE_ROWS);
+  const { points, nowMs } = shown;
+  if (!byId("figures").open || !nowMs) return;
+  const every = Math.ceil(points.length / TABLE_ROWS);
   const rows = points.filter((_, index) => (points.length - 1 - index) % every === 0).reverse();
-  byId("figures-note").textContent = `Newest first, as of ${clock(Date.now())}; close and open it for newer ones.`;
+  byId("figures-note").textContent = `Newest first, as of ${clock(nowMs)}; close and open it for newer ones.`;
   byId("figures-rows").replaceChildren(...rows.map((row) => element("tr", {},
     element("th", { scope: "row" }, moment(row[AT])),
     ...[fixed(row[RATIO]), row[LOWER] === null ? NONE : `${fixed(row[LOWER])} … ${fixed(row[UPPER])}`, fixed(row[END_TO_END]), fixed(row[LENGTH]),
