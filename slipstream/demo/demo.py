@@ -46,7 +46,7 @@ the interval of the end-to-end speedup needs five stretches before the restart.
 """
 _PLAIN_MINUTES = 3
 _MLP_WIDTH = 512
-"""Width of the draft's MLP: a slim head costs half as much (benchmarks/slim_heads.py)."""
+"""Width of the draft's MLP: a slim head costs half as much (benchmarks/results/slim_heads.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
