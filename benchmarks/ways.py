@@ -7,7 +7,6 @@ same weights at the same addresses answer in every way that is compared:
     head     planned rounds with the learned draft alone
     suffix   … with suffixes of earlier text alone
     hybrid   … with both, as it is served
-    chains   … with both, and suffix chains in the place of trees
 
 Each way has a planner of its own, and a tenant, since one way's answer must not be the next one's suffix.
 """
@@ -18,7 +17,6 @@ import asyncio
 import contextlib
 import copy
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,15 +25,14 @@ from typing import Any
 from benchmarks.common.engines import engine_with
 from benchmarks.common.workloads import Work
 from benchmarks.equal_cost import Round
-from serving.engine import CapturePolicy, GenerateRequest, WatchedRound
+from serving.engine import CapturePolicy, GenerateRequest
 from serving.local.config import LocalEngineConfig
 from serving.local.engine import LocalEngine
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.sampling_params import SamplingParams
 from speculator.proposals.planner import ChainRule, HeadVerdict, Plan, RoundPlanner
-from speculator.proposals.suffix_drafter import SuffixConfig, SuffixDrafter
 
-WAYS = ("plain", "head", "suffix", "hybrid", "chains")
+WAYS = ("plain", "head", "suffix", "hybrid")
 
 
 @dataclass(frozen=True)
@@ -51,29 +48,12 @@ class Run:
 
 
 @dataclass
-class Forecast:
-    """Sums over rounds of what the planner expected and of what was measured."""
-
-    expected_tokens: float = 0.0
-    expected_s: float = 0.0
-    tokens: int = 0
-    seconds: float = 0.0
-
-    def to_dict(self) -> dict[str, float]:
-        """Expected over measured."""
-        tokens, seconds = self.expected_tokens / self.tokens, self.expected_s / self.seconds
-        return {"rate": round(tokens / seconds, 4), "tokens": round(tokens, 4), "seconds": round(seconds, 4)}
-
-
-@dataclass
 class _Planners(RoundPlanner):
     """A planner for each way, of which the current way's is used."""
 
     max_depth: int
     way: str = "hybrid"
     plans: dict[str, RoundPlanner] = field(init=False)
-    last: Plan | None = None
-    """Plan of the last round."""
     planned: str = "plain"
     """The way of the running round, which may still run when the last chunk of its answer has come."""
     rounds: list[Round] = field(default_factory=list)
@@ -123,7 +103,6 @@ class _Planners(RoundPlanner):
     def observe(
         self, plan: Plan, *, num_proposals: int, num_steps: int, num_pairs: int, draft_s: float, verify_s: float | None
     ) -> None:
-        self.last = None if verify_s is None else plan
         self.rounds.append(Round(plan.batch, num_proposals, num_steps, num_pairs, verify_s, draft_s))
         with self._timed():
             self._current.observe(
@@ -153,19 +132,13 @@ class _Planners(RoundPlanner):
 class Ways:
     """Answers in any of `WAYS`; made by `all_ways`."""
 
-    def __init__(self, engine: LocalEngine, planners: _Planners, forecasts: dict[tuple[str, int], Forecast]) -> None:
+    def __init__(self, engine: LocalEngine, planners: _Planners) -> None:
         self._engine, self._planners = engine, planners
-        self.forecasts = forecasts
-        """Forecasts by way and batch size."""
-        trees = engine.texts.drafter
-        chains = None if trees is None else SuffixDrafter(SuffixConfig(width=1))
-        self._drafters = {way: chains if way == "chains" else trees for way in WAYS}
 
     def run(self, way: str, work: Work, name: str) -> Run:
         """Answer all samples of a work at the same time, in this way."""
-        self._planners.way = way
         # Safe without a lock: no request runs, and the engine's thread waits for one.
-        self._engine.texts.drafter = self._drafters[way]
+        self._planners.way = way
         rounds = self._planners.rounds = []
         started_s, cpu_s, planned_s = time.perf_counter(), time.process_time(), self._planners.planning_s
         num_tokens = asyncio.run(answer(self._engine, work, name, tenant=way, drafts=way != "plain"))
@@ -179,22 +152,9 @@ def all_ways(model_dir: Path, draft: Eagle3Draft, threads: int, *, suffixes: boo
     settings: dict[str, Any] = {"control_share": 0.0, "capture": False}
     if not suffixes:
         settings["suffix_depth"] = 0
-    forecasts: defaultdict[tuple[str, int], Forecast] = defaultdict(Forecast)
-
-    def keep(round_: WatchedRound) -> None:
-        plan = planners.last
-        if plan is not None and plan.expected_s:
-            sums = forecasts[planners.planned, round_.batch]
-            sums.expected_tokens += plan.expected_tokens
-            sums.expected_s += plan.expected_s
-            sums.tokens += round_.committed
-            sums.seconds += round_.seconds
-
     planners = _Planners(LocalEngineConfig.max_depth)
-    with engine_with(
-        model_dir, copy.deepcopy(draft), threads, settings=settings, planner=planners, on_round=keep
-    ) as engine:
-        yield Ways(engine, planners, forecasts)
+    with engine_with(model_dir, copy.deepcopy(draft), threads, settings=settings, planner=planners) as engine:
+        yield Ways(engine, planners)
 
 
 async def answer(engine: LocalEngine, work: Work, name: str, *, tenant: str = "default", drafts: bool = True) -> int:
