@@ -40,7 +40,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.common.drafts import last_good, trained
 from benchmarks.common.engines import engine_with
-from benchmarks.common.report import Spread, Target, fill_in, finish, parser, refusing
+from benchmarks.common.report import Spread, Target, fill_in, finish, in_order, parser, refusing
 from benchmarks.common.workloads import Work, load_works
 from benchmarks.equal_cost import at_equal_cost
 from benchmarks.llama import Generate, is_installed, llama_ways
@@ -168,8 +168,7 @@ def _beside_plain(ways: Ways, traffic: Sequence[Work], window_s: float) -> Besid
     turns = {"head": "head", "plain": "plain", "again": "plain"}
     runs: dict[str, list[Run]] = {turn: [] for turn in turns}
     for number, work in enumerate(itertools.cycle(traffic)):
-        names = list(turns)
-        for turn in names[number % 3 :] + names[: number % 3]:
+        for turn in in_order(turns, number):
             runs[turn].append(ways.run(turns[turn], work, f"{turn}-{number}"))
         if sum(run.cpu_s for run in runs["plain"]) >= 2.5 * window_s:  # at equal cost prefill does not count
             break
@@ -237,8 +236,7 @@ def _time(
     # Workloads take turns, so that the cost of a cold engine is spread over all.
     in_turn = [work for row in itertools.zip_longest(*timed.values()) for work in row if work is not None]
     for number, work in enumerate(in_turn):
-        names = [*WAYS, *others] if work.num_samples == 1 else list(WAYS)
-        for kind in names[number % len(names) :] + names[: number % len(names)]:
+        for kind in in_order([*WAYS, *others] if work.num_samples == 1 else WAYS, number):
             if kind in others:
                 started_s = time.perf_counter()
                 rates.add(work, kind, others[kind](work), time.perf_counter() - started_s)

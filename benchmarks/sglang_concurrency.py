@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.common.cores import core_for_schedulers, give_core
 from benchmarks.common.decoding import decode
-from benchmarks.common.report import Median, Spread, Target, fill_in, finish, parser, refusing
+from benchmarks.common.report import Median, Spread, Target, fill_in, finish, in_order, parser, refusing
 from benchmarks.sglang_cpu_phases import add_head_options, learnt_version
 from benchmarks.sglang_cpu_scene import DEPTH, LEARNT_FROM, Scene, prepared
 from serving.sglang.report import EngineReport
@@ -127,14 +127,13 @@ def _prompts(scene: Scene) -> Iterator[list[int]]:
 def _measure(
     scene: Scene, servers: Mapping[str, SglangServer], prompts: Iterator[list[int]], count: int, num_turns: int
 ) -> Cell:
-    cell, names = Cell(count), list(servers)
+    cell = Cell(count)
     num_tokens = min(max(_TURN_TOKENS // count, _LEAST_TOKENS), _MOST_TOKENS)
     for turn in range(1 + num_turns):
         if turn == 1:
             before = _proposed(scene)
         asked = [next(prompts) for _ in range(count)]
-        shift = turn % len(names)
-        for name in [*names[shift:], *names[:shift]]:
+        for name in in_order(servers, turn):
             decoded = decode(servers[name], asked, max_new_tokens=num_tokens, ignore_eos=True)
             if turn:
                 cell.rates.setdefault(name, []).append(decoded.rate)

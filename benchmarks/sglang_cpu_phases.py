@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.report import Median, Spread
+from benchmarks.common.report import Median, Spread, in_order
 from benchmarks.sglang_cpu_scene import FIXED_ID, IN_TURNS, LEARNT_FROM, UNSEEN, Scene
 from slipstream.children import Child, running_child
 from slipstream.demo.topics import Prompt
@@ -37,12 +37,6 @@ def _answers(kind: Kind, prompts: Sequence[list[int]], **sampling: Any) -> tuple
     with ThreadPoolExecutor(CLIENTS) as pool:
         answers = list(pool.map(lambda ids: server.generate(ids, **sampling, **params), prompts))
     return answers, sum(len(answer["output_ids"]) for answer in answers) / (time.perf_counter() - started_s)
-
-
-def _from(kinds: Mapping[str, Kind], turn: int) -> list[str]:
-    """Names of the kinds; each turn begins with another one."""
-    shift = turn % len(kinds)
-    return [*list(kinds)[shift:], *list(kinds)[:shift]]
 
 
 # -- turns
@@ -98,7 +92,7 @@ def _in_turns(scene: Scene, kinds: Mapping[str, Kind], num_turns: int, num_promp
     for turn in range(-_WARM_UP_TURNS, num_turns):
         first = num_prompts * (turn + _WARM_UP_TURNS) % IN_TURNS.stop
         prompts = scene.prompts[first : first + num_prompts]
-        order = _from(kinds, turn)
+        order = in_order(kinds, turn)
         for kind in order if turn // len(kinds) % 2 else reversed(order):
             number = f"{turn + _WARM_UP_TURNS:03d}{order.index(kind)}"
             asked = [scene.ids(f"Question {number}: {prompt.text[:1500]}") for prompt in prompts]
@@ -262,7 +256,7 @@ def unseen(scene: Scene, plain: SglangServer, fixed: SglangServer, live: SglangS
     answers: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
     for turn, first in enumerate(range(0, len(prompts), CLIENTS)):
         asked = [scene.ids(prompt.text) for prompt in prompts[first : first + CLIENTS]]
-        for kind in _from(kinds, turn):
+        for kind in in_order(kinds, turn):
             batch, rate = _answers(kinds[kind], asked, max_new_tokens=_UNSEEN_TOKENS)
             answers[kind] += batch
             rates[kind].append(rate)

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.common.bench_serving import Served, with_random_tokens
 from benchmarks.common.cores import core_for_schedulers, give_core
-from benchmarks.common.report import Median, Spread, Target, fill_in, finish, parser
+from benchmarks.common.report import Median, Spread, Target, fill_in, finish, in_order, parser
 from benchmarks.sglang_cpu_scene import FIXED_ID, LIVE_ID, Scene, prepared
 from tests.sglang.server import SglangServer
 
@@ -78,10 +78,8 @@ class Load:
     def in_turns(self, kinds: Mapping[str, Kind], turns: int) -> dict[str, list[float]]:
         """Tokens a second of each kind by turn, after one turn to warm up."""
         rates: dict[str, list[float]] = {name: [] for name in kinds}
-        names = list(kinds)
         for turn in range(turns + 1):
-            shift = turn % len(names)
-            for name in [*names[shift:], *names[:shift]]:
+            for name in in_order(kinds, turn):
                 rate = self.run(*kinds[name]).tokens_per_s
                 if turn:
                     rates[name].append(rate)

@@ -9,7 +9,7 @@ import random
 import signal
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,13 @@ def shuffled_prompts(path: Path | None) -> list[Prompt]:
     """All prompts that differ, in a random order that is always the same."""
     prompts = list(dict.fromkeys(read_prompts(path) if path else built_in_prompts()))
     return random.Random(0).sample(prompts, len(prompts))
+
+
+def in_order(names: Iterable[str], turn: int) -> list[str]:
+    """The names in their order; each turn begins with the next one."""
+    names = list(names)
+    shift = turn % len(names)
+    return names[shift:] + names[:shift]
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
