@@ -14,10 +14,11 @@ from pathlib import Path
 
 from benchmarks.common.drafts import last_good, last_good_manifest
 from benchmarks.common.engines import engine_with
+from benchmarks.common.report import prompts_of
 from benchmarks.replayed import Answer
 from serving.engine import CapturePolicy, GenerateRequest
 from serving.local.engine import LocalEngine
-from slipstream.demo.topics import Prompt, built_in_prompts, read_prompts
+from slipstream.demo.topics import Prompt
 from speculator.draft.checkpoint import target_fingerprint
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.initialization import fresh_draft
@@ -87,7 +88,7 @@ def recording(
 
     Raises what `choose` does, by default ConfigError where the prompts have one domain only.
     """
-    prompts = read_prompts(arguments.prompts) if arguments.prompts else built_in_prompts()
+    prompts = prompts_of(arguments.prompts)
     chosen, fingerprint = choose(prompts, arguments.answers), target_fingerprint(model_dir)
     # Latency does not matter here, so prompts are prefilled in long chunks.
     settings = {

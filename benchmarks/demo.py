@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import serving.local
-from benchmarks.common.report import Target, fill_in, finish, parser, refusing
+from benchmarks.common.report import Target, fill_in, finish, parser, prompts_of, refusing
 from benchmarks.common.workloads import EDITS, asks_for
-from slipstream.demo.topics import Prompt, built_in_prompts, read_prompts
+from slipstream.demo.topics import Prompt
 from speculator.errors import ConfigError
 from speculator.host import free_port
 
@@ -96,7 +96,7 @@ def _times(bounded: Mapping[str, float | None]) -> str:
 
 def workloads_of(path: Path | None, chosen: Sequence[str]) -> dict[str, Workload]:
     """The workloads by name. Raises ConfigError when editing is chosen and the file has no program."""
-    prompts = read_prompts(path) if path else built_in_prompts()
+    prompts = prompts_of(path)
     programs = [one.text for one in prompts if one.domain == "code"] if path else _functions_of_this_project()
     if "editing" in chosen and not programs:
         raise ConfigError(f'{path} has no lines whose "domain" is "code": editing needs programs')

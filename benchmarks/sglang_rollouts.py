@@ -38,12 +38,12 @@ from typing import Any
 import httpx
 
 from benchmarks.common.cores import pin
-from benchmarks.common.report import Spread, Target, fill_in, finish, parser, refusing
+from benchmarks.common.report import Spread, Target, fill_in, finish, parser, prompts_of, refusing
 from benchmarks.sglang_cpu_phases import add_head_options, learnt_version
 from benchmarks.sglang_cpu_scene import Scene, prepared
 from benchmarks.sglang_hybrid import SUFFIX_DEPTH
 from serving.request_metadata import POLICY_KEY
-from slipstream.demo.topics import Prompt, built_in_prompts, read_prompts
+from slipstream.demo.topics import Prompt
 from speculator.errors import ConfigError
 from speculator.host import free_port
 from tests.sglang.pooled import find_router, router_command
@@ -132,7 +132,7 @@ class Stage:
 @refusing
 def main() -> None:
     arguments = _arguments()
-    prompts = read_prompts(arguments.prompts) if arguments.prompts else built_in_prompts()
+    prompts = prompts_of(arguments.prompts)
     prompts = [prompt for prompt in prompts if prompt.domain == arguments.domain]
     learnt_from, asked = prompts[::2], prompts[1::2]
     if len(asked) < arguments.groups:

@@ -67,15 +67,20 @@ def fill_in(arguments: argparse.Namespace, defaults: Mapping[str, tuple[Any, Any
             setattr(arguments, name, quick if arguments.quick else full)
 
 
+def prompts_of(path: Path | None) -> list[Prompt]:
+    """The prompts of the file, or the built-in ones."""
+    return read_prompts(path) if path else built_in_prompts()
+
+
 def pick_prompts(path: Path | None, count: int, seed: int = 0) -> list[Prompt]:
     """`count` prompts in a random order that is the same for the same seed."""
-    source = cycle_prompts(read_prompts(path) if path else built_in_prompts(), seed)
+    source = cycle_prompts(prompts_of(path), seed)
     return [next(source) for _ in range(count)]
 
 
 def shuffled_prompts(path: Path | None) -> list[Prompt]:
     """All prompts that differ, in a random order that is always the same."""
-    prompts = list(dict.fromkeys(read_prompts(path) if path else built_in_prompts()))
+    prompts = list(dict.fromkeys(prompts_of(path)))
     return random.Random(0).sample(prompts, len(prompts))
 
 
