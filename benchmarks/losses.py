@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,9 @@ import torch
 
 from benchmarks.answers import RECORDING_DEFAULTS, add_recording_options, in_turn, recording
 from benchmarks.common.paired import (
+    KeptRuns,
     Length,
     Runs,
-    all_runs,
     by_trace,
     gains,
     interval,
@@ -103,7 +104,9 @@ def main() -> None:
         return _kept(replay(options))
 
     about = f"{arguments.steps} steps{began}, {path.name}"
-    runs = all_runs(arguments.runs, arms, seeds, about=about, run=run)
+    kept = KeptRuns(arguments.runs, about)
+    # Seeds are the outer loop, so that complete tables of fewer seeds exist early.
+    runs = {(arm, seed): kept.run(f"{arm} seed {seed}", partial(run, arm, seed)) for seed in seeds for arm in arms}
     rows: list[tuple[str, object]] = [
         ("arm", f"last length by seed; gain over {DEFAULT}: by seed, by trace, of the later half by seed"),
         *((arm, _row(arm, runs, seeds)) for arm in arms),

@@ -35,7 +35,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,7 @@ from safetensors.torch import save_file
 
 from benchmarks.answers import RECORDING_DEFAULTS, add_recording_options, in_turn, recording
 from benchmarks.common import peer_trainers
-from benchmarks.common.paired import interval
+from benchmarks.common.paired import KeptRuns, interval
 from benchmarks.common.peer_environments import DEFAULT_TORCH, PROJECTS, TRAINING_NEEDS, environment, run_in
 from benchmarks.common.peer_trainers import Plan
 from benchmarks.common.report import Target, fill_in, finish, parser
@@ -58,7 +58,6 @@ from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.initialization import fresh_draft
 from speculator.draft.public_heads import read_public_head
 from speculator.errors import ConfigError
-from speculator.host import read_json_lines
 from speculator.target_folder import EMBEDDING
 from trainer.config import TrainerConfig, load_config
 from trainer.learning.batch import Example, Window, pack
@@ -128,7 +127,7 @@ def main() -> None:
     )
     # The engine that recorded has set its own number.
     torch.set_num_threads(1)
-    log = _Log(arguments.runs, path.name)
+    kept = KeptRuns(arguments.runs, path.name)
     found: dict[str, Runs] = {}
     with tempfile.TemporaryDirectory(prefix="peers-trainers-") as scratch:
         seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
@@ -137,10 +136,15 @@ def main() -> None:
             with tempfile.TemporaryDirectory(dir=scratch) as folder:
                 peers = _Peers(Path(folder), Path(scratch), model_dir, arguments)
                 runs = {
-                    arm: log.run(f"{arm}, {task.name}", partial(peers.train, task, ARMS[arm])) for arm in arguments.arms
+                    arm: kept.run(f"{arm}, {task.name}", partial(peers.train, task, ARMS[arm]))
+                    for arm in arguments.arms
                 }
             most_s = max(run["cpu_s"] for run in runs.values())
-            ours = log.run(f"{OURS}, {task.name}", partial(train_ours, task, model_dir, most_s), least_s=most_s)
+            ours = kept.run(
+                f"{OURS}, {task.name}",
+                partial(train_ours, task, model_dir, most_s),
+                is_enough=partial(_reaches, most_s),
+            )
             found[task.name] = {**runs, OURS: ours}
     rows: list[tuple[str, object]] = [("what is learned, by whom", "accept length, CPU s of its steps, ours over it")]
     rows += [row for name, runs in found.items() for row in _rows(name, runs)]
@@ -152,34 +156,16 @@ def main() -> None:
     finish(rows, _targets(ratios, arguments.tokens), document, arguments.json)
 
 
+def _reaches(cpu_s: float, run: Mapping[str, Any]) -> bool:
+    """Whether the run's curve ends after so many CPU seconds."""
+    return bool(run["curve"][-1][0] >= cpu_s)
+
+
 def _of_domains(prompts: Sequence[Prompt], domains: Sequence[str], count: int) -> list[Prompt]:
     """Raises ConfigError where a domain has no prompt."""
     if missing := sorted({*domains} - {prompt.domain for prompt in prompts}):
         raise ConfigError(f"no prompt is of {', '.join(missing)}: pass --prompts, or other --domains")
     return in_turn([prompt for prompt in prompts if prompt.domain in domains], count)
-
-
-class _Log:
-    """Finished runs, kept in a file where there is one."""
-
-    def __init__(self, path: Path | None, about: str) -> None:
-        self._path, self._about = path, about
-        self._known: Runs = {}
-        if path is not None and path.exists():
-            lines = read_json_lines(path, dict[str, Any], example='{"key": "…", "run": {}}')
-            self._known = {line["key"]: line["run"] for _, line in lines}
-
-    def run(self, key: str, make: Callable[[], dict[str, Any]], *, least_s: float | None = None) -> dict[str, Any]:
-        """The run from the file; made now where it has none, or one whose curve ends before `least_s`."""
-        key = f"{key}, {self._about}"
-        known = self._known.get(key)
-        if known is None or (least_s is not None and known["curve"][-1][0] < least_s):
-            run = self._known[key] = make()
-            print(f"{key}: {run['accept_length']} after {run['cpu_s']} s", flush=True)
-            if self._path is not None:
-                with self._path.open("a") as file:
-                    file.write(json.dumps({"key": key, "run": run}) + "\n")
-        return self._known[key]
 
 
 def read_task(path: Path, model_dir: Path, *, domain: str, seed: int, tokens: int) -> Task:

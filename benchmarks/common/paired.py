@@ -24,33 +24,33 @@ Runs = dict[tuple[str, int], dict[str, Any]]
 Length = Callable[[Mapping[str, Any]], float]
 
 
-def all_runs(
-    log: Path | None,
-    arms: Sequence[str],
-    seeds: Sequence[int],
-    *,
-    about: str,
-    run: Callable[[str, int], dict[str, Any]],
-) -> Runs:
-    """All runs by arm and seed; runs that the file `log` does not have are made now. `about` identifies the experiment
-    in the file. Seeds are the outer loop, so that complete tables of fewer seeds exist early.
-    """
-    known: dict[str, dict[str, Any]] = {}
-    if log is not None and log.exists():
-        lines = read_json_lines(log, dict[str, Any], example='{"key": "…", "run": {}}')
-        known = {line["key"]: line["run"] for _, line in lines}
-    runs: Runs = {}
-    for seed in seeds:
-        for arm in arms:
-            key = f"{arm} seed {seed}, {about}"
-            if key not in known:
-                known[key] = run(arm, seed)
-                print(f"{key}: {known[key]['accept_length']} in {known[key]['seconds']} s", flush=True)
-                if log is not None:
-                    with log.open("a") as file:
-                        file.write(json.dumps({"key": key, "run": known[key]}) + "\n")
-            runs[arm, seed] = known[key]
-    return runs
+class KeptRuns:
+    """Finished runs, kept in a file where there is one; `about` identifies the experiment in the file."""
+
+    def __init__(self, path: Path | None, about: str) -> None:
+        self._path, self._about = path, about
+        self._known: dict[str, dict[str, Any]] = {}
+        if path is not None and path.exists():
+            lines = read_json_lines(path, dict[str, Any], example='{"key": "…", "run": {}}')
+            self._known = {line["key"]: line["run"] for _, line in lines}
+
+    def run(
+        self,
+        key: str,
+        make: Callable[[], dict[str, Any]],
+        *,
+        is_enough: Callable[[Mapping[str, Any]], bool] = lambda run: True,
+    ) -> dict[str, Any]:
+        """The run of this key; made now where the file has none, or none that is enough."""
+        key = f"{key}, {self._about}"
+        known = self._known.get(key)
+        if known is None or not is_enough(known):
+            known = self._known[key] = make()
+            print(f"{key}: accept length {known['accept_length']}", flush=True)
+            if self._path is not None:
+                with self._path.open("a") as file:
+                    file.write(json.dumps({"key": key, "run": known}) + "\n")
+        return known
 
 
 def last_length(run: Mapping[str, Any]) -> float:
