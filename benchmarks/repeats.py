@@ -68,7 +68,7 @@ from trainer.replay.reservoirs import Stored, provenance_of
 POLL_S = 0.5
 """Virtual seconds between two polls of the follower: its default."""
 PER_MINUTE = 27.0
-PLAIN_MS, ROUND_MS, SPREAD = (27.9, 31.8), (34.1, 44.2), 0.15
+COSTS = Costs(plain_ms=(27.9, 31.8), round_ms=(34.1, 44.2), spread=0.15)
 """For one client and two, measured in the demo with two: 15.9 ms a token plainly, 1.23 times as fast with 1.71 tokens a
 verification. The spread is that of rounds of one batch size, 0.11 to 0.16."""
 LONGEST_TRIAL_S = 3600.0
@@ -154,7 +154,7 @@ class Shifts:
             partial(load_draft, store, embed=good.embed, target_fingerprint=self._fingerprint),
             incumbent,
             Traffic(self._answers, seed=seed),
-            costs=Costs(plain_ms=PLAIN_MS, round_ms=ROUND_MS, spread=SPREAD),
+            costs=COSTS,
             per_minute=PER_MINUTE,
             on_round=watch.observe,
             on_trace=lambda _: None,
@@ -254,7 +254,7 @@ def main() -> None:
             load,
             1,
             Traffic(served, seed=0),
-            costs=Costs(plain_ms=PLAIN_MS, round_ms=ROUND_MS, spread=SPREAD),
+            costs=COSTS,
             per_minute=PER_MINUTE,
             on_round=watch.observe,
             on_trace=on_trace,
