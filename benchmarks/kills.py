@@ -2,7 +2,7 @@
 
     python -m benchmarks.kills [--kills 120] [--fsync always] [--seed 0] [--quick] [--json FILE]
 
-The services are `slipstream serve` and `slipstream train` on a toy target, forked from processes that have everything
+The services are `slipstream serve` and `slipstream train` on a toy target, forked from a process that has everything
 imported (benchmarks/faults/witness.py), so that a life takes a moment to begin. Clients ask the engine; a producer of
 its own appends further traces, some of them damaged. A trace is acknowledged when the append has returned without an
 error to whoever made it; with `--fsync everysec`, the embedded server's setting, Redis may confirm an append a moment
@@ -90,7 +90,8 @@ class Scene:
             if producer.ident is not None:
                 producer.join()
             for service in (self.engine, self.trainer):
-                service.close()
+                if service.is_alive:
+                    service.end(signal.SIGKILL)
             self.redis.stop()
 
     def kill(self, victim: str) -> bool:

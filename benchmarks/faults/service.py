@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
+import functools
 import os
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from tests.fixtures.preloaded import ForkedProcess, Preloaded
 
 DRAFT_VOCAB_SIZE = 24
 STREAM_MAX_BYTES = 256 << 20
@@ -28,28 +25,23 @@ TRAINER_ENVIRONMENT = {
 }
 
 
+@functools.cache
+def _witness() -> Preloaded:
+    # A fork has one thread; libraries start theirs when they are imported.
+    return Preloaded("benchmarks.faults.witness", {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
+
+
 class Service:
     """One service, which is killed and restarted."""
 
     def __init__(self, folder: Path, name: str, words: list[str]) -> None:
-        self._notes, self.log = folder / f"{name}.notes", folder / f"{name}.log"
+        self._notes, self._log = folder / f"{name}.notes", folder / f"{name}.log"
         self._words = words
-        self._nursery = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.faults.witness", str(self._notes), str(self.log)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            # A fork has one thread; libraries start theirs when they are imported.
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
-        )
-        self.pid = 0
-        self._ended = threading.Event()
-        self._ended.set()
-        self.status = 0
+        self._process: ForkedProcess | None = None
 
     @property
     def is_alive(self) -> bool:
-        return not self._ended.is_set()
+        return self._process is not None and self._process.poll() is None
 
     def notes(self) -> list[str]:
         """Notes of all its processes so far, one a line."""
@@ -57,33 +49,13 @@ class Service:
 
     def start(self) -> None:
         """Start a new process; the last one must have ended."""
-        assert self._nursery.stdin is not None
-        assert self._nursery.stdout is not None
-        self._ended.clear()
-        self._nursery.stdin.write(json.dumps(self._words) + "\n")
-        self._nursery.stdin.flush()
-        self.pid = int(self._nursery.stdout.readline())
-        threading.Thread(target=self._wait, daemon=True).start()
+        self._process = _witness().start([str(self._notes), *self._words], os.environ, self._log)
 
     def end(self, number: int, timeout_s: float = 60.0) -> int:
-        """Send the signal and wait for the end; returns the exit code."""
-        if self.is_alive:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-            if not self._ended.wait(timeout_s):
-                raise TimeoutError(f"{self._words[0]} did not end: {self.log.read_text()[-2000:]}")
-        return self.status
-
-    def close(self) -> None:
-        self.end(signal.SIGKILL)
-        assert self._nursery.stdin is not None
-        self._nursery.stdin.close()
-        self._nursery.wait()
-
-    def _wait(self) -> None:
-        assert self._nursery.stdout is not None
-        self.status = int(self._nursery.stdout.readline())
-        self._ended.set()
+        """Send the signal and wait for the end; returns the exit code. Raises subprocess.TimeoutExpired."""
+        assert self._process is not None
+        self._process.send_signal(number)
+        return self._process.wait(timeout_s)
 
 
 def wait(condition: Callable[[], object], what: str, timeout_s: float = 120.0) -> float:

@@ -1,10 +1,7 @@
-"""Run services that log what they do with each trace: a parent process that forks one child for each start.
+"""A process that has imported what services need, and becomes one by forking that logs what it does with each trace.
 
-    python -m benchmarks.faults.witness NOTES LOG
-
-The process has everything imported, so that a service is there in no time. For each line that it reads, a JSON list of
-the words of a `slipstream` command, it forks a child that runs it; it says the child's process id, and how the child
-ended, before it reads the next. Notes are one line each, written with one call, so a kill leaves them whole:
+A start imports nothing (tests/fixtures/preloaded.py). Notes are one line each, written with one call, so a kill leaves
+them whole:
 
     acknowledged ID     Redis has confirmed the append to the engine
     used ID             the trainer is done with a trace: learnt from, held out, or not needed
@@ -16,21 +13,19 @@ ended, before it reads the next. Notes are one line each, written with one call,
 from __future__ import annotations
 
 import functools
-import gc
 import hashlib
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
-import torch
 
 import trainer.loop
 import trainer.process
 from slipstream.cli.main import main
 from speculator.redis.trace_stream import TraceStream
+from tests.fixtures.preloaded import Order, take_orders
 from trainer.checkpoint import Progress
 from trainer.replay.reservoirs import Stored
 from trainer.replay.trace_source import TraceSource
@@ -84,38 +79,13 @@ def watch(notes: int) -> None:
     TraceSource.mark_used = marked  # type: ignore[method-assign]
 
 
-def _nursery(notes_path: str, log_path: str) -> None:
-    import slipstream.start.local  # noqa: F401 - so that a child has it
-
-    torch.set_num_threads(1)
-    gc.freeze()
-    assert len(os.listdir("/proc/self/task")) == 1, "of the threads, a fork has one"
-    for line in sys.stdin:
-        child = os.fork()
-        if not child:
-            _live(json.loads(line), notes_path, log_path)
-        os.write(1, f"{child}\n".encode())
-        os.write(1, f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n".encode())
-
-
-def _live(words: list[str], notes_path: str, log_path: str) -> None:
-    log, notes = (os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for path in (log_path, notes_path))
-    for standard in (1, 2):
-        os.dup2(log, standard)
-    status = 1
-    try:
-        watch(notes)
-        sys.argv = ["slipstream", *words]
-        main()
-        status = 0
-    except SystemExit as ended:
-        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+def _run(order: Order) -> None:
+    """Run the `slipstream` command whose words follow the file for its notes."""
+    notes, *words = order.words
+    watch(os.open(notes, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+    sys.argv = ["slipstream", *words]
+    main()
 
 
 if __name__ == "__main__":
-    _nursery(*sys.argv[1:])
-    os._exit(0)  # skips destructors of imported libraries, some of which report leaks
+    take_orders(("slipstream.start.local",), _run)
