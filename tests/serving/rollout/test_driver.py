@@ -13,6 +13,7 @@ from serving.rollout.order import ContextAware, Fifo
 from serving.rollout.samples import SampleState, Turn
 from serving.rollout.scheduler import Policy
 from speculator.errors import EngineBusyError, EngineError, RequestError
+from tests.fixtures.clock import Clock
 from tests.serving.rollout.engines import PROMPT, Results, SeededEngine, check_whole, token_at, until, work
 
 LIMIT = 40
@@ -21,13 +22,6 @@ POLICIES = {
     "fifo": Policy(order=Fifo(), chunk_tokens=8),
     "context-aware": CHUNKED,
 }
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def drive(

@@ -24,6 +24,7 @@ from speculator.redis.control_plane import (
     busiest_local_engine,
     machine_id,
 )
+from tests.fixtures.clock import Clock
 from tests.fixtures.waiting import wait_until
 
 MODEL = "smollm2"
@@ -241,13 +242,6 @@ def test_engines_with_other_clocks_do_not_remove_each_other(
         pointer.report_engine("engine-1", {"version": 3})
     pointer.report_engine("engine-2", {"version": 3})
     assert pointer.engines().keys() == {"engine-0", "engine-1", "engine-2"}
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def test_the_share_of_time_in_steps_since_the_last_report() -> None:

@@ -29,6 +29,7 @@ from serving.gateway.openai import stream
 from serving.gateway.server import GatewayServer, raise_open_file_limit
 from serving.gateway.telemetry import Exchange, Telemetry
 from speculator.errors import ConfigError
+from tests.fixtures.clock import Clock
 from tests.fixtures.doubles import DoubleEngine
 from tests.serving.gateway import passage
 from tests.serving.gateway.client import (
@@ -50,13 +51,6 @@ BODY: dict[str, Any] = {"model": "double", "messages": HELLO, "max_tokens": 40}
 
 
 # -- a key's rate, with a clock of our own --------------------------------------------------------------------------
-
-
-class Clock:
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def key(**limits: int) -> ApiKey:
