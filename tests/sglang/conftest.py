@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import shutil
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,12 @@ def draft_store(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Dr
     store = DraftStore(tmp_path_factory.mktemp("drafts"))
     ensure_lineage(store, model_dir, target_fingerprint(model_dir))
     return store
+
+
+@pytest.fixture(scope="module")
+def store(draft_store: DraftStore, tmp_path_factory: pytest.TempPathFactory) -> DraftStore:
+    """A copy of it, to be written to."""
+    return DraftStore(shutil.copytree(draft_store.root, tmp_path_factory.mktemp("store") / "drafts"))
 
 
 @pytest.fixture(scope="session")

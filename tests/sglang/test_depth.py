@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,13 +24,6 @@ from speculator.versions.store import DraftStore
 from tests.sglang.learning import train_version
 from tests.sglang.plugged import Plugged, plugged_server
 from tests.sglang.test_capture import QUESTIONS
-
-
-@pytest.fixture(scope="module")
-def store(draft_store: DraftStore, tmp_path_factory: pytest.TempPathFactory) -> DraftStore:
-    root = tmp_path_factory.mktemp("depth") / "drafts"
-    shutil.copytree(draft_store.root, root)
-    return DraftStore(root)
 
 
 @pytest.fixture(scope="module")

@@ -33,13 +33,6 @@ COPIED = [f"Repeat this list without any change:\n{LIST}\nYour answer:\n{LIST[: 
 OTHERS = ["Why is the sky blue?", "Name three rivers.", "What is a prime number?", "How do birds fly?"]
 
 
-@pytest.fixture(scope="module")
-def store(draft_store: DraftStore, tmp_path_factory: pytest.TempPathFactory) -> DraftStore:
-    root = tmp_path_factory.mktemp("versions") / "drafts"
-    shutil.copytree(draft_store.root, root)
-    return DraftStore(root)
-
-
 @contextlib.contextmanager
 def remembering(
     folder: Path, model_dir: Path, store: DraftStore, *flags: str, env: Mapping[str, str] | None = None

@@ -38,14 +38,6 @@ ASKED = QUESTIONS[:8]
 
 
 @pytest.fixture(scope="module")
-def store(draft_store: DraftStore, tmp_path_factory: pytest.TempPathFactory) -> DraftStore:
-    """A copy of the random draft's store, to be written to."""
-    root = tmp_path_factory.mktemp("swaps") / "drafts"
-    shutil.copytree(draft_store.root, root)
-    return DraftStore(root)
-
-
-@pytest.fixture(scope="module")
 def plugged(model_dir: Path, store: DraftStore, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plugged]:
     with plugged_server(
         tmp_path_factory.mktemp("swap"), model_dir, store, flags=("--dtype", "float32", "--max-running-requests", "8")
