@@ -1,10 +1,11 @@
-"""A real Redis for every test that wants one; logs as each test finds them."""
+"""A real Redis and a toy target for every test that wants one; logs as each test finds them."""
 
 from __future__ import annotations
 
 import logging
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import redis
@@ -51,6 +52,14 @@ def redis_client(redis_url: str) -> Iterator[redis.Redis]:
     client.flushall()
     yield client
     client.close()
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A toy target for the whole session; no test writes into it."""
+    from tests.fixtures.toy import make_toy_model  # most tests need neither PyTorch nor a target
+
+    return make_toy_model(tmp_path_factory.mktemp("toy"))
 
 
 @pytest.fixture(autouse=True)

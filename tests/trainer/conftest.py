@@ -1,4 +1,4 @@
-"""A toy target for the whole session, and one thread."""
+"""A toy target's answers for the whole session, a random draft, and one thread."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import pytest
 import redis
 import torch
 from prometheus_client import CollectorRegistry
+from transformers import LlamaForCausalLM
 
+from speculator.draft.eagle3 import Eagle3Draft
 from speculator.redis.trace_stream import TraceStream
 from speculator.trace import Trace
-from tests.fixtures.toy import make_toy_model
+from tests.fixtures.toy import random_draft
 from tests.trainer.answers import answer_traces
 from tests.trainer.examples import config_for
 from tests.trainer.trainers import MakeTrainer
@@ -32,14 +34,19 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_toy_model(tmp_path_factory.mktemp("toy-target"))
-
-
-@pytest.fixture(scope="session")
 def traces(model_dir: Path) -> list[Trace]:
     """Greedy answers of the toy target, with its real features and distributions."""
     return answer_traces(model_dir, num_traces=8)
+
+
+@pytest.fixture(scope="module")
+def target(model_dir: Path) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(model_dir).eval()
+
+
+@pytest.fixture(scope="module")
+def draft(model_dir: Path) -> Eagle3Draft:
+    return random_draft(model_dir, seed=3, draft_vocab_size=30)
 
 
 @pytest.fixture

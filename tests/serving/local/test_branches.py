@@ -23,17 +23,11 @@ from speculator.draft.sampling_params import SamplingParams
 from speculator.proposals.draft_tree import DraftTree
 from speculator.trace import NO_DRAFT, BranchRows, Trace, check_trace, decode_trace, encode_trace
 from tests.fixtures.decoding import WholeTrees
-from tests.fixtures.toy import make_toy_model
 from tests.fixtures.waiting import wait_until
 from tests.serving.local.harness import GREEDY, Harness, fixed_engine
 
 PROMPTS = ("one question", "and another one", "a third")
 ALL = 1.0
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_toy_model(tmp_path_factory.mktemp("toy"))
 
 
 def rows_in(harness: Harness, outcome: str) -> float:

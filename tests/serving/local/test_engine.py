@@ -38,11 +38,6 @@ from trainer.learning.labels import make_verdicts
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_toy_model(tmp_path_factory.mktemp("toy"))
-
-
-@pytest.fixture(scope="module")
 def harness(model_dir: Path) -> Iterator[Harness]:
     with toy_engine(model_dir, dtype="float64") as running:
         yield running

@@ -23,11 +23,6 @@ PROMPTS = ["hello there", "a", "what is 2 and 2?", "the quick brown fox jumps ov
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=20)
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_toy_model(tmp_path_factory.mktemp("toy"))
-
-
 def _constant(model_dir: Path) -> Eagle3Draft:
     """Always proposes the same token: nearly always rejected."""
     draft = random_draft(model_dir, seed=5, scale=0.0)

@@ -30,11 +30,6 @@ SAMPLED = SamplingParams(temperature=0.9)
 both_samplings = pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_toy_model(tmp_path_factory.mktemp("toy"))
-
-
 @pytest.fixture
 def target(model_dir: Path) -> WatchedTarget:
     """In float64; it takes rows of different length, and computes one after the other."""

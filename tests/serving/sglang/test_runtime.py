@@ -28,7 +28,6 @@ from speculator.redis.client import RedisKeys
 from speculator.redis.control_plane import DraftPointer
 from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
-from tests.fixtures.toy import make_toy_model
 from tests.fixtures.waiting import wait_until
 from tests.serving.sglang.harness import VOCAB, WIDTH, Request
 
@@ -118,11 +117,6 @@ class Scene:
             "spec_info": SimpleNamespace(draft_token=torch.arange(len(requests)), draft_token_num=1, topk=1),
         }
         return SimpleNamespace(**values | changes)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_toy_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

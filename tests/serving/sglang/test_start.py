@@ -30,11 +30,6 @@ from tests.fixtures.toy import make_toy_model
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_toy_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def store(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> DraftStore:
     store = DraftStore(tmp_path_factory.mktemp("drafts"))
     ensure_lineage(store, model_dir, target_fingerprint(model_dir), draft_vocab_size=24)

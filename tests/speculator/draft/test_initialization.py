@@ -25,11 +25,6 @@ from speculator.target_folder import NORM, read_config
 from tests.fixtures.toy import make_toy_model
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_toy_model(tmp_path_factory.mktemp("toy"))
-
-
 def chosen(d2t_D: torch.Tensor) -> list[int]:
     return (d2t_D + torch.arange(len(d2t_D))).tolist()
 

@@ -21,14 +21,9 @@ from speculator.draft.public_heads import as_speculators, check_sglang_layout, r
 from speculator.errors import ConfigError, DraftFileError, DraftMismatchError, SlipstreamError
 from speculator.versions.lineage import import_head, load_draft
 from speculator.versions.store import DraftStore
-from tests.fixtures.toy import make_toy_model, random_draft
+from tests.fixtures.toy import random_draft
 
 State = dict[str, Tensor]
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_toy_model(tmp_path_factory.mktemp("toy"))
 
 
 @pytest.fixture(scope="module")

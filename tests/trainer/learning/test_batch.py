@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -17,7 +16,6 @@ from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.sampling_params import SamplingParams
 from speculator.draft.verification import served_logits
 from speculator.trace import Trace
-from tests.fixtures.toy import random_draft
 from tests.fixtures.traces import with_rounds
 from tests.trainer.answers import PROMPT_TOKENS
 from tests.trainer.examples import batch_of, example_of
@@ -31,16 +29,6 @@ SAMPLINGS = [
     SamplingParams(temperature=0.6, top_k=8),
     SamplingParams(temperature=1.0, top_p=0.5),
 ]
-
-
-@pytest.fixture(scope="module")
-def target(model_dir: Path) -> LlamaForCausalLM:
-    return LlamaForCausalLM.from_pretrained(model_dir).eval()
-
-
-@pytest.fixture(scope="module")
-def draft(model_dir: Path) -> Eagle3Draft:
-    return random_draft(model_dir, seed=3, draft_vocab_size=30)
 
 
 def served_as(trace: Trace, sampling: SamplingParams) -> Trace:

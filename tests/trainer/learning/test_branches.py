@@ -31,16 +31,6 @@ SAMPLED = SamplingParams(temperature=0.7, top_k=8)
 BOTH = "branch_forward_kl=0.5,branch_reverse_kl=2"
 
 
-@pytest.fixture(scope="module")
-def target(model_dir: Path) -> LlamaForCausalLM:
-    return LlamaForCausalLM.from_pretrained(model_dir).eval()
-
-
-@pytest.fixture(scope="module")
-def draft(model_dir: Path) -> Eagle3Draft:
-    return random_draft(model_dir, seed=3, draft_vocab_size=30)
-
-
 def path_of(trace: Trace, row: int) -> list[int]:
     """The proposals from the root to this row's, as nodes of its round."""
     assert trace.branches is not None

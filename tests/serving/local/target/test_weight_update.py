@@ -25,11 +25,6 @@ PROMPTS = ("hello", "a b c", "some longer prompt than one chunk")
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_toy_model(tmp_path_factory.mktemp("toy"))
-
-
-@pytest.fixture(scope="module")
 def new_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return moved_model(model_dir, tmp_path_factory.mktemp("moved") / "1")
 
