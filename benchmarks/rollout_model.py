@@ -18,7 +18,7 @@ import itertools
 import json
 import random
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -118,6 +118,8 @@ class Drafting:
 
     grouped: bool = True
     """Whether the suffix index holds the group's finished samples, or the request's own text alone."""
+    shared: bool = True
+    """Whether it holds those of all engines, or only those that ended on its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,8 +277,10 @@ class _World:
         plans = self._job_of[sample_id.group_id].turns[sample_id]
         return plans[len(self.scheduler.sample(sample_id).turns)]
 
-    def end_turn(self, lease: Lease, num_tokens: int, now_s: float) -> None:
-        """Report the last tokens of a turn. Its environment answers later, if there is a next turn."""
+    def end_turn(self, lease: Lease, num_tokens: int, now_s: float) -> bool:
+        """Report the last tokens of a turn; returns whether it was the sample's last. Else its environment answers
+        later.
+        """
         sample_id = lease.sample_id
         plan, sample = self.turn_of(sample_id), self.scheduler.sample(sample_id)
         is_last = len(sample.turns) + 1 == len(self._job_of[sample_id.group_id].turns[sample_id])
@@ -285,7 +289,7 @@ class _World:
         if not is_last:
             assert self.scheduler.turn_ended(lease, tokens), "the limit has no room for the conversation"
             self.at(now_s + plan.latency_s, lambda _: self._observe(sample_id, plan.observation))
-            return
+            return False
         is_cut = len(sample.tokens) + num_tokens == sample.group.request.max_tokens
         self.scheduler.finished(lease, tokens, "length" if is_cut else "stop")
         job = self._job_of[sample_id.group_id]
@@ -294,6 +298,7 @@ class _World:
         if not self._num_left[id(job)] and (step := next(self._steps[id(job)], None)) is not None:
             self._num_left[id(job)] = sum(len(group.seeds) for group in step)
             self.at(now_s + job.train_s, functools.partial(self._submit, step))
+        return True
 
     def _submit(self, step: Sequence[GroupRequest], _now_s: float) -> None:
         for group in step:
@@ -313,6 +318,8 @@ class _Engine:
         self._cache = _Cache(setup.memory_tokens // 2)
         self._num_rounds = 0
         self._reading_s = self._decoding_s = 0.0
+        self._num_ended: Counter[str] = Counter()
+        """Samples that ended here, by group."""
         self._rng = random.Random(self.name)
 
     def go_on(self, now_s: float) -> None:
@@ -370,7 +377,7 @@ class _Engine:
             run.unread = 0
             run.done += tokens
             if run.done == run.length:
-                self._world.end_turn(run.lease, tokens, now_s)
+                self._num_ended[run.lease.sample_id.group_id] += self._world.end_turn(run.lease, tokens, now_s)
                 self._leave(run)
             elif self._scheduler.progressed(run.lease, (0,) * tokens) == "stop":
                 self._leave(run)
@@ -400,7 +407,8 @@ class _Engine:
 
     def _claim(self, run: _Run, drafting: Drafting) -> Claim:
         sample = self._scheduler.sample(run.lease.sample_id)
-        chain = self._setup.costs.draw_chain(sample.group.num_finished if drafting.grouped else 0, self._rng)
+        ended = sample.group.num_finished if drafting.shared else self._num_ended[sample.sample_id.group_id]
+        chain = self._setup.costs.draw_chain(ended if drafting.grouped else 0, self._rng)
         return Claim(acceptance=chain.acceptance, most=round(chain.length))
 
 

@@ -18,6 +18,7 @@ is submitted at once, and the rollout ends with its last sample.
     context-aware        … one probe of each group first, then the longest expected first
     everything           … and suffix drafts from the group
     own suffixes         everything, but a request drafts from its own text alone
+    not shared           everything, but a request drafts from samples that ended on its engine alone
     oracle               everything, but the order is the longest first by true lengths
 
 Two jobs, each with the work of half of the engines, run on those halves, and together on all of them: how much sooner
@@ -158,6 +159,7 @@ def ways(work: Job, chunk_tokens: int) -> dict[str, Way]:
         "context-aware": Way(policy=aware),
         "everything": Way(policy=aware, drafting=Drafting()),
         "own suffixes": Way(policy=aware, drafting=Drafting(grouped=False)),
+        "not shared": Way(policy=aware, drafting=Drafting(shared=False)),
         "oracle": Way(policy=oracle, drafting=Drafting()),
     }
 
