@@ -69,11 +69,12 @@ _NAME, _ARGUMENTS = '{"name": "', '", "arguments": '
 
 
 def calls_grammar(
-    tools: Sequence[Tool], *, must_call: bool, several: bool, answer: JsonSchema | None, has_token: bool
+    tools: Sequence[Tool], *, must_call: bool, several: bool, answer: JsonSchema | None, lenient: bool, has_token: bool
 ) -> str:
     """The grammar of an answer that may call these functions: with `must_call` at least once and nothing else, without
     it with any text before and after, or in its place a JSON value of the schema `answer`; with `several` more than
-    once. `has_token`: the vocabulary has a token for `OPENING`, which a grammar names apart from its text.
+    once. `lenient`: see `json_text`, for `answer`; arguments always are. `has_token`: the vocabulary has a token for
+    `OPENING`, which a grammar names apart from its text.
     """
     functions = [tool["function"] for tool in tools]
     bodies = [f'{json.dumps(_NAME + each["name"] + _ARGUMENTS)} arguments_{n} "}}"' for n, each in enumerate(functions)]
@@ -86,7 +87,7 @@ def calls_grammar(
         start = "said_call* TEXT" if several else "said_call | TEXT"
     else:
         start = 'own_call ("\\n" own_call)* | answer' if several else "own_call | answer"
-        arguments.append(f"answer: %json {json_text(answer)}")
+        arguments.append(f"answer: %json {json_text(answer, lenient=lenient)}")
     return _GRAMMAR.format(
         start=start,
         own_call=f" | {OPENING} rest" if has_token else "",

@@ -355,7 +355,7 @@ class GenerationBody(SamplingBody):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     """No effect on an answer that is not streamed."""
-    response_format: ResponseFormat | None = None
+    response_format: ResponseFormat = ResponseFormat(type="text")
     slipstream: Extension = Extension()
 
     @model_validator(mode="after")
@@ -371,15 +371,12 @@ class GenerationBody(SamplingBody):
 
     @property
     def wants_grammar(self) -> bool:
-        return self.response_format is not None and self.response_format.type != "text"
-
-    def wanted_schema(self) -> dict[str, Any] | None:
-        """The schema of an answer's text; None for free text. Raises RequestError for an unusable one."""
-        return None if self.response_format is None else self.response_format.wanted_schema()
+        return self.response_format.type != "text"
 
     def grammar(self, tokenizer: Tokenizer) -> str:
         """The grammar that an answer must follow; empty for free text. Raises RequestError for an unusable schema."""
-        return "" if (schema := self.wanted_schema()) is None else json_grammar(schema)
+        schema = self.response_format.wanted_schema()
+        return "" if schema is None else json_grammar(schema, lenient=self.response_format.is_lenient)
 
     @property
     def limit(self) -> int | None:
@@ -421,7 +418,8 @@ class ChatBody(GenerationBody):
             [tool.for_template() for tool in called],
             must_call=self.tool_choice != "auto",
             several=self.parallel_tool_calls,
-            answer=self.wanted_schema(),
+            answer=self.response_format.wanted_schema(),
+            lenient=self.response_format.is_lenient,
             has_token=tokenizer.has_token(OPENING),
         )
 

@@ -18,7 +18,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_./-]{1,128}$")]
 
 
 class NamedSchema(Strict):
-    """A JSON schema. OpenAI's `strict` changes nothing: answers always follow it."""
+    """A JSON schema. Answers follow it as far as a grammar can; where it cannot wholly, OpenAI's `strict` refuses."""
 
     ignores_unknown, place = True, "response_format.json_schema."
 
@@ -40,12 +40,17 @@ class ResponseFormat(Strict):
             raise invalid("missing", "is needed where 'type' is 'json_schema'", "json_schema")
         return self
 
+    @property
+    def is_lenient(self) -> bool:
+        """Whether an answer need follow only what a grammar can of the schema."""
+        return self.json_schema is None or not self.json_schema.strict
+
     def wanted_schema(self) -> dict[str, Any] | None:
         """The schema of the format; None for plain text. Raises RequestError for an unusable one."""
         if self.type == "text":
             return None
         schema = {"type": "object"} if self.json_schema is None else self.json_schema.definition
-        check_schema(schema, "response_format", "json_schema", "schema")
+        check_schema(schema, "response_format", "json_schema", "schema", lenient=self.is_lenient)
         return schema
 
 

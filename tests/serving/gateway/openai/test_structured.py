@@ -164,7 +164,7 @@ def test_a_call_may_begin_with_the_token_that_the_vocabulary_has_for_it() -> Non
     vocabulary = GrammarVocabulary(backend, end_token_ids=[tokenizer.eos_token_id], hidden_token_ids=[])
     call, brace, letter = (backend.encode(text, add_special_tokens=False).ids for text in (OPENING, "{", "a"))
     for answer, texts in ((None, [brace, letter]), (Verdict.model_json_schema(), [brace])):
-        grammar = calls_grammar(TOOLS[:1], must_call=False, several=True, answer=answer, has_token=True)
+        grammar = calls_grammar(TOOLS[:1], must_call=False, several=True, answer=answer, lenient=False, has_token=True)
         forbidden = vocabulary.matcher(grammar).forbidden(backend.get_vocab_size())
         assert [ids for ids in (call, brace, letter) if not forbidden[ids[0]]] == [call, *texts]
 
@@ -300,6 +300,28 @@ def test_a_function_is_called_whose_schema_a_grammar_follows_in_part(engine: Loc
     refused = called(strict=True)
     assert refused.status_code == 400
     assert f"parameters.properties.{name}: no grammar" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", NO_GRAMMAR)
+@pytest.mark.parametrize("more", [{}, {"tools": TOOLS}], ids=["alone", "beside functions"])
+def test_an_answer_follows_what_a_grammar_can_of_its_schema(
+    engine: LocalEngine, name: str, more: dict[str, Any]
+) -> None:
+    """Unless it is `strict`, as with functions: Pydantic writes such schemas for ordinary types."""
+    properties = {name: NO_GRAMMAR[name]}
+    schema = {"type": "object", "properties": properties, "required": [name], "additionalProperties": False}
+
+    def answered(**strict: Any) -> Any:
+        named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **strict}}
+        return chat(engine, model="toy", max_tokens=200, seed=3, response_format=named, **more)
+
+    for answer in (answered(), answered(strict=False)):
+        assert answer.status_code == 200, answer.text
+        message = answer.json()["choices"][0]["message"]
+        assert message.get("tool_calls") or json.loads(message["content"]).keys() == {name}
+    refused = answered(strict=True)
+    assert refused.status_code == 400
+    assert f"json_schema.schema.properties.{name}: no grammar" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
