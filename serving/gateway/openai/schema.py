@@ -27,7 +27,7 @@ from serving.gateway.body import (
     requested_fields,
     without_nulls,
 )
-from serving.gateway.openai.structured import FunctionTool, ResponseFormat, ToolChoice, Tools, may_be_called
+from serving.gateway.openai.structured import FunctionTool, ResponseFormat, ToolChoice, Tools, may_be_called, must_call
 from serving.gateway.telemetry import Exchange
 from serving.grammar import check_schema, json_grammar
 from serving.tool_calls import OPENING, calls_grammar
@@ -416,7 +416,7 @@ class ChatBody(GenerationBody):
             check_schema(function.parameters, "tools", index, "function", "parameters", lenient=not function.strict)
         return calls_grammar(
             [tool.for_template() for tool in called],
-            must_call=self.tool_choice != "auto",
+            must_call=must_call(self.tool_choice),
             several=self.parallel_tool_calls,
             answer=self.response_format.wanted_schema(),
             lenient=self.response_format.is_lenient,

@@ -86,16 +86,29 @@ class ChosenFunction(Strict):
     function: FunctionName
 
 
+class AllowedTools(Strict):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenFunction], Field(max_length=MAX_TOOLS)]
+
+
+class AllowedChoice(Strict):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 def _choice(value: object, parsed: ValidatorFunctionWrapHandler) -> object:
     try:
         return parsed(value)
     except ValidationError:
         # One error for all forms: those of each alone name no field of the body.
-        message = """must be "none", "auto", "required" or {"type": "function", "function": {"name": "..."}}"""
+        message = (
+            'must be "none", "auto", "required", {"type": "function", "function": {"name": "..."}} or '
+            '{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [...]}}'
+        )
         raise invalid("tool_choice", message) from None
 
 
-ToolChoice = Annotated[Literal["none", "auto", "required"] | ChosenFunction, WrapValidator(_choice)]
+ToolChoice = Annotated[Literal["none", "auto", "required"] | ChosenFunction | AllowedChoice, WrapValidator(_choice)]
 Tools = Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)]
 
 
@@ -104,10 +117,19 @@ def may_be_called(tools: Sequence[FunctionTool], choice: ToolChoice) -> Sequence
     names = [tool.function.name for tool in tools]
     if twice := [index for index, name in enumerate(names) if name in names[:index]]:
         raise invalid("duplicate", "an earlier function has this name", "tools", twice[0], "function", "name")
-    if isinstance(choice, ChosenFunction):
-        found = [tool for tool in tools if tool.function.name == choice.function.name]
-    else:
-        found = [] if choice == "none" else list(tools)
-    if not found and choice not in ("none", "auto"):
+    match choice:
+        case ChosenFunction():
+            wanted = {choice.function.name}
+        case AllowedChoice():
+            wanted = {each.function.name for each in choice.allowed_tools.tools}
+        case _:
+            wanted = set() if choice == "none" else set(names)
+    if not wanted.issubset(names) or (must_call(choice) and not wanted):
         raise invalid("no_function", "there is no such function in 'tools'", "tool_choice")
-    return found
+    return [tool for tool in tools if tool.function.name in wanted]
+
+
+def must_call(choice: ToolChoice) -> bool:
+    """Whether an answer has to call a function."""
+    mode = choice.allowed_tools.mode if isinstance(choice, AllowedChoice) else choice
+    return mode not in ("none", "auto")

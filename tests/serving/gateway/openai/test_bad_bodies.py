@@ -23,6 +23,11 @@ def tool(name: str, parameters: object = None) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 UNSUPPORTED = "unsupported_parameter"
 UNKNOWN = "unknown_parameter"
 MISSING = "missing_required_parameter"
@@ -154,6 +159,9 @@ ONLY_CHAT = [
     ({"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", VALUE),
     ({"tools": [tool("f")], "tool_choice": "any"}, "tool_choice", VALUE),
     ({"tools": [tool("f")], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice", VALUE),
+    ({"tools": [tool("f")], "tool_choice": allowed("auto", "f", "g")}, "tool_choice", VALUE),
+    ({"tools": [tool("f")], "tool_choice": allowed("required")}, "tool_choice", VALUE),
+    ({"tools": [tool("f")], "tool_choice": allowed("none", "f")}, "tool_choice", VALUE),
     ({"tools": [tool("f")], "stream": True, "slipstream": {"tokens": True}}, "slipstream.tokens", VALUE),
     ({"tool_choice": "required"}, "tool_choice", VALUE),
     ({"messages": [{"role": "user", "content": "a", "audio": {"id": "x"}}]}, "messages[0].audio", UNSUPPORTED),

@@ -86,7 +86,11 @@ def test_the_clients_typed_calls_give_what_their_types_say(engine: LocalEngine) 
     talk(engine, say)
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=str)
+ONLY_WEATHER: Any = {"type": "function", "function": {"name": "weather"}}
+ALLOWED: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [ONLY_WEATHER]}}
+
+
+@pytest.mark.parametrize("choice", ["required", ONLY_WEATHER, ALLOWED], ids=str)
 def test_a_required_call_follows_its_schema_whole_and_streamed(engine: LocalEngine, choice: Any) -> None:
     async def say(client: AsyncOpenAI) -> None:
         asked: Any = {
@@ -178,8 +182,18 @@ def test_a_function_may_have_a_name_as_mcp_servers_give_it() -> None:
     assert call["function"] == {"name": name, "arguments": "{}"}
 
 
+def test_allowed_functions_need_not_be_called_where_their_mode_is_auto() -> None:
+    choice = {"type": "allowed_tools", "allowed_tools": {**ALLOWED["allowed_tools"], "mode": "auto"}}
+    engine = DoubleEngine(answer=says("Hm."), context_length=2048)
+    for chosen, tools in (("auto", TOOLS[:1]), (choice, TOOLS)):
+        assert chat(engine, tools=tools, tool_choice=chosen).json()["choices"][0]["message"]["content"] == "Hm."
+    alone, among = engine.requests
+    assert (among.grammar, among.prompt_token_ids) == (alone.grammar, alone.prompt_token_ids)
+
+
 def test_where_no_function_may_be_called_the_answer_is_text() -> None:
-    for tools in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+    nothing = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}
+    for tools in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": TOOLS, "tool_choice": nothing}):
         engine = DoubleEngine(answer=says(NOW), context_length=2048)
         answer = chat(engine, **tools).json()["choices"][0]
         assert (answer["message"]["content"], answer["finish_reason"]) == (NOW, "stop")
