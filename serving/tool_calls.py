@@ -10,6 +10,7 @@ If a model's chat template does not write tools that way, they go into the syste
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -66,6 +67,8 @@ TEXT: /(.|\\n)*/
 {arguments}
 """
 _NAME, _ARGUMENTS = '{"name": "', '", "arguments": '
+_STRING = re.compile(r'"(?:\\.|[^"\\])*(?:"|\\?$)')
+"""Of JSON; the last may be cut."""
 
 
 def calls_grammar(
@@ -102,7 +105,7 @@ def calls_grammar(
 class ToolCall(NamedTuple):
     name: str
     arguments: str
-    """JSON."""
+    """JSON; its beginning where the answer was cut."""
 
 
 class ToolCallReader:
@@ -130,8 +133,17 @@ class ToolCallReader:
         return found + shown
 
     def finish(self) -> list[str | ToolCall]:
-        """The held-back rest at the end of the answer; an incomplete call counts as text."""
-        return self._shown(self._held)
+        """The held-back rest at the end of the answer: a call that was cut, or, without its whole name, text."""
+        before, _, body = self._held.partition(_BEGIN + _NAME)
+        name, is_whole, _ = body.partition('"')
+        if not is_whole:
+            return self._shown(self._held)
+        self.num_calls += 1
+        arguments = body.partition(_ARGUMENTS)[2].partition("\n")[0]
+        structure = _STRING.sub("", arguments)
+        if structure.count("}") > structure.count("{"):
+            arguments = arguments.removesuffix("}")
+        return [*self._shown(before), ToolCall(name, arguments)]
 
     def _shown(self, text: str) -> list[str | ToolCall]:
         return [text] if text and not (self._is_behind_call and text.isspace()) else []

@@ -201,11 +201,26 @@ def test_where_no_function_may_be_called_the_answer_is_text() -> None:
         assert b"functions" not in bytes(engine.requests[0].prompt_token_ids)
 
 
-def test_a_call_that_is_cut_is_text() -> None:
+def test_a_call_that_is_cut_has_its_arguments_so_far() -> None:
+    async def say(client: AsyncOpenAI) -> None:
+        asked: Any = {"model": "double", "messages": HELLO, "tools": TOOLS, "max_tokens": ROME.index('me",')}
+        whole = (await client.chat.completions.create(**asked)).choices[0]
+        (call,) = whole.message.tool_calls
+        assert (whole.finish_reason, whole.message.content) == ("length", None)
+        assert call.function.model_dump() == {"name": "weather", "arguments": '{"city": "Ro'}
+        deltas = [event.choices[0] async for event in await client.chat.completions.create(**asked, stream=True)]
+        (streamed,) = [call for each in deltas for call in each.delta.tool_calls or ()]
+        assert (streamed.index, streamed.function.arguments) == (0, call.function.arguments)
+        assert (deltas[-1].finish_reason, "".join(each.delta.content or "" for each in deltas)) == ("length", "")
+
+    talk(DoubleEngine(answer=says(ROME), ends_with="length", context_length=2048), say)
+
+
+def test_a_call_that_is_cut_in_its_name_is_text() -> None:
     answer = chat(
-        DoubleEngine(answer=says(NOW), ends_with="length", context_length=2048), tools=TOOLS, max_tokens=20
+        DoubleEngine(answer=says(NOW), ends_with="length", context_length=2048), tools=TOOLS, max_tokens=24
     ).json()["choices"][0]
-    assert (answer["message"]["content"], answer["finish_reason"]) == (NOW[:20], "length")
+    assert (answer["message"]["content"], answer["finish_reason"]) == (NOW[:24], "length")
     assert "tool_calls" not in answer["message"]
 
 
@@ -228,7 +243,14 @@ def test_calls_are_found_however_the_text_is_cut(size: int) -> None:
     assert read(NOW) == [now]
     assert read(f"a {NOW}\n{ROME}\n") == ["a ", now, rome]
     assert read(f"{NOW}\nb {ROME}") == [now, "\nb ", rome]
-    assert read(NOW[:-3]) == [NOW[:-3]]
+    # Cut: behind its last brace, before it, in its arguments, before them, and in its name.
+    nested = '<tool_call>\n{"name": "f", "arguments": {"a": {"b": "}\\""}}}\n</tool_call>'
+    assert read(nested[:-3]) == read(nested[:-13]) == read(nested[:-14]) == read(nested)
+    assert read(nested[:-15]) == [ToolCall("f", '{"a": {"b": "}\\""}')]
+    assert read(nested[:-17]) == [ToolCall("f", '{"a": {"b": "}\\"')]
+    assert read(nested[:-18]) == [ToolCall("f", '{"a": {"b": "}\\')]
+    assert read(f"{NOW}\n{ROME[:36]}") == [now, ToolCall("weather", "")]
+    assert read(f"{NOW}\n{ROME[:29]}") == [now, f"\n{ROME[:29]}"]
     # As the model wrote them: a Python number may be inf, another one, or none at all.
     digits, deep = "9" * 5000, "[" * 2000 + "]" * 2000
     numbers = f'{{"a": [1e999, 0.1234567890123456789, {digits}], "b": {deep}}}'
