@@ -126,6 +126,8 @@ class AccessControl:
                 break
         if route is None:
             if path in ACCESS:
+                # For the envelope of its protocol.
+                exchange_of(Request(scope)).route = path
                 message = "This path is not served with this engine and these settings; /v1/chat/completions always is."
                 raise ApiError(404, message, code="not_found")
             fix = "the base URL of OpenAI's clients ends in /v1, and that of Anthropic's does not"

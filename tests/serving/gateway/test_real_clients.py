@@ -247,6 +247,13 @@ def test_a_path_that_this_engine_lacks_is_no_wrong_base_url() -> None:
         assert "base URL" not in error["message"]
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_anthropics_clients_read_that_this_engine_lacks_their_paths(path: str) -> None:
+    told = ask(APP, lambda client: client.post(path, json=BODIES[CHAT])).json()
+    assert (told["type"], told["error"]["type"]) == ("error", "not_found_error")
+    assert CHAT in told["error"]["message"]
+
+
 def test_an_offer_of_http_2_is_passed_over_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
     """Java's HttpClient makes it with each request that is not encrypted."""
     offer = (
