@@ -310,6 +310,7 @@ class ServingCollector(Collector):
             num_bytes=stats.bytes_appended,
             num_tokens=stats.tokens_appended,
             share=stats.share,
+            acked=stats.acked,
         )
 
     def _measured_groups(self) -> Mapping[Group, Speedup]:
@@ -328,6 +329,7 @@ def trace_metrics(
     num_bytes: int | None,
     num_tokens: int | None,
     share: float | None,
+    acked: int | None,
     branch_rows: Mapping[str, int] | None = None,
 ) -> Iterator[Metric]:
     """A recorder's accounts; None is left out. Every reason of its own stands there from the start."""
@@ -344,6 +346,11 @@ def trace_metrics(
         "slipstream_capture_share_ratio",
         "Share of finished traces that capture keeps; below 1 if Redis or the trainer cannot take all",
         share,
+    )
+    yield GaugeMetricFamily(
+        "slipstream_stream_acked_traces",
+        "Traces of all engines that the trainer has acknowledged",
+        acked,
     )
     if branch_rows is not None:
         rows = CounterMetricFamily(*BRANCH_ROWS, labels=["outcome"])

@@ -68,6 +68,8 @@ class RecorderStats:
     tokens_appended: int
     share: float = 1.0
     """The share of traces that sampling keeps now."""
+    acked: int | None = None
+    """As `CaptureSampler.num_acked`, of the whole stream; None without sampling."""
 
     @property
     def dropped(self) -> int:
@@ -155,6 +157,7 @@ class TraceRecorder:
                 bytes_appended=self._bytes_appended,
                 tokens_appended=self._tokens_appended,
                 share=self._sampler.share if self._sampler is not None else 1.0,
+                acked=self._sampler.num_acked if self._sampler is not None else None,
             )
 
     def close(self, timeout_s: float) -> None:
@@ -181,16 +184,16 @@ class TraceRecorder:
                 self._drop(trace, "failed")
 
     def _next(self) -> Trace | None:
-        """The first in the queue, None where it is empty and closed. While it waits under a share below 1 the sampler
-        goes on looking: where little comes, or little of it is followed, the next trace may be far away.
+        """The first in the queue, None where it is empty and closed. While it waits the sampler goes on looking: where
+        little comes, or little of it is followed, the next trace may be far away.
         """
+        wait_s = None if self._sampler is None else POLL_EVERY_S
         while True:
-            sampled = self._sampler if self._sampler is not None and self._sampler.share < 1 else None
             with self._changed:
-                if self._changed.wait_for(lambda: self._queue or self._closing, POLL_EVERY_S if sampled else None):
+                if self._changed.wait_for(lambda: self._queue or self._closing, wait_s):
                     return self._queue[0] if self._queue else None
-            if sampled is not None:
-                sampled.poll()
+            if self._sampler is not None:
+                self._sampler.poll_idle()
 
     def _record(self, trace: Trace) -> None:
         """Append one trace, however long Redis stays away, unless the recorder is closed meanwhile."""

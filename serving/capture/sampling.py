@@ -118,7 +118,7 @@ class WatchedStream(Protocol):
 class CaptureSampler:
     """One engine's share of kept traces, in [floor, 1]. While Redis is away the last share stands.
 
-    `poll` is for one thread; `follows` and `keeps` draw at random, for any.
+    `poll` and `poll_idle` are for one thread; `follows` and `keeps` draw at random, for any.
     """
 
     def __init__(
@@ -141,6 +141,8 @@ class CaptureSampler:
         self._looked_at = 1.0, SAMPLING_REASONS[0]
         """The smallest share at the last poll, and which of SAMPLING_REASONS asked for it."""
         self._polled_s = -math.inf
+        self.num_acked: int | None = None
+        """Traces that trainers had acknowledged since the stream began, at the last look; None before the first."""
         self._last: tuple[int, int, float] | None = None
         """Entries that waited, entries that trainers had ever taken, and when that was."""
         self._watched_s = self._num_taken = 0.0
@@ -171,20 +173,35 @@ class CaptureSampler:
     def poll(self) -> None:
         """Set the share anew where the last poll is old enough. Raises nothing: whatever fails, the share stands.
 
-        Call it also while no trace comes: a share below 1 must recover, and the trainer's speed shows only in polls
-        that are close together.
+        A share below 1 must recover, and the trainer's speed shows only in polls that are close together: while no
+        trace comes, call `poll_idle`.
         """
         now_s = self._clock()
         if now_s - self._polled_s < POLL_EVERY_S:
             return
+        self._look(now_s, decides=True)
+        # Set after the poll: one that waits for an unreachable Redis must not be due again at once.
+        self._polled_s = self._clock()
+
+    def poll_idle(self) -> None:
+        """`poll` for times without a trace, when a share of 1 stands: traces may then wait for a trainer that is away,
+        and nothing is lost.
+        """
+        if self.share < 1:
+            self.poll()
+        else:
+            self._look(self._clock(), decides=False)
+
+    def _look(self, now_s: float, *, decides: bool) -> None:
         try:
-            self._decide(self._stream.lag(), self._stream.max_bytes, self._stream.memory_share(), now_s)
+            lag = self._stream.lag()
+            self.num_acked = lag.acked
+            if decides:
+                self._decide(lag, self._stream.max_bytes, self._stream.memory_share(), now_s)
         except StreamError as error:
             log.debug("the capture share is not updated: %s", error)
         except Exception as error:
             log.error("the capture share is not updated, the stream cannot be read: %s", type_and_place(error))
-        # Set after the poll: one that waits for an unreachable Redis must not be due again at once.
-        self._polled_s = self._clock()
 
     def _decide(self, lag: StreamLag, max_bytes: int, memory_share: float | None, now_s: float) -> None:
         self._measure_trainer(lag, now_s)

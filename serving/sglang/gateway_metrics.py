@@ -76,6 +76,7 @@ class SglangCollector(Collector):
             num_bytes=report.trace_bytes,
             num_tokens=report.trace_tokens,
             share=report.capture_share,
+            acked=report.acked,
             branch_rows=report.branch_rows,
         )
         yield from _speed_metrics(report)

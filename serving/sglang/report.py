@@ -73,6 +73,8 @@ class EngineReport:
     trace_tokens: Count
     capture_share: Mean
     """Share of finished traces that sampling keeps."""
+    acked: int | None
+    """Traces that the trainer has acknowledged, of the stream of all engines."""
     speedup: Mean
     speedup_lower: Mean
     speedup_upper: Mean
@@ -218,7 +220,7 @@ def _merged(ever: Sequence[EngineReport], now: Sequence[EngineReport]) -> Engine
     values |= {name: _total_by(getattr(report, name) for report in ever) for name in _COUNTS_BY}
     values["failures"] = _total_by(report.failures for report in now)
     values |= {name: _mean(_known(now, name)) for name in _MEANS}
-    values |= {name: max(_known(now, name), default=None) for name in ("last_stall_ms", "depth", "watched")}
+    values |= {name: max(_known(now, name), default=None) for name in ("last_stall_ms", "depth", "watched", "acked")}
     version = most_common(_known(now, "version"))
     return replace(
         now[0],

@@ -98,4 +98,5 @@ class TracePipeline:
             "trace_bytes": stats.bytes_appended,
             "trace_tokens": stats.tokens_appended,
             "capture_share": round(stats.share, 4),
+            **({} if stats.acked is None else {"acked": stats.acked}),
         }

@@ -299,6 +299,27 @@ def test_the_share_comes_back_while_no_trace_does(redis_client: redis.Redis) -> 
     recorder.close(1)
 
 
+def test_the_recorder_says_what_the_trainer_acknowledges_after_the_last_trace(redis_client: redis.Redis) -> None:
+    traces = stream(redis_client, num_traces=20)
+    recorder = TraceRecorder(traces, max_buffer_bytes=1 << 24, sampler=CaptureSampler(traces, floor=FLOOR))
+    assert recorder.stats().acked is None
+    assert recorder.submit(make_trace())
+    wait_until(lambda: recorder.stats().appended == 1)
+    traces.ack([entry.id for entry in traces.read(30, 0)])
+    wait_until(lambda: recorder.stats().acked == 1)
+    recorder.close(1)
+
+
+def test_a_trainer_that_is_away_is_not_slow_while_no_trace_comes() -> None:
+    seen = Figures(taken=5, undelivered=1)
+    sampler = seen.sampler()
+    sampler.poll()
+    for _ in range(100):
+        seen.now_s += 1
+        sampler.poll_idle()
+    assert sampler.share == 1.0
+
+
 def test_verifications_are_drawn_alike_one_by_one_and_as_a_batch() -> None:
     dice = random.Random(1)
     rejected = [0, *(dice.randrange(4) for _ in range(19_999))]

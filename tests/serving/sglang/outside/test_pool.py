@@ -254,13 +254,14 @@ def test_engines_that_come_and_go_leave_their_counts_and_nothing_else() -> None:
 
 def test_what_one_engine_says_of_itself_is_not_said_of_the_pool(scene: Scene) -> None:
     scene.engine("a", version=5, role="canary", draft_accept_length=3.0, capture_share=0.2)
-    scene.engine("b", role="waiting", draft_accept_length=1.5, capture_share=1.0)
-    scene.engine("c", role="waiting", draft_accept_length=2.5, capture_share=0.6)
+    scene.engine("b", role="waiting", draft_accept_length=1.5, capture_share=1.0, acked=70)
+    scene.engine("c", role="waiting", draft_accept_length=2.5, capture_share=0.6, acked=69)
     scene.client.poll()
     lines = metrics_of(scene.client)
     assert not [line for line in lines if line.startswith("slipstream_engine_role{")]
     assert "slipstream_draft_accept_length 2.0" in lines, "of the version that most run"
     assert "slipstream_capture_share_ratio 0.6" in lines
+    assert "slipstream_stream_acked_traces 70.0" in lines, "all engines count those of one stream"
 
 
 def test_commonest() -> None:
