@@ -22,6 +22,7 @@ import redis
 from serving.group_cache.texts import GroupTexts
 from speculator.errors import ConfigError, DraftFileError, TraceError, UnknownDraftError
 from speculator.redis.control_plane import DraftPointer
+from speculator.redis.model_names import is_known
 from speculator.redis.trace_deletion import ErasureOrders, TraceRemover, remove_from_recording
 from speculator.redis.trace_stream import RewardStream
 from speculator.trace import TraceHeader, read_header
@@ -50,23 +51,36 @@ class Eraser:
     """How long engines, gateways and trainers may take to answer."""
 
     def preview(self) -> dict[str, Any]:
-        """Count what `erase` would remove; changes nothing. Raises StreamError, StoreError or ConfigError."""
-        return {"tenant": self.tenant, "dry_run": True, **self._remove(dry_run=True), "drafts": self._drafts()}
+        """Count what `erase` would remove; changes nothing. Raises StreamError, StoreError or ConfigError.
+
+        `left` says whether `erase` would reach no service.
+        """
+        is_served = self._is_served()
+        return {
+            "tenant": self.tenant,
+            "dry_run": True,
+            **self._remove(is_served, dry_run=True),
+            "drafts": self._drafts(),
+            "left": [] if is_served else [self._not_served()],
+        }
 
     def erase(self) -> dict[str, Any]:
         """Remove the tenant's traffic and record an event. `left` lists, in sentences, what could not be done.
 
         Raises StreamError, StoreError or ConfigError.
         """
+        is_served = self._is_served()
         at_ms = ErasureOrders(self.client, self.model_key).order(self.tenant)
         engines, gateways, trainers = self._await_reports(at_ms)
-        removed = self._remove(dry_run=False)
+        removed = self._remove(is_served, dry_run=False)
         compacted = TraceRemover(self.client, self.model_key).compact()
         confirmed = {**engines, **gateways, **trainers}
         left = [f"{name} has not confirmed it" for name, done in confirmed.items() if not done]
         if not compacted:
             left.append("Redis's append-only file: Redis refuses to rewrite it; run BGREWRITEAOF as a user who may")
-        if not trainers and not self.state.is_dir():
+        if not is_served:
+            left.append(self._not_served())
+        elif not trainers and not self.state.is_dir():
             left.append(f"no trainer runs and {self.state} does not exist here: pass --state, or start the trainer")
         if (forks := self.store.root / "lineages").is_dir():
             left.append(f"{forks} has forks of an older Slipstream: erase with that version, then remove the folder")
@@ -84,12 +98,23 @@ class Eraser:
         self._record(document)
         return document
 
-    def _remove(self, *, dry_run: bool) -> dict[str, Any]:
+    def _is_served(self) -> bool:
+        """Whether Redis knows engines, traces or trainers of the model; not if --model spells its name differently."""
+        return is_known(self.client, self.model_key) or bool(ErasureOrders(self.client, self.model_key).trainers())
+
+    def _not_served(self) -> str:
+        return (
+            f"this Redis knows no engine, trainer or trace of {self.model_key!r}: check --model and --redis-url, or "
+            f"start the trainer; files in {self.state} stay"
+        )
+
+    def _remove(self, is_served: bool, *, dry_run: bool) -> dict[str, Any]:
+        # A trainer that runs under another name of the model has not heard of the order, and needs its files.
         return {
             "redis": asdict(TraceRemover(self.client, self.model_key).remove(self._is_of_tenant, dry_run=dry_run)),
             "rewards": RewardStream(self.client, self.model_key).remove(self.tenant, dry_run=dry_run),
             "group_texts": GroupTexts(self.client, self.model_key).erase(self.tenant, dry_run=dry_run),
-            "trainer_files": remove_files(self.state, self._is_of_tenant, dry_run=dry_run),
+            "trainer_files": remove_files(self.state, self._is_of_tenant, dry_run=dry_run) if is_served else 0,
             "recordings": {
                 str(path): asdict(remove_from_recording(path, self._is_of_tenant, dry_run=dry_run))
                 for path in self.recordings
@@ -203,7 +228,8 @@ def sentences(document: Mapping[str, Any]) -> str:
     else:
         confirmed = {**document["engines"], **document["gateways"], **document["trainers"]}
         done = [name for name, is_done in confirmed.items() if is_done]
-        lines += [f"forgotten by: {', '.join(done) or 'none'}", *(f"left: {one}" for one in document["left"])]
+        lines.append(f"forgotten by: {', '.join(done) or 'none'}")
+    lines += [f"left: {one}" for one in document["left"]]
     return "\n".join(lines)
 
 

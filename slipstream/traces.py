@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -13,7 +12,7 @@ import msgspec
 import numpy as np
 import redis
 
-from speculator.errors import ConfigError, TraceError
+from speculator.errors import TraceError
 from speculator.host import json_line
 from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
 from speculator.redis.client import RedisKeys, redis_errors
@@ -42,21 +41,6 @@ class StreamCopy:
         if entries:
             self._after = entries[-1][0].decode()
         return [fields[b"payload"] for _, fields in entries if b"payload" in fields]
-
-
-@redis_errors
-def check_stream(client: redis.Redis, model_key: str) -> None:
-    """Raises ConfigError where Redis has no stream of the model, and StreamError."""
-    redis_client: Any = client
-    if redis_client.exists(RedisKeys(model_key=model_key).traces):
-        return
-    places = "check --redis-url, or serve with --capture"
-    # A user of Redis may have no right to list keys.
-    with suppress(redis.exceptions.NoPermissionError):
-        found = redis_client.scan_iter(match=RedisKeys(model_key="*").traces, count=1000)
-        if names := sorted(key.decode().split("{")[1].split("}")[0] for key in found):
-            places = f"set --model to the one of {', '.join(names)}"
-    raise ConfigError(f"no traces of {model_key!r} in this Redis: {places}")
 
 
 def record(

@@ -51,18 +51,20 @@ def erase(
     from slipstream import tenants
     from speculator.draft.checkpoint import model_key
     from speculator.redis.client import connect
+    from speculator.redis.model_names import check_name
     from speculator.versions.store import DraftStore
 
     drafts = DraftStore(store)
     newest = drafts.latest()
     if newest is None:
         raise ConfigError(f"{store} holds no draft versions: check --store, or --data-dir")
-    fingerprint, model_dir = drafts.manifest(newest).target_fingerprint, resolve_model(model)
+    key = model_key(resolve_model(model), drafts.manifest(newest).target_fingerprint)
     with connect(redis_url) as client:
+        check_name(client, key)
         eraser = tenants.Eraser(
             tenant=tenant,
             client=client,
-            model_key=model_key(model_dir, fingerprint),
+            model_key=key,
             store=drafts,
             state=state,
             recordings=tuple(recording or ()),
@@ -74,5 +76,5 @@ def erase(
         print_json(document)
     else:
         typer.echo(tenants.sentences(document))
-    if document.get("left"):
+    if document["left"]:
         raise typer.Exit(1)

@@ -36,6 +36,7 @@ def record(
     from speculator.draft.checkpoint import model_key, model_name, target_fingerprint
     from speculator.recording import RecordingHeader
     from speculator.redis.client import connect
+    from speculator.redis.model_names import check_stream
 
     check_output(out)
     model_dir = resolve_model(model)
@@ -47,10 +48,10 @@ def record(
         key = model_key(model_dir, fingerprint)
         if not seconds:
             # Else the first trace may be yet to come.
-            traces.check_stream(client, key)
+            check_stream(client, key)
         source = traces.StreamCopy(client, key)
         counts = traces.record(source, out, header, seconds=seconds, on_traces=lambda read: bar(read, None))
-        traces.check_stream(client, key)
+        check_stream(client, key)
     if as_json:
         print_json(counts)
     else:
@@ -92,9 +93,9 @@ def prune(
 
 
 def _prune_stream(model: str, redis_url: str, hours: float) -> int:
-    from slipstream.traces import check_stream
     from speculator.draft.checkpoint import model_key, target_fingerprint
     from speculator.redis.client import connect
+    from speculator.redis.model_names import check_stream
     from speculator.redis.trace_stream import TraceStream
 
     model_dir = resolve_model(model)

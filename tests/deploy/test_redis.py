@@ -14,13 +14,14 @@ from redis.exceptions import NoPermissionError
 from redis.retry import Retry
 
 from serving.group_cache.texts import GroupKey, GroupTexts, ReadPosition
-from slipstream.doctor.deployment import check_redis, check_stream
+from slipstream.doctor import deployment
 from slipstream.doctor.finding import Finding, Level
 from slipstream.traces import StreamCopy
 from speculator.draft.checkpoint import model_key, target_fingerprint
-from speculator.errors import StreamError
+from speculator.errors import ConfigError, StreamError
 from speculator.redis.client import PASSWORD_FILE_VARIABLE, RedisKeys, connect
 from speculator.redis.control_plane import CanaryHolder, CanarySlot, DraftPointer, EndedGroups
+from speculator.redis.model_names import check_name, check_stream, is_known
 from speculator.redis.trace_deletion import ErasureOrders, TraceRemover, TrainerReport
 from speculator.redis.trace_stream import START, GroupRewards, RewardStream, TraceStream
 from speculator.versions.lineage import ensure_lineage
@@ -147,6 +148,20 @@ def test_the_trainers_user_erases_a_tenant_and_engines_and_gateways_hear_of_it(l
     assert orders.gateways() == {"gateway-0": at_ms}
 
 
+def test_commands_learn_whether_redis_knows_a_model_and_go_on_where_they_may_not_list_names(login: As) -> None:
+    for user in ("engine", "trainer"):
+        client = login(user)
+        assert not is_known(client, "other-0123456789ab")
+        with pytest.raises(ConfigError, match="check --redis-url"):
+            check_stream(client, "other-0123456789ab")
+    TraceStream(login("engine"), MODEL, max_bytes=CAP).append(ENTRY, trace_id="known")
+    for user in ("engine", "trainer"):
+        assert is_known(login(user), MODEL)
+        check_stream(login(user), MODEL)
+    for user in USERS:
+        check_name(login(user), "other-0123456789ab")
+
+
 def test_engines_share_the_text_of_groups_and_the_trainers_user_erases_it(login: As) -> None:
     anna, bo = GroupKey("anna", "g"), GroupKey("bo", "g")
     engine = GroupTexts(login("engine"), MODEL, group_bytes=100)
@@ -247,7 +262,7 @@ def test_doctor_finds_nothing_broken_as_any_user(
     def doctor(user: str) -> dict[str, Finding]:
         monkeypatch.setenv(PASSWORD_FILE_VARIABLE, machine.here(f"/run/secrets/redis_{user}"))
         url = f"redis://{user}@127.0.0.1:{machine.here('6379')}/0"
-        found = [*check_redis(url, str(model)), *check_stream(url, str(model), store.root)]
+        found = [*deployment.check_redis(url, str(model)), *deployment.check_stream(url, str(model), store.root)]
         return {finding.name: finding for finding in found}
 
     def levels() -> dict[str, tuple[Level, Level]]:

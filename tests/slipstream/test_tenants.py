@@ -87,10 +87,12 @@ class Deployment:
         )
         return Trainer(config, CollectorRegistry(), decide=promote)
 
-    def erase(self, tenant: str, *more: object) -> tuple[int, dict[str, Any]]:
+    def words(self, tenant: str, *more: object) -> list[str]:
         words = ["tenants", "erase", tenant, "--model", self.model, "--redis-url", self.server.url, "--store"]
-        words += [self.folder / "store", "--state", self.folder / "state", "--json", *more]
-        result = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+        return [str(word) for word in (*words, self.folder / "store", "--state", self.folder / "state", *more)]
+
+    def erase(self, tenant: str, *more: object) -> tuple[int, dict[str, Any]]:
+        result = CliRunner().invoke(app, self.words(tenant, "--json", *more), catch_exceptions=False)
         # The trainer of this process logs to the same place.
         document, _ = json.JSONDecoder().raw_decode(result.stdout[result.stdout.index("{\n") :])
         return result.exit_code, document
@@ -306,14 +308,54 @@ def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path: Pa
 
 
 def test_traces_that_are_left_in_redis_own_file_are_said(
-    deployment: Deployment, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    deployment: Deployment, traces: list[Trace], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     deployment.trainer().close()
+    deployment.stream.append(encode_trace(traces[0]), trace_id="a")
     (tmp_path / "state").mkdir(exist_ok=True)
     monkeypatch.setattr(TraceRemover, "compact", lambda _: False)
     code, done = deployment.erase(ANNA, "--yes", "--timeout-s", 0)
     assert (code, len(done["left"])) == (1, 1)
     assert "append-only file" in done["left"][0]
+
+
+def test_a_model_that_redis_knows_by_another_name_is_refused(
+    deployment: Deployment, traces: list[Trace], refused: Callable[..., str]
+) -> None:
+    """Its keys would have no traces, and no service would hear of the order."""
+    trainer = deployment.trainer()
+    deployment.stream.append(encode_trace(traces[0]), trace_id="a")
+    trainer.read(block_ms=0)
+    trainer.checkpoint()
+    trainer.close()
+    shelf = trace_folder(deployment.folder / "state")
+    kept = sorted(shelf.iterdir())
+    link = deployment.folder / "link"
+    link.symlink_to(deployment.model)
+    before = set(deployment.client.scan_iter())
+    for more in ((), ("--yes",)):
+        line = refused(*deployment.words(ANNA, "--model", link, *more))
+        assert line.endswith(f"set --model to the one of {deployment.key}")
+    assert set(deployment.client.scan_iter()) == before
+
+    # This user may not list keys, so no name can be given.
+    url = _limited(deployment)
+    code, planned = deployment.erase(ANNA, "--model", link, "--redis-url", url)
+    assert (code, planned["trainer_files"]) == (1, 0)
+    code, done = deployment.erase(ANNA, "--model", link, "--redis-url", url, "--yes", "--timeout-s", 0)
+    [left] = done["left"]
+    assert (code, "check --model" in left) == (1, True)
+    assert planned["left"] == done["left"]
+    assert sorted(shelf.iterdir()) == kept != []
+    code, done = deployment.erase(ANNA, "--redis-url", url, "--yes", "--timeout-s", 0)
+    assert (code, done["left"], done["redis"]["stream"]) == (0, [], 1)
+    assert list(shelf.iterdir()) == []
+
+
+def _limited(deployment: Deployment) -> str:
+    """A URL of Redis with a user who lacks SCAN, as those of deploy/redis/users.acl.in."""
+    deployment.client.execute_command("ACL", "SETUSER", "limited", "on", "nopass", "~*", "+@all", "-scan")
+    return f"{deployment.server.url}&username=limited&password=any"
 
 
 def test_what_is_not_done_is_said(deployment: Deployment, traces: list[Trace], tmp_path: Path) -> None:
