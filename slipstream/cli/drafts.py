@@ -218,6 +218,7 @@ def _draft_operator(store_dir: Path, redis_url: str, model: str | None) -> Itera
         from speculator.draft.checkpoint import model_key
         from speculator.redis.client import connect
         from speculator.redis.control_plane import DraftPointer
+        from speculator.redis.model_names import check_name
         from speculator.versions.operator import DraftOperator
         from speculator.versions.store import DraftStore
 
@@ -234,7 +235,9 @@ def _draft_operator(store_dir: Path, redis_url: str, model: str | None) -> Itera
                 raise ConfigError("Redis was not read: pass --model, the target that the engines serve")
             # The newest draft has the target's fingerprint: computing it from a large target's weights takes minutes.
             key = model_key(resolve_model(model), fingerprint)
-            return DraftPointer(opened.enter_context(connect(redis_url)), key)
+            client = opened.enter_context(connect(redis_url))
+            check_name(client, key)
+            return DraftPointer(client, key)
 
         yield DraftOperator(store, pointer)
 
@@ -378,7 +381,7 @@ def _overview_tables(overview: Overview) -> list[Any]:
         gate = row.damage or _gate(row.gate)
         table.add_row(str(row.version), state, _or_dash(row.parent), _when(row.created_ms), gate, _served_as(row))
     engines = [_engines_table(overview.engines)] if overview.engines else []
-    return [table, *engines, *([f"no Redis: {overview.no_redis}"] if overview.no_redis else [])]
+    return [table, *engines, *([f"nothing from Redis: {overview.no_redis}"] if overview.no_redis else [])]
 
 
 def _engines_table(rows: list[EngineRow]) -> Table:

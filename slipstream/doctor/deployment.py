@@ -26,6 +26,7 @@ from speculator.host import PREFIX
 from speculator.redis.client import RedisKeys, connect, is_denied, redis_errors
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
+from speculator.redis.model_names import check_name
 from speculator.redis.trace_stream import TraceStream, cap_for
 
 if TYPE_CHECKING:
@@ -256,7 +257,10 @@ def check_trainer(state: Path) -> Iterator[Finding]:
 
 
 def check_stream(url: str, model: str, store_root: Path) -> Iterator[Finding]:
-    """Traces of the store's target in Redis, and the engines that report there. Raises StreamError."""
+    """Traces of the store's target in Redis, and the engines that report there.
+
+    Raises ConfigError where Redis knows the target by other names only, and StreamError.
+    """
     from speculator.versions.store import DraftStore
 
     store = DraftStore(store_root)
@@ -291,6 +295,7 @@ def _stream_state(client: Any, key: str) -> Finding:
     if not count.isdigit():
         raise StreamError(f"{counter} in Redis is not a number: another client wrote it; remove that key")
     if not int(count):
+        check_name(client, key)
         return ok(name, f"no trace yet of {key}: serve with --capture")
     lag = TraceStream(client, key, max_bytes=_MIB, consumer="doctor").lag()
     engines = DraftPointer(client, key).engines()

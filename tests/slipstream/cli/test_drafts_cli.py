@@ -91,7 +91,7 @@ def test_list_shows_states_and_what_is_served(cli: Cli, served: tuple[object, ..
     )
     assert re.search(r"2 .* scored .* 1 .* published", table)
     assert re.search(r"engine-7 .* 1 .* canary .* 1\.500", table)
-    assert "no Redis" not in table
+    assert "from Redis" not in table
 
 
 def test_in_a_pipe_a_row_is_one_line_and_a_terminal_folds_it(
@@ -110,7 +110,7 @@ def test_in_a_pipe_a_row_is_one_line_and_a_terminal_folds_it(
 
 def test_list_show_diff_and_export_work_without_redis(cli: Cli, tmp_path: Path, toy_model: Path) -> None:
     away = ("--redis-url", f"unix://{tmp_path}/none.sock", "--model", toy_model)
-    assert "no Redis: unix://" in cli("list", *away)
+    assert "nothing from Redis: unix://" in cli("list", *away)
     assert "pass --model" in document(cli("list", "--json"))["no_redis"]
     assert document(cli("show", 2, "--json", *away))["manifest"]["parent"] == 1
     shown = cli("show", 2)
@@ -129,6 +129,32 @@ def test_list_show_diff_and_export_work_without_redis(cli: Cli, tmp_path: Path, 
     assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle3"]
     assert "fc.weight" in load_file(out / "model.safetensors")
     assert len({path.stat().st_mode for path in out.iterdir()}) == 1, "a server may run as another user"
+
+
+def test_a_model_that_redis_knows_by_another_name_is_refused(
+    cli: Cli,
+    pointer: DraftPointer,
+    store: DraftStore,
+    redis_url: str,
+    toy_model: Path,
+    tmp_path: Path,
+    refused: Refused,
+) -> None:
+    """No engine would hear of the change. A pin of an earlier mistake is no engine."""
+    (link := tmp_path / "link").symlink_to(toy_model)
+    same = ("--redis-url", redis_url, "--model", link, "--store", store.root)
+    assert "engines should run 1" in cli("pin", 1, *same)
+    pointer.report_engine("engine-7", {"version": 1})
+    names = model_key(link, target_fingerprint(link)), model_key(toy_model, target_fingerprint(toy_model))
+    told = "no engine reports as {!r}: set --model to the one of {}".format(*names)
+    for words in (("pin", 1), ("promote", 2), ("rollback", "--reason", "slow"), ("unpin",)):
+        assert told in refused("drafts", *words, *same)
+    assert f"nothing from Redis: {told}" in cli("list", *same)
+    assert document(cli("list", "--json", *same))["no_redis"] == told
+    assert pointer.desired() is None
+    assert not [
+        event for event in store.lifecycle.events.tail(9) if event.kind == "asked" and event.fields["action"] != "pin"
+    ]
 
 
 def test_a_version_is_promoted_pinned_and_rolled_back(

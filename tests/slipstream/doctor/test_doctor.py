@@ -329,6 +329,9 @@ def test_where_the_stream_stands(
     assert finding.detail.endswith("2 engines report, 1 of them need traffic before they try the newest version")
     redis_client.xtrim(RedisKeys(model_key=key).traces, maxlen=1, approximate=False)
     assert "1 lost" in the_fault(stream(), Level.WARNING)
+    (link := tmp_path / "link").symlink_to(toy_model)
+    fault = the_fault(found(lambda: check_stream(redis_url, str(link), store.root)))
+    assert fault.endswith(f"set --model to the one of {key}")
 
 
 # -- SGLang ------------------------------------------------------------------------------------------------------------
