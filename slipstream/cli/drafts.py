@@ -291,7 +291,7 @@ def init(
         bool, typer.Option("--norm-before-residual", help="Add the layer's output to the normed feature.")
     ] = False,
     if_missing: Annotated[
-        bool, typer.Option("--if-missing", help="With --store: leave a store that holds versions unchanged.")
+        bool, typer.Option("--if-missing", help="With --store: keep its versions; only shapes are compared.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
