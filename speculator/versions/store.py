@@ -172,8 +172,9 @@ class DraftStore:
         manifest = self.manifest(version)
         if expected_fingerprint is not None and manifest.target_fingerprint != expected_fingerprint:
             raise DraftMismatchError(
-                f"draft version {version} was trained for target {manifest.target_fingerprint[:12]}, "
-                f"this one is {expected_fingerprint[:12]}"
+                f"draft version {version} in {self.root} was trained for target {manifest.target_fingerprint[:12]}, "
+                f"this one is {expected_fingerprint[:12]}: check --model, or choose another --store or, if you pass "
+                "one, --data-dir"
             )
         self.config(version)  # checks its hash, since SGLang reads it
         data = self._read(version, _WEIGHTS, max_bytes=_most_bytes(expected_shapes))

@@ -178,7 +178,9 @@ def test_a_draft_for_another_target_is_refused_before_sglang_starts(
     ensure_lineage(DraftStore(tmp_path / "drafts"), other, target_fingerprint(other), draft_vocab_size=16)
     with serve() as process:
         assert process.wait(PATIENCE_S) == 2
-    assert "was trained for target" in log.read_text()
+    said = log.read_text()
+    assert f"in {tmp_path / 'drafts'} was trained for target" in said
+    assert "check --model, or choose another --store or, if you pass one, --data-dir" in said
     assert not Path(os.environ["FAKE_SGLANG_RECORD"]).exists()
 
 
