@@ -65,7 +65,7 @@ _LONGEST_REASON = 300
 
 
 @contextlib.contextmanager
-def reading(model_dir: Path) -> Iterator[None]:
+def reading(folder: Path, what: str = "language model", fix: str = "check --model") -> Iterator[None]:
     """Convert any exception of a library that reads a model into a ConfigError of one line: folder and reason."""
     try:
         yield
@@ -77,8 +77,8 @@ def reading(model_dir: Path) -> Iterator[None]:
             raise
         # PyTorch has no exception type of its own for a lack of memory.
         if isinstance(error, MemoryError) or "allocate memory" in str(error):
-            raise ConfigError(f"not enough memory to load {model_dir}: choose a smaller --model") from error
-        raise ConfigError(f"{model_dir} is no complete language model ({reason_of(error)}): check --model") from error
+            raise ConfigError(f"not enough memory to load {folder}: choose a smaller --model") from error
+        raise ConfigError(f"{folder} is no complete {what} ({reason_of(error)}): {fix}") from error
 
 
 def reason_of(error: BaseException) -> str:
@@ -163,19 +163,22 @@ def output_scale(config: Mapping[str, Any]) -> float:
 def weight_files(model_dir: Path) -> dict[str, Path]:
     """The file of every tensor by name: model.safetensors, or the files in an index. Raises ConfigError."""
     with reading(model_dir):
-        index, single = model_dir / "model.safetensors.index.json", model_dir / "model.safetensors"
-        paths = [single]
-        # If there is a single file, transformers ignores an index, too.
-        if index.exists() and not single.exists():
-            # Only the file name: a path could point anywhere.
-            paths = sorted(
-                {model_dir / Path(file).name for file in json.loads(index.read_bytes())["weight_map"].values()}
-            )
-        found: dict[str, Path] = {}
-        for path in paths:
-            with open_weights(path) as file:
-                found |= dict.fromkeys(file.keys(), path)
-        return found
+        return find_weights(model_dir)
+
+
+def find_weights(folder: Path) -> dict[str, Path]:
+    """As `weight_files`, for any folder; raises what the libraries raise."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    paths = [single]
+    # If there is a single file, transformers ignores an index, too.
+    if index.exists() and not single.exists():
+        # Only the file name: a path could point anywhere.
+        paths = sorted({folder / Path(file).name for file in json.loads(index.read_bytes())["weight_map"].values()})
+    found: dict[str, Path] = {}
+    for path in paths:
+        with open_weights(path) as file:
+            found |= dict.fromkeys(file.keys(), path)
+    return found
 
 
 def check_file(path: Path) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from speculator.draft.checkpoint import (
 )
 from speculator.draft.eagle3 import NUM_AUX_LAYERS, DraftConfig, aux_layer_ids
 from speculator.errors import ConfigError, DraftFileError, DraftMismatchError
-from speculator.target_folder import EMBEDDING, LM_HEAD, open_weights, read_config, reading, weight_files
+from speculator.target_folder import EMBEDDING, LM_HEAD, find_weights, open_weights, read_config, reading
 
 SPECFORGE, SPECULATORS = "specforge", "speculators"
 _OWN_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -50,6 +51,7 @@ _COUNT_INPUTS = (
 )
 """Targets whose layers SGLang counts as `speculators` does."""
 _SHOWN = 4
+_reading = partial(reading, what="EAGLE-3 head", fix="fetch it again")
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def read_public_head(folder: Path, model_dir: Path) -> PublicHead:
     """Import a head. Raises ConfigError for an unreadable folder, DraftFileError or DraftMismatchError for a head that
     cannot be used.
     """
-    with reading(folder):
+    with _reading(folder):
         values = json.loads((folder / "config.json").read_bytes())
     if not isinstance(values, dict):
         raise DraftFileError(f"{folder}: config.json is no object")
@@ -153,8 +155,10 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """The head's tensors, renamed as in a draft file."""
     if not any(folder.glob("*.safetensors")) and any(folder.glob("*.bin")):
         raise DraftFileError(f"{folder} has its tensors in a pickle, which is not read: convert it to safetensors")
-    for name, path in weight_files(folder).items():
-        with reading(folder), open_weights(path) as file:
+    with _reading(folder):
+        files = find_weights(folder)
+    for name, path in files.items():
+        with _reading(folder), open_weights(path) as file:
             yield _named(name), file.get_tensor(name)
 
 

@@ -301,6 +301,15 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
     assert reason in str(refused.value)
 
 
+def test_a_damaged_head_is_not_blamed_on_the_target(model_dir: Path, draft: Eagle3Draft, tmp_path: Path) -> None:
+    head = specforge(tmp_path / "head", draft)
+    complete = (head / "model.safetensors").read_bytes()
+    for written, data in (("model.safetensors", complete[:-10]), ("model.safetensors", b""), ("config.json", b"{")):
+        (head / written).write_bytes(data)
+        with pytest.raises(ConfigError, match=r"head is no complete EAGLE-3 head \(.*\): fetch it again"):
+            read_public_head(head, model_dir)
+
+
 def test_a_folder_that_is_no_heads(model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         read_public_head(tmp_path, model_dir)
