@@ -6,6 +6,8 @@ first: an option, a setting, the model, Redis, the store. Every error is one lin
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -86,10 +88,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _end(error, 2)
     except SlipstreamError as error:
         _end(error, 1)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        # Else Python tries again at its end to write what standard output still holds.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _end(f"cannot write the output ({error.strerror}): free some space", 1)
     finally:
         close_spans()
 
 
-def _end(error: SlipstreamError, code: int) -> None:
+def _end(error: SlipstreamError | str, code: int) -> None:
     console.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
     sys.exit(code)

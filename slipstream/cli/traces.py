@@ -134,6 +134,7 @@ def export(
     check_output(out, recording)
     if out is None:
         traces.export(recording, sys.stdout.buffer)
+        sys.stdout.flush()
         return
     # Before `out` is emptied.
     RecordingReader(recording).close()

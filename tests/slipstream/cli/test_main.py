@@ -47,6 +47,22 @@ def test_completion_starts_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_behind_standard_output_is_one_line(unbuffered: str) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "slipstream", "version"],
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert "cannot write the output (No space left on device)" in line
+
+
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [("slipstream do", "doctor"), ("slipstream drafts ro", "rollback"), ("slipstream serve --vocab", "--vocab-from")],
