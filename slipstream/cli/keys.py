@@ -51,6 +51,9 @@ def add(
     """Make a key and print its secret, once: it is stored nowhere."""
     from serving.gateway.keys import ApiKey, change_keys, make_key, new_secret
 
+    lifetime_s = None if expires_days is None else round(expires_days * _DAY_S)
+    if lifetime_s == 0:
+        raise ConfigError(f"--expires-days {expires_days:g} makes a key that has expired: give a positive number")
     secret = new_secret()
     key = make_key(
         name,
@@ -60,7 +63,7 @@ def add(
         read_only=read_only,
         requests_per_minute=requests_per_minute,
         max_concurrent=max_concurrent,
-        lifetime_s=None if expires_days is None else round(expires_days * _DAY_S),
+        lifetime_s=lifetime_s,
     )
 
     def with_it(keys: tuple[ApiKey, ...]) -> tuple[ApiKey, ...]:

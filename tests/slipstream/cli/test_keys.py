@@ -63,7 +63,7 @@ def test_a_listed_name_is_whole_for_revoke(
     assert row.split()[:2] == ["n" * 60, "t" * 60]
 
 
-def test_every_option_is_in_the_file(keys: Callable[..., str]) -> None:
+def test_every_option_is_in_the_file(keys: Callable[..., str], tmp_path: Path) -> None:
     options = ("--tenant", "team", "--no-capture", "--requests-per-minute", 60, "--max-concurrent", 4)
     made: dict[str, Any] = json.loads(keys("add", "bob", *options, "--expires-days", 1.5, "--json"))
     assert made.pop("key").startswith("sk-slipstream-")
@@ -76,7 +76,9 @@ def test_every_option_is_in_the_file(keys: Callable[..., str]) -> None:
         "max_concurrent": 4,
     }
     assert expected.items() <= made.items()
-    keys("add", "scraper", "--read-only", "--expires-days", 0)
+    scraper = json.loads(keys("add", "scraper", "--read-only", "--expires-days", 1, "--json"))
+    file = tmp_path / "keys.json"
+    file.write_text(file.read_text().replace(str(scraper["expires_s"]), str(scraper["created_s"])))
     assert json.loads(keys("list", "--json"))[0] == made
     scraper = json.loads(keys("list", "--json"))[1]
     assert (scraper["read_only"], scraper["is_expired"]) == (True, True)
@@ -90,6 +92,8 @@ def test_what_cannot_be_done_is_one_line(refused: Refused, keys: Callable[..., s
     assert "$.name" in refused("keys", "add", "no/name")
     assert "$.tenant" in refused("keys", "add", "carol", "--tenant", "a b")
     assert "$.expires_s" in refused("keys", "add", "carol", "--expires-days", 10**9)
+    for days in (0, 1e-6):
+        assert "give a positive number" in refused("keys", "add", "carol", "--expires-days", days)
     assert "--expires-days inf" in refused("keys", "add", "carol", "--expires-days", "inf")
     assert CliRunner().invoke(app, ["keys", "add", "carol", "--expires-days", "nan"]).exit_code == 2
     assert (tmp_path / "keys.json").read_bytes() == before
