@@ -195,6 +195,10 @@ def test_no_request_for_what_the_model_lacks_ends_sglang(served: Served, client:
     for asked in bodies:
         with pytest.raises(openai.BadRequestError):
             client.completions.create(model=NAME, prompt="hello", max_tokens=1, **asked)
+    for spaces in ("no", 1, []):
+        values = {"chat_template_kwargs": {"spaces_between_special_tokens": spaces}}
+        with pytest.raises(openai.BadRequestError, match="spaces_between_special_tokens"):
+            client.chat.completions.create(model=NAME, messages=_messages("hello"), extra_body=values)
     circle = {"type": "json_schema", "json_schema": {"name": "circle", "schema": {"$ref": "#"}}}
     with pytest.raises(openai.InternalServerError):
         client.chat.completions.create(model=NAME, messages=_messages("hello"), response_format=circle)  # type: ignore[call-overload]

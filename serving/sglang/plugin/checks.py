@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Mapping
@@ -24,6 +25,8 @@ EXIT_CODE = 2
 _TOP_K_END = 1 << 31
 _MOST, _LEAST_PENALTY = 1e30, 1e-6
 """SGLang divides by temperatures down to 1e-6, in float32."""
+_NOT_OF_CLIENTS = ("input_text", "input_ids", "mm_inputs", "positional_embed_overrides", "time_stats")
+"""Fields of SGLang's messages that it makes itself; most are large."""
 VERSIONS = ("0.5.17", "0.5.22", "0.5.23")
 """Versions of SGLang that have everything that the plugin uses. On a CPU only the last one is tested."""
 INSTALL = f"install sglang=={VERSIONS[-1]}"
@@ -58,29 +61,33 @@ def check_sampling(params: Mapping[str, Any], num_tokens: int) -> None:
     check_grammars(params)
 
 
-class _Session(msgspec.Struct, forbid_unknown_fields=True):
-    """SGLang's `SessionParams`, which its tokenizer process does not validate."""
+def check_sendable(message: Any) -> None:
+    """Refuse what SGLang's scheduler, its other ranks or its detokenizer could not read, which would end the server.
 
-    id: str | None = None
-    rid: str | None = None
-    offset: int | None = None
-    replace: bool | None = None
-    drop_previous_output: bool | None = None
-
-
-def check_sendable(request: Any) -> None:
-    """Refuse what SGLang cannot encode for its scheduler, and sessions whose decoding would end it.
-
-    Raises ValueError.
+    `message`: the struct that SGLang is about to send for a request. It declares types, but nothing checks them when
+    it is made. Takes about 15 µs, however long the prompt is. Raises ValueError.
     """
+    from sglang.srt.managers import io_struct
+
+    left_out = {name: None for name in _NOT_OF_CLIENTS if hasattr(message, name)}
     try:
-        sent = [value for value in vars(request).values() if isinstance(value, int | dict)]
-        msgspec.msgpack.encode(sent, enc_hook=lambda _: None)
-        msgspec.convert(getattr(request, "session_params", None) or {}, _Session)
+        io_struct.msgpack_decode(io_struct.msgpack_encode(msgspec.structs.replace(message, **left_out)))
     except OverflowError:
         raise ValueError("whole numbers must fit into 64 bits") from None
     except msgspec.ValidationError as error:
-        raise ValueError(f"session_params: {error}") from None
+        reason, _, path = str(error).partition(" - at ")
+        raise ValueError(f"{_name_at(message, path)}: {reason}") from None
+
+
+def _name_at(struct: Any, path: str) -> str:
+    """The name behind a path such as `$[8][20]`: SGLang sends structs as arrays, some of them after a tag."""
+    names = []
+    for index in map(int, re.findall(r"\[(\d+)\]", path)):
+        if not isinstance(struct, msgspec.Struct):
+            break
+        names.append(struct.__struct_fields__[index - (struct.__struct_config__.tag is not None)])
+        struct = getattr(struct, names[-1])
+    return ".".join(names)
 
 
 def sglang_version() -> str:

@@ -130,6 +130,11 @@ TOKENIZED = _uses(
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request", "self", "obj", "input_ids"
 )
 """SGLang's own checks of a request of any endpoint, once its prompt is token ids."""
+MESSAGE = _uses("sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object", "self", "obj")
+"""Makes the message to SGLang's scheduler."""
+ENCODE = _uses("sglang.srt.managers.io_struct.msgpack_encode", "obj")
+DECODE = _uses("sglang.srt.managers.io_struct.msgpack_decode", "data")
+"""Both are called, not hooked."""
 _GRAMMARS = "sglang.srt.constrained.base_grammar_backend.BaseGrammarBackend"
 GRAMMAR = _uses(f"{_GRAMMARS}._init_value_dispatch", "self", "key", "require_reasoning")
 """Compiles a grammar, in a thread of its own."""

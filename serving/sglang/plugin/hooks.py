@@ -133,6 +133,7 @@ def add_hooks(settings: PluginSettings, registry: Any, hook_type: Any) -> None:
         add(endpoint, before_conversion, "before")
     add(contract.RESPONSE, before_response, "before")
     add(contract.TOKENIZED, check_request, "before")
+    add(contract.MESSAGE, around_message, "around")
     add(contract.GRAMMAR, after_compilation, "after")
     add(contract.KEEP_GRAMMAR, KeptGrammars().before_keeping, "before")
     add(contract.GRAMMAR_MASK, after_grammar_mask, "after")
@@ -344,13 +345,11 @@ def before_response(
 
 
 def check_request(manager: Any, request: Any, *_: Any) -> None:
-    """Refuse what SGLang's own checks let through and what would end its scheduler or has no encoding: token ids that
-    the target lacks, more logprobs than it has tokens, numbers that overflow, sessions of other types, and grammars
-    that take gigabytes.
+    """Refuse what SGLang's own checks let through and what would end its scheduler: token ids that the target lacks,
+    more logprobs than it has tokens, numbers that overflow, and grammars that take gigabytes.
 
     Raises ValueError, which SGLang answers with status 400.
     """
-    check_sendable(request)
     num_tokens: int = manager.model_config.vocab_size
     ids = request.input_ids
     if ids is not None and len(ids) and not 0 <= min(ids) <= max(ids) < num_tokens:
@@ -358,6 +357,20 @@ def check_request(manager: Any, request: Any, *_: Any) -> None:
     check_sampling(getattr(request, "sampling_params", None) or {}, num_tokens)
     if (getattr(request, "top_logprobs_num", None) or 0) > num_tokens:
         raise ValueError(f"at most {num_tokens} logprobs can be given for a token: the model has no more tokens")
+
+
+def around_message(run: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse a request whose message to SGLang's scheduler would have values of other types than declared.
+
+    Raises ValueError, which SGLang answers with status 400.
+    """
+    try:
+        message = run(*args, **kwargs)
+    except TypeError as error:
+        # An unknown name in `sampling_params` or `session_params`, or a value that SGLang cannot work with.
+        raise ValueError(str(error)) from error
+    check_sendable(message)
+    return message
 
 
 def after_grammar_mask(_: Any, grammar: Any, mask: Any, row: int) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 import weakref
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -764,25 +766,46 @@ def test_what_may_leave_no_probabilities_is_refused_before_it_ends_the_scheduler
         hooks.check_request(manager, SimpleNamespace(input_ids=[0], sampling_params=taken), [0])
 
 
+class _Params(msgspec.Struct, kw_only=True, array_like=True):
+    stop: str | None = None
+    spaces: bool = True
+
+
+class _Message(msgspec.Struct, tag=True, kw_only=True, array_like=True):
+    input_ids: list[int] | None
+    params: _Params = msgspec.field(default_factory=_Params)
+    priority: int | None = None
+
+
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
         ({"priority": 2**64}, "64 bits"),
-        ({"routed_dp_rank": -(2**63) - 1}, "64 bits"),
-        ({"sampling_params": {"custom_params": {"a": [2**64]}}}, "64 bits"),
-        ({"session_params": {"offset": 2**64}}, "64 bits"),
-        ({"session_params": {"id": 5}}, "session_params: Expected `str"),
-        ({"session_params": {"replace": 1}}, "session_params: Expected `bool"),
-        ({"session_params": {"other": "x"}}, "session_params: Object contains unknown field"),
+        ({"priority": "high"}, "^priority: Expected `int | null`, got `str`$"),
+        ({"params": {"spaces": []}}, r"^params\.spaces: Expected `bool`, got `array`$"),
+        ({"params": {"other": "x"}}, "Unexpected keyword argument 'other'"),
     ],
 )
-def test_what_cannot_be_sent_to_the_scheduler_is_refused(fields: dict[str, Any], why: str) -> None:
-    manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=8))
+def test_what_the_scheduler_could_not_read_is_refused(
+    fields: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With stand-ins for SGLang's structs; `tests/sglang/test_messages.py` has its own."""
+
+    def decode(data: bytes) -> _Message:
+        return msgspec.msgpack.decode(data, type=_Message)
+
+    io_struct = SimpleNamespace(msgpack_encode=msgspec.msgpack.encode, msgpack_decode=decode)
+    for name, module in (("sglang", {}), ("sglang.srt", {}), ("sglang.srt.managers", {"io_struct": io_struct})):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        vars(sys.modules[name]).update(module)
+
+    def make(params: dict[str, Any], **fields: Any) -> _Message:
+        return _Message(input_ids=[1], params=_Params(**params), **fields)
+
+    made = hooks.around_message(make, {"stop": "a"}, priority=-(2**63))
+    assert (made.input_ids, made.params.stop) == ([1], "a")
     with pytest.raises(ValueError, match=why):
-        hooks.check_request(manager, SimpleNamespace(input_ids=[0], **fields), [0])
-    session = {"id": "a", "rid": None, "offset": 2**40, "replace": True}
-    taken = {"priority": -(2**63), "session_params": session, "image_data": {"any": object()}}
-    hooks.check_request(manager, SimpleNamespace(input_ids=[0], **taken), [0])
+        hooks.around_message(make, **({"params": {}} | fields))
 
 
 def test_a_grammar_that_lets_no_token_through_does_not_end_the_scheduler() -> None:
