@@ -75,6 +75,20 @@ def _is_alive(process: str) -> bool:
 log = structlog.get_logger(__name__)
 
 
+def label_refusal(label: str | None, newest: int) -> str:
+    """Why the target's weights may not get this label where one has named version `newest` (0: none has); "" if they
+    may.
+
+    With a lower label the gateway would take them for weights that an update has yet to replace, and so would rollouts.
+    """
+    if label is None or (version_of_label(label) or 0) >= newest:
+        return ""
+    return (
+        f"labels of the target's weights count up, and {label[:40]!r} is no whole number from {newest} on: send one, "
+        "or restart the server"
+    )
+
+
 class RankTarget:
     """The version of one rank's target. SGLang updates all ranks between the same two steps."""
 
@@ -83,7 +97,7 @@ class RankTarget:
         self._on_version = on_version
         self._process = f"{socket.gethostname()}:{os.getpid()}"
         self.version = 0
-        self._labelled = 0
+        self.label = 0
         """The newest version that a label has named."""
         self._updated_at = -1
 
@@ -101,7 +115,7 @@ class RankTarget:
     def labelled(self, label: str | None) -> None:
         """Note a label of the weights in service; a higher version than theirs becomes theirs."""
         if (version := version_of_label(label)) is not None:
-            self._labelled = max(self._labelled, version)
+            self.label = max(self.label, version)
             self._serve(version)
 
     def _serve(self, version: int) -> None:
@@ -113,4 +127,4 @@ class RankTarget:
 
     def status(self) -> dict[str, str | int | float]:
         """Fields of the engine's report."""
-        return {"target_version": self.version, "target_label": self._labelled, "process": self._process}
+        return {"target_version": self.version, "target_label": self.label, "process": self._process}

@@ -101,6 +101,12 @@ WEIGHTS_UPDATED = _uses(f"{_WEIGHTS}.flush_cache_after_weight_update", "self", "
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 LABELLED = _uses(f"{_SCHEDULER}.handle_update_weight_version", "self", "recv_req", among=OPTIONAL_FUNCTIONS)
 """Takes a label that comes after the weights. Older versions tell their HTTP process alone."""
+LABEL = _uses(
+    "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.update_weight_version",
+    *("self", "obj"),
+    among=OPTIONAL_FUNCTIONS,
+)
+"""Sends it that label."""
 IDLE = _uses(f"{_SCHEDULER}.is_fully_idle", "self", "for_health_check")
 """Not called: whether it can ignore requests that wait, which a flush of the cache asks for while paused."""
 _AMX = "sglang.srt.layers.attention.intel_amx_backend.IntelAMXAttnBackend"

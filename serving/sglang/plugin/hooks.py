@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import structlog
 
-from serving.request_metadata import HEADER, OTHER_TARGET
+from serving.request_metadata import HEADER, OTHER_TARGET, version_of_label
 from serving.sglang import one_token
 from serving.sglang.capture.request import attach_metadata, attach_metadata_to_generation, is_for_another_target
 from serving.sglang.plugin import contract
@@ -31,6 +31,7 @@ from serving.sglang.plugin.checks import (
 )
 from serving.sglang.plugin.grammars import KeptGrammars, after_compilation
 from serving.sglang.plugin.normed_residual import check_layer
+from serving.sglang.pointer import label_refusal
 from serving.sglang.sampled_verify import SampledVerify
 from serving.sglang.settings import PluginSettings, is_enabled, load_settings
 
@@ -42,6 +43,11 @@ DEPTH_NOTE = "adaptive_spec.restore"
 
 _OUTSIDE_STORAGE = ("enable_hicache_storage", "enable_lmcache", "enable_unified_cache_external_linker")
 """What SGLang's scheduler says of storage that no flush of its cache empties; it may be attached while it runs."""
+
+_STORED_OUTSIDE = (
+    "the target's weights cannot change while SGLang stores keys and values outside the server, where those of the old "
+    "weights would stay: restart it without --hicache-storage-backend and --enable-lmcache"
+)
 
 _runtimes: dict[int, Any] = {}
 """The runtime of each EAGLE worker of this process, by the worker's id; there is one."""
@@ -122,6 +128,7 @@ def add_hooks(settings: PluginSettings, registry: Any, hook_type: Any) -> None:
     add(contract.WEIGHTS_UPDATED, _around_weights_updated, "around")
     if contract.LABELLED in contract.functions_of():
         add(contract.LABELLED, _after_label, "after")
+        add(contract.LABEL, before_label, "before")
     if contract.CPU_PLAN in contract.functions_of():
         add(contract.CPU_PLAN, one_token.after_cpu_plan, "after")
         add(contract.CPU_EXTEND, one_token.around_cpu_extend, "around")
@@ -275,7 +282,9 @@ def _around_weight_update(run: Any, updater: Any, request: Any) -> Any:
     if getattr(request, "selector", "") == "draft":
         return run(updater, request)
     if any(getattr(updater.scheduler, name, False) for name in _OUTSIDE_STORAGE):
-        return _refused_update(request)
+        return _refused_update(request, _STORED_OUTSIDE)
+    if (runtime := _the_runtime()) is not None and (reason := label_refusal(request.weight_version, runtime.label)):
+        return _refused_update(request, reason)
     draft, updater.draft_worker = updater.draft_worker, None
     try:
         return run(updater, request)
@@ -283,16 +292,12 @@ def _around_weight_update(run: Any, updater: Any, request: Any) -> Any:
         updater.draft_worker = draft
 
 
-def _refused_update(request: Any) -> Any:
-    """SGLang's answer to an update that would leave keys and values of the old weights in storage."""
+def _refused_update(request: Any, reason: str) -> Any:
+    """SGLang's answer to an update that it does not make."""
     from sglang.srt.managers import io_struct
 
     answer = getattr(io_struct, type(request).__name__.replace("ReqInput", "ReqOutput"))
-    return answer(
-        success=False,
-        message="the target's weights cannot change while SGLang stores keys and values outside the server, where "
-        "those of the old weights would stay: restart it without --hicache-storage-backend and --enable-lmcache",
-    )
+    return answer(success=False, message=reason)
 
 
 def _around_weights_updated(run: Any, updater: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -300,6 +305,12 @@ def _around_weights_updated(run: Any, updater: Any, request: Any, *args: Any, **
         runtime.target_updated(request.weight_version)
     with _waiting_aside(updater.scheduler):
         return run(updater, request, *args, **kwargs)
+
+
+def before_label(manager: Any, request: Any) -> None:
+    """Refuse a label that comes after the weights, before any process takes it. Raises ValueError: status 400."""
+    if reason := label_refusal(request.new_version, version_of_label(_weight_version(manager)) or 0):
+        raise ValueError(reason)
 
 
 def _after_label(_: Any, scheduler: Any, request: Any) -> None:

@@ -290,6 +290,11 @@ class EngineRuntime:
         """Note new weights of the target, under this label if any."""
         self._target.updated(label, self.steps)
 
+    @property
+    def label(self) -> int:
+        """The newest version that a label of the target's weights has named; 0 for none."""
+        return self._target.label
+
     def target_labelled(self, label: str) -> None:
         """Note a label that came after the weights."""
         self._target.labelled(label)

@@ -11,17 +11,22 @@ from serving.sglang.plugin import hooks
 from serving.sglang.pointer import RankTarget
 
 
+def _stand_in(monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+    """A module `io_struct` with this class of answers."""
+    io_struct = SimpleNamespace(**{answer: SimpleNamespace})
+    for name, module in (("sglang", {}), ("sglang.srt", {}), ("sglang.srt.managers", {"io_struct": io_struct})):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        vars(sys.modules[name]).update(module)
+
+
 @pytest.mark.parametrize("storage", ["enable_hicache_storage", "enable_lmcache"])
 @pytest.mark.parametrize("source", ["WeightFromDisk", "WeightsFromDistributed", "WeightsFromTensor", "WeightsFromIPC"])
 def test_the_target_stays_while_its_keys_and_values_are_stored_elsewhere(
     storage: str, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang stores them under no version of the weights."""
-    io_struct = SimpleNamespace(**{f"Update{source}ReqOutput": SimpleNamespace})
-    for name, module in (("sglang", {}), ("sglang.srt", {}), ("sglang.srt.managers", {"io_struct": io_struct})):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        vars(sys.modules[name]).update(module)
-    request = type(f"Update{source}ReqInput", (), {"selector": "all"})()
+    _stand_in(monkeypatch, f"Update{source}ReqOutput")
+    request = type(f"Update{source}ReqInput", (), {"selector": "all", "weight_version": None})()
     updated: list[object] = []
     updater = SimpleNamespace(scheduler=SimpleNamespace(**{storage: True}), draft_worker="draft")
     hook = hooks._around_weight_update
@@ -43,6 +48,33 @@ def test_a_label_of_its_own_names_the_version_of_the_weights_before_it(monkeypat
         hooks._around_weights_updated(lambda *_: None, updater, SimpleNamespace(weight_version=None))
     hooks._after_label(None, updater.scheduler, SimpleNamespace(new_version="12"))
     assert (target.version, target.status()["target_label"]) == (12, 12)
+
+
+@pytest.mark.parametrize("label", ["4", "hotfix", "default", "1234567890"])
+def test_labels_count_up(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under another label the gateway would take the weights for old ones, and send them nothing."""
+    _stand_in(monkeypatch, "UpdateWeightFromDiskReqOutput")
+    asked = type("UpdateWeightFromDiskReqInput", (SimpleNamespace,), {"selector": "all"})
+    updater, loaded = SimpleNamespace(scheduler=SimpleNamespace(), draft_worker="draft"), list[object]()
+
+    def update(weight_version: str | None) -> str:
+        request = asked(weight_version=weight_version)
+        answer = hooks._around_weight_update(lambda _, one: loaded.append(one.weight_version), updater, request)
+        return "" if answer is None else answer.message
+
+    target = RankTarget(lambda _: None)
+    monkeypatch.setattr(hooks, "_runtimes", {0: target})
+    assert update(label) == "", "none has counted yet"
+    target.updated("5", 10)
+    assert update("6") == update("5") == update(None) == "", "parts of one update have the same"
+    assert "count up" in update(label)
+    assert loaded == [label, "6", "5", None]
+
+    manager = SimpleNamespace(config_value={"weight_version": "5"}.__getitem__)
+    hooks.before_label(manager, SimpleNamespace(new_version="5"))
+    with pytest.raises(ValueError, match="no whole number from 5 on"):
+        hooks.before_label(manager, SimpleNamespace(new_version=label))
+    hooks.before_label(SimpleNamespace(config_value=lambda _: "default"), SimpleNamespace(new_version=label))
 
 
 @pytest.mark.parametrize("ignores_waiting", [True, False])
