@@ -144,6 +144,7 @@ class SglangRolloutEngine:
         """Requests of others at the last two polls."""
         self._load = _Load(0, 0, 0, 0)
         self._aborting: set[asyncio.Task[None]] = set()
+        self._check: asyncio.Task[bool] | None = None
 
     @property
     def name(self) -> str:
@@ -226,7 +227,10 @@ class SglangRolloutEngine:
                         if chunk.finish_reason is not None:
                             return
             raise EngineError("the stream ended before the answer did")
-        except EngineDeadError:
+        except EngineDeadError as failure:
+            if not isinstance(failure.__cause__, httpx.ConnectError | httpx.ConnectTimeout) and await self._answers():
+                # Of this request alone: what else runs there goes on.
+                raise EngineError("the connection broke off") from failure
             self._num_missed = _MISSED_POLLS
             raise
         finally:
@@ -236,12 +240,24 @@ class SglangRolloutEngine:
                 self._aborting.add(task)
                 task.add_done_callback(self._aborting.discard)
 
+    async def _answers(self) -> bool:
+        """Whether the server answers now; streams that break off together ask it once."""
+        if self._check is None or self._check.done():
+            self._check = asyncio.create_task(self._asked())
+        return await asyncio.shield(self._check)
+
+    async def _asked(self) -> bool:
+        try:
+            return (await self._http.get("/v1/loads", params={"include": "core"})).is_success
+        except httpx.HTTPError:
+            return False
+
     async def close(self) -> None:
         """Close the connections once abandoned streams have ended."""
         deadline_s = time.monotonic() + _TIMEOUT_S
         while self._num_open and time.monotonic() < deadline_s:  # noqa: ASYNC110 - no stream knows that it is the last
             await asyncio.sleep(0.01)
-        await asyncio.gather(*self._aborting)
+        await asyncio.gather(*self._aborting, *filter(None, [self._check]))
         await self._upstream.close()
         await self._http.aclose()
 

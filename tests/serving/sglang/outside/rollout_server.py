@@ -43,6 +43,8 @@ class RolloutServer:
     """So many requests find its queue full (`--max-queued-requests`)."""
     is_down: bool = False
     """Breaks every connection, and answers nothing."""
+    breaks_on: tuple[int, ...] | None = None
+    """Breaks the connections of requests for this prompt, before their first token."""
     is_silent: bool = False
     """Does not answer how much load it has, and breaks no connection."""
     num_polls: int = 0
@@ -156,7 +158,7 @@ class RolloutServer:
                     if len(said) == params["max_new_tokens"]:
                         finish = {"type": "length", "length": len(said)}
                         break
-                if self.is_down:
+                if self.is_down or tuple(body["input_ids"]) == self.breaks_on:
                     raise ConnectionError("killed")
                 new = said[num_sent:] if self.is_incremental else said
                 num_sent = len(said)

@@ -62,11 +62,18 @@ def wiring(tokenizer: LocalTokenizer, **changes: Any) -> PoolSettings:
 
 
 def group(
-    name: str = "g", *, n: int = 4, max_tokens: int = 40, priority: int = 0, alpha: int | None = None, **fields: Any
+    name: str = "g",
+    *,
+    n: int = 4,
+    max_tokens: int = 40,
+    priority: int = 0,
+    alpha: int | None = None,
+    prompt: tuple[int, ...] = PROMPT,
+    **fields: Any,
 ) -> GroupWork:
     request = GroupRequest(
         group_id=name,
-        prompt_token_ids=PROMPT,
+        prompt_token_ids=prompt,
         seeds=tuple(range(n)),
         max_tokens=max_tokens,
         priority=priority,
@@ -203,6 +210,24 @@ def test_what_was_said_is_not_said_twice_when_a_server_dies(tokenizer: LocalToke
             assert stage.driver.num_tokens == 8 * 200, "none twice, none lost"
             servers[0].is_down = False
             await stage.until(lambda: not stage.driver._lost)
+
+    run(scene)
+
+
+def test_a_stream_that_breaks_off_is_a_failure_of_its_sample_alone(tokenizer: LocalTokenizer, size: int) -> None:
+    server = RolloutServer(size, pause_s=0.01, breaks_on=(9, 9))
+
+    async def scene() -> None:
+        async with staged(wiring(tokenizer), server, chunk_tokens=1000) as stage:
+            stage.driver.submit([group("good", n=4, max_tokens=200)])
+            await stage.until(lambda: len(server.running) == 4)
+            stage.driver.submit([group("bad", n=1, prompt=(9, 9))])
+            await stage.until(lambda: len(stage.results.by_sample) == 5)
+            bad = stage.results.by_sample.pop("bad0")
+            assert (bad.reason, bad.detail) == ("refused", "the engine failed on it repeatedly")
+            assert all(one.num_leases == 1 for one in stage.results.by_sample.values()), "none was stopped"
+            assert stage.driver.num_lost == 0
+            stage.driver.check()
 
     run(scene)
 
