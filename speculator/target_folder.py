@@ -29,7 +29,8 @@ _READ = (
     *("added_tokens.json", "chat_template.*", "vocab.*", "merges.txt"),
 )
 """Files that loaders read besides the weights."""
-_Size = Annotated[int, Meta(ge=1, le=2**24)]
+_LARGEST = 2**24
+_Size = Annotated[int, Meta(ge=1, le=_LARGEST)]
 """A size in config.json (layers, widths, vocabulary, window); the bound is far above any model's."""
 _Positive = Annotated[float, Meta(gt=0, le=1e300)]
 _Window = Annotated[int, Meta(ge=0, le=2**24)]
@@ -38,6 +39,7 @@ _Window = Annotated[int, Meta(ge=0, le=2**24)]
 
 class _Rope(msgspec.Struct):
     rope_theta: _Positive | None = None
+    factor: _Positive | None = None
     full_attention: _Rope | None = None
 
 
@@ -59,8 +61,15 @@ class _Sizes(msgspec.Struct, kw_only=True):
     rms_norm_eps: _Positive | None = None
     rope_theta: _Positive | None = None
     rope_parameters: _Rope | None = None
+    rope_scaling: _Rope | None = None
+    max_sequence_length: _Size | None = None
+    seq_length: _Size | None = None
+    max_seq_len: _Size | None = None
+    model_max_length: _Size | None = None
 
 
+_CONTEXT_KEYS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length")
+"""Fields from which SGLang takes the context length rather than from max_position_embeddings, the first one first."""
 _LONGEST_REASON = 300
 
 
@@ -142,7 +151,27 @@ def read_config(model_dir: Path) -> dict[str, Any]:
             f"num_key_value_heads {sizes.num_key_value_heads} and head_dim {sizes.head_dim}, which do not fit: "
             "check --model"
         )
+    if not 0 < (length := context_length(config)) <= _LARGEST:
+        raise ConfigError(f"{model_dir}: by config.json the context has {length:.3g} tokens: check --model")
     return config
+
+
+def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a model's rotary embedding; transformers 5 has another name for them in config.json."""
+    return config.get("rope_scaling") or config.get("rope_parameters") or {}
+
+
+def context_length(config: Mapping[str, Any]) -> int:
+    """The tokens of a target's context by config.json, as SGLang's `get_context_length` counts them."""
+    given = (config[name] for name in _CONTEXT_KEYS if config.get(name) is not None)
+    length: int = next(given, config["max_position_embeddings"])
+    rope = rope_of(config)
+    factor: float = rope.get("factor") or 1
+    # To the types named here transformers adds `original_max_position_embeddings`. Of Gemma 3 SGLang sees no factor.
+    is_counted = (rope.get("rope_type") or rope.get("type")) in ("llama3", "yarn", "longrope")
+    if is_counted or "original_max_position_embeddings" in rope or str(config.get("model_type")).startswith("gemma"):
+        return length
+    return int(factor * length) if factor != 1 else length
 
 
 def output_scale(config: Mapping[str, Any]) -> float:

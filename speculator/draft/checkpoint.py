@@ -95,10 +95,13 @@ def draft_state(model: Eagle3Draft) -> dict[str, Tensor]:
 
 
 def check_fits(draft: DraftConfig, model_dir: Path) -> None:
-    """Raise DraftMismatchError for a draft whose sizes or window do not fit the target. Its rotary base is its own."""
-    target = DraftConfig.for_target(read_config(model_dir), draft_vocab_size=draft.draft_vocab_size)
+    """Raise DraftMismatchError for a draft whose sizes or window do not fit the target. Its rotary base is its own.
+
+    A window as long as the target's before rope scaling is enough for all but SGLang, which checks its own context.
+    """
+    target = read_config(model_dir)
     for name in ("hidden_size", "vocab_size", "max_position_embeddings"):
-        ours, theirs = getattr(draft, name), getattr(target, name)
+        ours, theirs = getattr(draft, name), target[name]
         if ours < theirs or (ours != theirs and name != "max_position_embeddings"):
             fix = "set them alike" if name == "max_position_embeddings" else "take another draft"
             raise DraftMismatchError(

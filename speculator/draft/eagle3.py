@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speculator.errors import DraftMismatchError
+from speculator.target_folder import context_length, rope_of
 
 # (query [B, H, T, h], key [B, G, T, h], value [B, G, T, h]) -> [B, H, T, h]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -67,7 +68,7 @@ class DraftConfig:
         The MLP is as wide as the target's unless `intermediate_size` says otherwise.
         """
         num_heads = int(target["num_attention_heads"])
-        rope = target.get("rope_parameters") or {}
+        rope = rope_of(target)
         # Of a target with several kinds of attention: the draft attends to everything.
         rope = rope.get("full_attention") or rope
         return cls(
@@ -78,7 +79,8 @@ class DraftConfig:
             head_dim=target.get("head_dim") or target["hidden_size"] // num_heads,
             vocab_size=target["vocab_size"],
             draft_vocab_size=min(draft_vocab_size, target["vocab_size"]),
-            max_position_embeddings=target["max_position_embeddings"],
+            # SGLang starts no draft whose window is shorter than the target's context.
+            max_position_embeddings=max(context_length(target), target["max_position_embeddings"]),
             rms_norm_eps=target.get("rms_norm_eps", 1e-5),
             rope_theta=float(rope.get("rope_theta") or target.get("rope_theta") or 10_000.0),
         )

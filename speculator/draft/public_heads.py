@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -181,17 +181,16 @@ def _drop_embedding(folder: Path, found: dict[str, Tensor], model_dir: Path) -> 
         )
 
 
-def _config(
-    folder: Path, said: Mapping[str, Any], found: Mapping[str, Tensor], target: Mapping[str, Any]
-) -> DraftConfig:
+def _config(folder: Path, said: Mapping[str, Any], found: Mapping[str, Tensor], target: dict[str, Any]) -> DraftConfig:
     size = len(found["d2t"]) if "d2t" in found else len(found.get(_HEAD, ())) or target["vocab_size"]
     told = said.get("draft_vocab_size")
     if told not in (None, size):
         raise DraftFileError(f"{folder}: draft_vocab_size is {told}, its tensors are of {size} tokens")
     switches = {name: said.get(name) or False for name in SWITCHES}
     switches["fc_norm"] = bool(switches["fc_norm"] or said.get("use_aux_norm"))
-    own = {"draft_vocab_size": size, "max_position_embeddings": target["max_position_embeddings"]}
-    return config_from_json({**_DEFAULTS, **said, **switches, **own, "architectures": [ARCHITECTURE]})
+    window = DraftConfig.for_target(target, draft_vocab_size=size).max_position_embeddings
+    own = {"draft_vocab_size": size, "max_position_embeddings": window, "architectures": [ARCHITECTURE]}
+    return replace(config_from_json({**_DEFAULTS, **said, **switches, **own}), max_position_embeddings=window)
 
 
 def _state(

@@ -13,7 +13,13 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "compatibil
 
 def test_every_option_of_a_refusal_is_on_the_page() -> None:
     flags = set(re.findall(r"--[a-z][a-z-]+[a-z]", inspect.getsource(checks)))
-    advised = {"--speculative-accept-threshold", "--model-path", "--speculative-draft-model-path", "--store"}
+    advised = {
+        "--speculative-accept-threshold",
+        "--model-path",
+        "--speculative-draft-model-path",
+        "--store",
+        "--context-length",
+    }
     assert len(flags) > 15
     assert {flag for flag in flags - advised if f"{flag}`" not in PAGE and f"{flag} " not in PAGE} == set()
 

@@ -16,7 +16,9 @@ import msgspec
 from serving.sglang.plugin.grammars import GRAMMARS, check_grammars
 from serving.sglang.settings import PREFIX, PluginSettings
 from speculator.draft.checkpoint import check_fits, config_from_json, target_fingerprint
-from speculator.errors import ConfigError, SlipstreamError
+from speculator.draft.eagle3 import DraftConfig
+from speculator.errors import ConfigError, DraftMismatchError, SlipstreamError
+from speculator.target_folder import context_length, read_config
 from speculator.trace import Verification
 from speculator.tracing import is_enabled
 from speculator.versions.store import DraftStore, Manifest
@@ -131,6 +133,7 @@ def check_server(args: Any, settings: PluginSettings) -> str:
         )
     is_enabled()
     manifest = version_of(args, settings)
+    _check_window(args, config_from_json(DraftStore(settings.store).config(manifest.version)))
     if args.speculative_use_rejection_sampling:
         config = config_from_json(DraftStore(settings.store).config(manifest.version))
         if config.draft_vocab_size != config.vocab_size:
@@ -141,6 +144,19 @@ def check_server(args: Any, settings: PluginSettings) -> str:
                 "--speculative-use-rejection-sampling and -block-verification"
             )
     return manifest.target_fingerprint
+
+
+def _check_window(args: Any, draft: DraftConfig) -> None:
+    """Raise DraftMismatchError for a draft whose window SGLang would refuse, since rope scaling makes the target's
+    context longer.
+    """
+    context = args.context_length or context_length(read_config(Path(args.model_path)))
+    # With this variable SGLang stretches the draft's window.
+    if draft.max_position_embeddings < context and "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN" not in os.environ:
+        raise DraftMismatchError(
+            f"the draft's window is {draft.max_position_embeddings} tokens, the server's context {context}: add "
+            f"--context-length {draft.max_position_embeddings}, or start with a new --store"
+        )
 
 
 def separates_tenants_in_storage() -> bool:

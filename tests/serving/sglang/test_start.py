@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -53,6 +55,7 @@ def arguments(model_dir: Path, store: DraftStore, **changes: Any) -> SimpleNames
         "enable_memory_saver": False,
         "hicache_storage_backend": None,
         "enable_lmcache": False,
+        "context_length": None,
     }
     return SimpleNamespace(**values | changes)
 
@@ -96,6 +99,26 @@ def test_a_draft_of_the_whole_vocabulary_may_be_drawn_from(model_dir: Path, tmp_
 def test_unsafe_or_unsupported_starts(model_dir: Path, store: DraftStore, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         check_server(arguments(model_dir, store, **changes), PluginSettings(store=store.root))
+
+
+def test_a_draft_without_the_targets_rope_scaling_is_served_up_to_its_window(
+    model_dir: Path, store: DraftStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang multiplies the target's context by the factor of its rope scaling."""
+    folder, scaled = tmp_path / "model", DraftStore(tmp_path / "drafts")
+    shutil.copytree(model_dir, folder)
+    values = json.loads((folder / "config.json").read_text())
+    rope = {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    (folder / "config.json").write_text(json.dumps(values | rope))
+    ensure_lineage(scaled, folder, target_fingerprint(folder), draft_vocab_size=24)
+    check_server(arguments(folder, scaled), PluginSettings(store=scaled.root))
+    # As if it had been made for this target, before drafts had the longer window.
+    settings = PluginSettings(store=store.root, target_fingerprint=target_fingerprint(model_dir))
+    with pytest.raises(DraftMismatchError, match=r"window is 512 tokens, .* context 1024: add --context-length 512"):
+        check_server(arguments(folder, store), settings)
+    check_server(arguments(folder, store, context_length=512), settings)
+    monkeypatch.setenv("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
+    check_server(arguments(folder, store), settings)
 
 
 @pytest.mark.parametrize("storage", [{"hicache_storage_backend": "file"}, {"enable_lmcache": True}])

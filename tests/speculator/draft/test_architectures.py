@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from speculator.draft.checkpoint import check_fits, config_from_json, draft_config_json
 from speculator.draft.eagle3 import DraftConfig, aux_layer_ids
 from speculator.errors import ConfigError, DraftMismatchError
 from speculator.target_folder import read_config
@@ -90,6 +91,36 @@ def test_the_draft_of_each_architecture_fits_its_target(architecture: str, tmp_p
     rope = given.get("rope_parameters", given)
     assert draft.rope_theta == rope.get("full_attention", rope)["rope_theta"]
     assert aux_layer_ids(target["num_hidden_layers"]) == (2, 8, 13), "as SGLang captures them by default"
+
+
+@pytest.mark.parametrize(
+    ("given", "window"),
+    [
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 2048),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 1.5}}, 768),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2}}, 1024),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0, "original_max_position_embeddings": 128}}, 512),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 512),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, 512),
+        ({"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 512),
+        ({"max_sequence_length": 2048, "rope_scaling": {"type": "linear", "factor": 4.0}}, 8192),
+        ({"max_sequence_length": 256}, 512),
+    ],
+)
+def test_a_drafts_window_is_the_context_that_sglang_gives_its_target(
+    given: dict[str, Any], window: int, tmp_path: Path
+) -> None:
+    target = read_config(written(tmp_path, "LlamaForCausalLM", LLAMA | given))
+    draft = DraftConfig.for_target(target, draft_vocab_size=32)
+    assert draft.max_position_embeddings == window
+    assert config_from_json(draft_config_json(draft)) == draft
+    check_fits(draft, tmp_path)
+
+
+def test_a_context_that_no_table_can_hold_is_refused(tmp_path: Path) -> None:
+    scaled = {"rope_scaling": {"type": "linear", "factor": 1e9}}
+    with pytest.raises(ConfigError, match=r"5\.12e\+11 tokens"):
+        read_config(written(tmp_path, "LlamaForCausalLM", LLAMA | scaled))
 
 
 @pytest.mark.parametrize("architecture", REFUSED)
