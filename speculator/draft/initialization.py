@@ -2,13 +2,15 @@
 
 **The draft vocabulary**, the target tokens that the draft can propose, is chosen once for a lineage, then frozen. A
 small vocabulary makes the draft's output layer cheap; it can never propose other tokens. Byte-pair merges are learned
-in the order of frequency, so a tokenizer's low ids are its frequent tokens (Zipf's law). That prior is mixed half and
-half with token counts of texts from the service's own domain, if given: on real answers to mathematics, code and
-questions 8,192 of SmolLM2's 49,152 tokens cover 91% by rank alone and 96% with counts of the domain's prompts.
+in the order of frequency, so of merged tokens those with low ids are frequent (Zipf's law). Frequent single
+characters rank before them: they are the lowest ids of byte-level tokenizers, but not of SentencePiece's. That prior is
+mixed half and half with token counts of texts from the service's own domain, if given: on real answers to mathematics,
+code and questions 8,192 of SmolLM2's 49,152 tokens cover 91% by rank alone and 96% with counts of the domain's prompts.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -27,14 +29,23 @@ from speculator.target_folder import EMBEDDING, LM_HEAD, NORM, check_folder, out
 # Flattens Zipf's law over the special and byte tokens with the lowest ids.
 _RANK_OFFSET = 100
 _PRIOR_SHARE = 0.5
+_SPACE = "▁"
+"""What SentencePiece writes for a space."""
+# SentencePiece has thousands of characters, by frequency. These are the Latin and Cyrillic ones and punctuation.
+_MOST_FIRST = 256
 
 
-def choose_draft_vocab(vocab_size: int, size: int, counts_V: Tensor | None = None) -> Tensor:
+def choose_draft_vocab(
+    vocab_size: int, size: int, counts_V: Tensor | None = None, *, characters: Sequence[int] = ()
+) -> Tensor:
     """Choose the draft vocabulary. Returns offsets `d2t` [min(size, vocab_size)] int64: target id = draft id + offset.
 
-    `counts_V` [V] are token counts of texts like those to be served.
+    `counts_V` [V] are token counts of texts like those to be served. `characters` are ids that rank before the others.
     """
-    prior_V = 1.0 / (torch.arange(vocab_size, dtype=torch.float64) + _RANK_OFFSET)
+    ids_V = torch.arange(vocab_size)
+    is_character_V = torch.isin(ids_V, torch.tensor(characters, dtype=torch.int64))
+    prior_V = torch.empty(vocab_size, dtype=torch.float64)
+    prior_V[torch.cat([ids_V[is_character_V], ids_V[~is_character_V]])] = 1.0 / (ids_V.double() + _RANK_OFFSET)
     score_V = prior_V / prior_V.sum()
     if counts_V is not None and bool(counts_V.any()):
         score_V = _PRIOR_SHARE * score_V + (1 - _PRIOR_SHARE) * counts_V.double() / counts_V.sum()
@@ -68,6 +79,16 @@ def count_tokens(model_dir: Path, texts: Iterable[Text], vocab_size: int) -> Ten
             # Added tokens may have ids beyond the embedding: no request can contain them.
             counts_V += torch.bincount(ids[ids < vocab_size], minlength=vocab_size)
     return counts_V
+
+
+def _characters(model_dir: Path, vocab_size: int) -> list[int]:
+    """The ids of SentencePiece's most frequent characters, the space included, by `tokenizer.json`; none of others."""
+    try:
+        vocab = json.loads((model_dir / "tokenizer.json").read_bytes())["model"]["vocab"]
+        pieces = vocab.items() if _SPACE in vocab else ()
+        return sorted(token for piece, token in pieces if len(piece) == 1 and token in range(vocab_size))[:_MOST_FIRST]
+    except (OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError):
+        return []
 
 
 def check_vocabulary(model_dir: Path, tokenizer: Any, vocab_size: int) -> None:
@@ -131,7 +152,8 @@ def draft_vocab_of(model_dir: Path, config: DraftConfig, texts: Iterable[Text]) 
     """The offsets `d2t` [D] of a fresh draft. Raises ConfigError."""
     texts = list(texts)
     counts_V = count_tokens(model_dir, texts, config.vocab_size) if texts else None
-    return choose_draft_vocab(config.vocab_size, config.draft_vocab_size, counts_V)
+    characters = _characters(model_dir, config.vocab_size)
+    return choose_draft_vocab(config.vocab_size, config.draft_vocab_size, counts_V, characters=characters)
 
 
 def _check_size(config: DraftConfig, model_dir: Path) -> None:

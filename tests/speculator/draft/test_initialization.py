@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from importlib import import_module
@@ -19,7 +20,14 @@ from speculator.draft.checkpoint import (
     expected_shapes,
     read_target_tensor,
 )
-from speculator.draft.initialization import _OFFSET_NORMS, choose_draft_vocab, count_tokens, fresh_draft
+from speculator.draft.eagle3 import DraftConfig
+from speculator.draft.initialization import (
+    _OFFSET_NORMS,
+    choose_draft_vocab,
+    count_tokens,
+    draft_vocab_of,
+    fresh_draft,
+)
 from speculator.errors import ConfigError
 from speculator.target_folder import NORM, read_config
 from tests.fixtures.toy import make_toy_model
@@ -39,6 +47,34 @@ def test_tokens_of_the_texts_displace_the_rarest_of_the_low_ids() -> None:
     counts_V = torch.zeros(50, dtype=torch.int64)
     counts_V[[40, 44]] = 100
     assert chosen(choose_draft_vocab(50, 5, counts_V)) == [0, 1, 2, 40, 44]
+
+
+def test_characters_rank_before_the_low_ids_and_after_the_texts() -> None:
+    assert chosen(choose_draft_vocab(50, 5, characters=[45, 47])) == [0, 1, 2, 45, 47]
+    counts_V = torch.zeros(50, dtype=torch.int64)
+    counts_V[[40, 44]] = 100
+    assert chosen(choose_draft_vocab(50, 5, counts_V, characters=[45, 47])) == [0, 40, 44, 45, 47]
+
+
+def test_a_draft_can_propose_the_characters_that_sentencepiece_puts_last(tmp_path: Path) -> None:
+    """Llama 2 and Mistral have merges at the lower ids, then the characters by frequency."""
+    merges = {f"▁{a}{b}": 3 + number for number, (a, b) in enumerate(itertools.product("abcdef", repeat=2))}
+    characters = {piece: 39 + number for number, piece in enumerate("▁e.,07é的")}
+    folder = make_toy_model(tmp_path)
+    config = DraftConfig.for_target(read_config(folder), draft_vocab_size=12)
+
+    def proposed(vocab: object) -> list[int]:
+        (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}}))
+        return chosen(draft_vocab_of(folder, config, ()))
+
+    assert proposed(merges | characters) == [0, 1, 2, 3, *characters.values()]
+    low = list(range(12))
+    assert proposed(merges | {"e": 39, ".": 40}) == low, "without SentencePiece's space"
+    assert proposed([["▁", 0.0], ["e", -1.0]]) == low, "a unigram model's are ordered by frequency"
+    assert proposed({"▁": "a", ".": 47, ",": None}) == low
+    assert proposed(None) == low
+    (folder / "tokenizer.json").unlink()
+    assert chosen(draft_vocab_of(folder, config, ())) == low
 
 
 def test_texts_are_counted_with_the_targets_tokenizer(model_dir: Path) -> None:
