@@ -214,17 +214,47 @@ def model_key(model_dir: Path, target_fingerprint: str) -> str:
 
 
 def read_target_tensor(model_dir: Path, name: str) -> Tensor:
-    """Read one tensor of the target without the others; a tied `lm_head.weight` is the embedding.
+    """Read one tensor of the target without the others; a tied `lm_head.weight` is the embedding. One that is quantized
+    to float8 is multiplied by its scale, and bfloat16.
 
-    Raises ConfigError when the tensor is missing or not finite.
+    Raises ConfigError when the tensor is missing or not finite, or its scale is.
     """
     files = weight_files(model_dir)
     stored = stored_name(model_dir, name, read_config(model_dir), files)
-    with reading(model_dir), open_weights(files[stored]) as file:
-        tensor: Tensor = file.get_tensor(stored)
+    with reading(model_dir):
+        tensor = _stored_tensor(files, stored)
+        if tensor.is_floating_point() and tensor.itemsize == 1:
+            scale = next((_stored_tensor(files, stored + end) for end in _SCALES if stored + end in files), None)
+            if scale is None or (scaled := _scaled(tensor, scale)) is None:
+                raise ConfigError(f"{model_dir}: {stored} is {tensor.dtype}, with no scale that fits: check --model")
+            tensor = scaled
     if not tensor.is_floating_point() or not is_finite(tensor):
         raise ConfigError(f"{model_dir}: {stored} is not finite: check --model")
     return tensor
+
+
+_SCALES = ("_scale", "_scale_inv")
+"""Both are factors; DeepSeek names the factors of blocks by what it divided by."""
+_BLOCK = 128
+
+
+def _stored_tensor(files: Mapping[str, Path], name: str) -> Tensor:
+    with open_weights(files[name]) as file:
+        return file.get_tensor(name)  # type: ignore[no-any-return]
+
+
+def _scaled(tensor: Tensor, scale: Tensor) -> Tensor | None:
+    """A quantized tensor in bfloat16; None unless it has one scale, one a row, or one a block of 128 × 128."""
+    scaled, scale = tensor.bfloat16(), scale.float()
+    if scale.numel() == 1:
+        return scaled.mul_(scale.reshape(()))
+    if tensor.ndim == 2 and scale.shape in (tensor.shape[:1], (len(tensor), 1)):
+        return scaled.mul_(scale.reshape(-1, 1))
+    if tensor.ndim != 2 or scale.shape != tuple(-(-size // _BLOCK) for size in tensor.shape):
+        return None
+    for start, factors in zip(range(0, len(tensor), _BLOCK), scale, strict=True):
+        scaled[start : start + _BLOCK].mul_(factors.repeat_interleave(_BLOCK)[: tensor.shape[1]])
+    return scaled
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import LlamaConfig
 
 from speculator.draft.checkpoint import (
@@ -153,6 +154,34 @@ def test_one_tensor_of_the_target_is_read(tmp_path: Path, sharded: bool) -> None
     assert torch.equal(read_target_tensor(target, "lm_head.weight"), CONTENT["model.embed_tokens.weight"])
     with pytest.raises(ConfigError, match=r"model\.other"):
         read_target_tensor(target, "model.other")
+
+
+@pytest.mark.parametrize(
+    ("end", "shape"),
+    [("_scale", ()), ("_scale", (1,)), ("_scale", (300,)), ("_scale", (300, 1)), ("_scale_inv", (3, 2))],
+)
+def test_a_quantized_tensor_of_the_target_is_multiplied_by_its_scale(
+    end: str, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Scales for the tensor, for each row, and for each block of 128 x 128."""
+    wide, scale = torch.randn(300, 200).to(torch.float8_e4m3fn), torch.rand(shape) + 0.5
+    (tmp_path / "config.json").write_text(json.dumps(TARGET_CONFIG))
+    save_file({"lm_head.weight": wide, f"lm_head.weight{end}": scale}, tmp_path / "model.safetensors")
+    rows, columns = torch.arange(300)[:, None], torch.arange(200)[None]
+    factors = scale[rows // 128, columns // 128] if end == "_scale_inv" else scale.reshape(-1, 1).expand(300, 200)
+    found = read_target_tensor(tmp_path, "lm_head.weight")
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), wide.float() * factors, rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("scale", [None, torch.ones(2), torch.ones(200), torch.ones(2, 2), torch.ones(3, 2, 1)])
+def test_a_quantized_tensor_without_a_scale_that_fits_is_refused(scale: Tensor | None, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TARGET_CONFIG))
+    scales = {} if scale is None else {"lm_head.weight_scale": scale}
+    quantized = {"lm_head.weight": torch.ones(300, 200).to(torch.float8_e4m3fn)}
+    save_file({**quantized, **scales}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"lm_head\.weight is torch\.float8_e4m3fn, with no scale that fits"):
+        read_target_tensor(tmp_path, "lm_head.weight")
 
 
 @pytest.mark.parametrize("sharded", [False, True])
