@@ -153,8 +153,9 @@ def _differences(said: Mapping[str, Any], config: DraftConfig, target: dict[str,
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """The head's tensors, renamed as in a draft file."""
-    if not any(folder.glob("*.safetensors")) and any(folder.glob("*.bin")):
-        raise DraftFileError(f"{folder} has its tensors in a pickle, which is not read: convert it to safetensors")
+    if not any((folder / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
+        # A download leaves the pickle of a head out.
+        raise DraftFileError(f"{folder} has no model.safetensors: if the head is a pickle, convert it to safetensors")
     with _reading(folder):
         files = find_weights(folder)
     for name, path in files.items():

@@ -161,7 +161,11 @@ def test_two_norms_that_speculators_has_one_at_a_time_are_not_written_in_its_lay
 def test_a_pickle_is_not_read(model_dir: Path, draft: Eagle3Draft, tmp_path: Path) -> None:
     folder = specforge(tmp_path / "head", draft)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(DraftFileError, match="convert it to safetensors"):
+    with pytest.raises(DraftFileError, match=r"no model\.safetensors: .* convert it to safetensors"):
+        read_public_head(folder, model_dir)
+    # As a download has it, which takes no pickle.
+    (folder / "pytorch_model.bin").rename(folder / "other.safetensors")
+    with pytest.raises(DraftFileError, match=r"no model\.safetensors: .* convert it to safetensors"):
         read_public_head(folder, model_dir)
 
 
