@@ -34,7 +34,7 @@ from speculator.draft.checkpoint import (
 )
 from speculator.draft.eagle3 import NUM_AUX_LAYERS, DraftConfig, aux_layer_ids
 from speculator.errors import ConfigError, DraftFileError, DraftMismatchError
-from speculator.target_folder import EMBEDDING, LM_HEAD, find_weights, open_weights, read_config, reading
+from speculator.target_folder import EMBEDDING, LM_HEAD, find_weights, open_weights, read_config, reading, rope_of
 
 SPECFORGE, SPECULATORS = "specforge", "speculators"
 _OWN_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -83,6 +83,10 @@ def read_public_head(folder: Path, model_dir: Path) -> PublicHead:
         # Any key of config.json may have a value of any type.
         raise DraftFileError(f"{folder}: config.json does not fit a draft head ({error!r})") from error
     _drop_embedding(folder, found, model_dir)
+    if layout == SPECFORGE and said.get("tie_word_embeddings") and not found.keys() & {_HEAD, "d2t"}:
+        # So SGLang computes it.
+        found[_HEAD] = read_target_tensor(model_dir, EMBEDDING)
+        notes.append("its output layer is the target's embedding")
     state = _state(folder, found, config, model_dir, notes)
     check_fits(config, model_dir)
     return PublicHead(layout, config, state, tuple(notes))
@@ -109,7 +113,7 @@ def _check_config(folder: Path, said: Mapping[str, Any], layout: str, target: Ma
         raise DraftFileError(f"{folder} has {layers} layers: only heads of one layer can be imported")
     if (activation := said.get("hidden_act", "silu")) != "silu":
         raise DraftFileError(f"{folder} computes with {activation}: only silu is supported")
-    rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
+    rope = rope_of(said)
     if (kind := rope.get("rope_type") or rope.get("type") or "default") != "default":
         raise DraftFileError(f"{folder} has a rotary embedding of type {kind}: only the plain one is supported")
     share = rope.get("partial_rotary_factor") or said.get("partial_rotary_factor") or 1.0

@@ -126,6 +126,16 @@ def test_a_head_keeps_the_rotary_base_that_it_was_trained_with(
     ]
 
 
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_the_rotary_base_may_stand_in_either_field(
+    name: str, model_dir: Path, draft: Eagle3Draft, tmp_path: Path
+) -> None:
+    """Only the base is read: a factor of the plain embedding changes nothing."""
+    rope = {name: {"rope_type": "default", "rope_theta": 5e5, "factor": 4.0}}
+    folder = specforge(tmp_path / "head", draft, **({"rope_theta": ..., "rope_scaling": None} | rope))
+    assert read_public_head(folder, model_dir).config == replace(draft.config, rope_theta=5e5)
+
+
 def test_an_imported_head_is_served_trained_on_and_written_back_bit_by_bit(
     model_dir: Path, draft: Eagle3Draft, tmp_path: Path
 ) -> None:
@@ -183,6 +193,26 @@ def test_a_whole_vocabulary_needs_no_map_and_no_output_layer(model_dir: Path, tm
     assert head.state["t2d"].all()
     assert torch.equal(head.state["lm_head.weight"], read_target_tensor(model_dir, "lm_head.weight").bfloat16())
     assert any("output layer" in note for note in head.notes)
+
+
+def test_the_output_layer_of_a_tied_head_is_the_embedding_also_where_the_target_is_not_tied(tmp_path: Path) -> None:
+    target = make_toy_model(tmp_path / "toy")
+    said = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(said | {"tie_word_embeddings": False}))
+    tensors = load_file(target / "model.safetensors")
+    embed = tensors["model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": embed + 1}, target / "model.safetensors")
+    whole = random_draft(target, seed=3, draft_vocab_size=1000)
+
+    def strip(tensors: State) -> None:
+        for name in ("d2t", "t2d", "lm_head.weight"):
+            del tensors[name]
+
+    for tied, expected in ((True, embed), (False, embed + 1)):
+        folder = rewritten(specforge(tmp_path / str(tied), whole, tie_word_embeddings=tied), strip)
+        head = read_public_head(folder, target)
+        assert torch.equal(head.state["lm_head.weight"], expected.bfloat16())
+        assert sum("output layer" in note for note in head.notes) == 1
 
 
 def test_a_sliding_window_is_noted_where_it_is_used(model_dir: Path, draft: Eagle3Draft, tmp_path: Path) -> None:
