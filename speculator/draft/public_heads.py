@@ -217,9 +217,9 @@ def _state(
         tensor = state[name]
         if tuple(tensor.shape) != shape:
             raise DraftFileError(f"{folder}: {name} has shape {tuple(tensor.shape)}, expected {shape}")
-        if not tensor.is_floating_point() or not is_finite(tensor):
-            raise DraftFileError(f"{folder}: {name} is {tensor.dtype}, or not finite")
         state[name] = tensor.to(torch.bfloat16).contiguous()
+        if not tensor.is_floating_point() or not is_finite(state[name]):
+            raise DraftFileError(f"{folder}: {name} is {tensor.dtype}, or not finite in bfloat16")
         if not torch.equal(state[name].to(tensor.dtype), tensor):
             rounded.append(name)
     if rounded:
@@ -233,6 +233,8 @@ def _vocabulary(folder: Path, found: Mapping[str, Tensor], config: DraftConfig) 
     if "d2t" not in found and size != config.vocab_size:
         raise DraftFileError(f"{folder} lacks d2t, which maps its {size:,} tokens to the target's")
     d2t = found.get("d2t", torch.zeros(size, dtype=torch.int64)).to(torch.int64)
+    if d2t.shape != (size,):
+        raise DraftFileError(f"{folder}: d2t has shape {tuple(d2t.shape)}, expected {(size,)}")
     target_ids = d2t + torch.arange(size)
     if not bool(((target_ids >= 0) & (target_ids < config.vocab_size)).all()) or len(set(target_ids.tolist())) != size:
         raise DraftFileError(f"{folder}: d2t names tokens twice, or tokens that the target does not have")

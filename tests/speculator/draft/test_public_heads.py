@@ -314,6 +314,11 @@ def _twice(tensors: State) -> None:
     tensors["d2t"][1] = tensors["d2t"][0] - 1
 
 
+def _overflow(tensors: State) -> None:
+    """The largest float32 numbers round to infinity."""
+    tensors["fc.weight"] = torch.full(tensors["fc.weight"].shape, 3.4e38)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -324,7 +329,9 @@ def _twice(tensors: State) -> None:
         (lambda tensors: tensors["t2d"].logical_not_(), "t2d and d2t contradict"),
         (lambda tensors: tensors["embed_tokens.weight"].mul_(2), "an embedding of its own"),
         (_poison, "fc.weight is torch.bfloat16, or not finite"),
+        (_overflow, "fc.weight is torch.float32, or not finite in bfloat16"),
         (_twice, "d2t names tokens twice"),
+        (lambda tensors: tensors.update(d2t=tensors["d2t"][:, None].clone()), "d2t has shape (24, 1), expected (24,)"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(
