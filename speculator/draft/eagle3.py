@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -90,20 +91,29 @@ class DraftConfig:
         return {name: value for name, value in asdict(self).items() if value is not False}
 
 
+@lru_cache(maxsize=1)
+@torch.inference_mode(mode=False)
+def _rotation(theta: float, head_dim: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [length, h]. A process's drafts share them: for a million positions they take 1 GiB."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
+    positions = torch.arange(length, dtype=torch.float64, device="cpu")
+    angle = positions[:, None] * theta**-exponent
+    return angle.cos().float().repeat(1, 2).to(device), angle.sin().float().repeat(1, 2).to(device)
+
+
 class RotaryEmbedding(nn.Module):
     """Cosine and sine tables of rotary position embedding, rotate-half layout (as Llama in Hugging Face)."""
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: DraftConfig, device: torch.device | str = "cpu") -> None:
         super().__init__()
-        exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
         # Drafting runs past the last committed position: a margin covers that at the context limit.
-        positions = torch.arange(config.max_position_embeddings + 64, dtype=torch.float64)
-        angle = positions[:, None] * config.rope_theta**-exponent
-        self.register_buffer("cos", angle.cos().float().repeat(1, 2), persistent=False)
-        self.register_buffer("sin", angle.sin().float().repeat(1, 2), persistent=False)
+        length = config.max_position_embeddings + 64
+        cos, sin = _rotation(config.rope_theta, config.head_dim, length, torch.device(device))
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, x: Tensor, positions_BT: Tensor) -> Tensor:
         """Rotate x [B, heads, T, h] to its absolute positions."""
@@ -196,7 +206,7 @@ class Eagle3Draft(nn.Module):
         self.midlayer = DraftLayer(config)
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-        self.rotary = RotaryEmbedding(config)
+        self.rotary = RotaryEmbedding(config, embed.device)
         self.register_buffer("embed", embed, persistent=False)
         self.register_buffer("d2t", d2t, persistent=False)
 

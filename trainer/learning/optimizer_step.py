@@ -261,5 +261,5 @@ def _counts(values: Iterable[float]) -> Counts:
 
 
 def _shadow(draft: Eagle3Draft) -> Eagle3Draft:
-    """A copy of the draft's weights that shares the embedding, which is the target's and large."""
-    return copy.deepcopy(draft, {id(draft.embed): draft.embed}).requires_grad_(False)
+    """A copy of the draft's weights that shares the tables, which never change: the target's embedding is large."""
+    return copy.deepcopy(draft, {id(table): table for table in draft.buffers()}).requires_grad_(False)
