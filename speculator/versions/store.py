@@ -33,7 +33,14 @@ from safetensors.torch import load
 from torch import Tensor
 
 from speculator.draft.checkpoint import is_finite, write_tensors
-from speculator.errors import DraftFileError, DraftMismatchError, StoreError, UnknownDraftError, VersionTakenError
+from speculator.errors import (
+    DraftFileError,
+    DraftMismatchError,
+    LifecycleError,
+    StoreError,
+    UnknownDraftError,
+    VersionTakenError,
+)
 from speculator.host import now_ms, sync, write_synced
 from speculator.versions.lifecycle import Lifecycle, VersionState, store_errors
 
@@ -115,7 +122,9 @@ class DraftStore:
                 )
                 manifest = self._commit(folder, manifest, number)
         try:
-            self.lifecycle.move(manifest.version, VersionState.WRITTEN, actor=actor)
+            # Another process may have found the version already, and moved it on.
+            with contextlib.suppress(LifecycleError):
+                self.lifecycle.move(manifest.version, VersionState.WRITTEN, actor=actor)
         except StoreError:
             # Else each attempt would leave a draft that pruning does not find.
             self._take_back(manifest.version)

@@ -21,7 +21,7 @@ from speculator.draft.public_heads import as_speculators, check_sglang_layout, r
 from speculator.errors import ConfigError, DraftFileError, DraftMismatchError, SlipstreamError
 from speculator.versions.lineage import import_head, load_draft
 from speculator.versions.store import DraftStore
-from tests.fixtures.toy import random_draft
+from tests.fixtures.toy import make_toy_model, random_draft
 
 State = dict[str, Tensor]
 

@@ -8,6 +8,7 @@ import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from speculator.draft.checkpoint import check_fits, config_from_json, draft_conf
 from speculator.draft.eagle3 import DraftConfig
 from speculator.errors import ConfigError, DraftFileError, DraftMismatchError, StoreError
 from speculator.target_folder import read_config
-from speculator.versions.lifecycle import VersionState
+from speculator.versions.lifecycle import Lifecycle, VersionState
 from speculator.versions.lineage import admit, ensure_lineage, load_draft
 from speculator.versions.store import DraftStore
 from tests.fixtures.faults import Crash, dying_before
@@ -86,6 +87,22 @@ def test_of_two_that_find_the_store_empty_one_is_first(toy_model: Path, tmp_path
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(start, (24, 32))) == [1, 1]
     assert DraftStore(tmp_path).versions() == [1]
+    assert DraftStore(tmp_path).lifecycle.states() == {1: VersionState.PROMOTED}
+
+
+def test_one_that_another_has_promoted_before_its_writer_records_it_is_first(
+    toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    move = Lifecycle.move
+
+    def after_the_other(states: Lifecycle, version: int, state: VersionState, **why: Any) -> bool:
+        if state is VersionState.WRITTEN and not states.states():
+            monkeypatch.setattr(Lifecycle, "move", move)
+            assert ensure(DraftStore(tmp_path), toy_model) == 1
+        return move(states, version, state, **why)
+
+    monkeypatch.setattr(Lifecycle, "move", after_the_other)
+    assert ensure(DraftStore(tmp_path), toy_model) == 1
     assert DraftStore(tmp_path).lifecycle.states() == {1: VersionState.PROMOTED}
 
 
