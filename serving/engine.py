@@ -1,6 +1,6 @@
 """The engine protocol: what the gateway and the hot swap need of an engine.
 
-The local engine and the test double implement all of it; the SGLang client is a `SwappableDraft`, since SGLang speaks
+The local engine and the test double implement all of it; the SGLang client is a `ServedEngine`, since SGLang speaks
 the OpenAI protocol itself. Everything here is plain data, so the gateway can use it without torch.
 """
 
@@ -235,20 +235,14 @@ class Tokenizer(Protocol):
         """
 
 
-class SwappableDraft(Protocol):
-    """An engine whose draft can be swapped while it serves; need not implement `generate`."""
+class ServedEngine(Protocol):
+    """An engine as the gateway watches it; it may answer by a protocol of its own."""
 
     @property
     def info(self) -> EngineInfo: ...
 
     @property
     def draft_version(self) -> int: ...
-
-    def install_draft(self, version: int) -> SwapReport:
-        """Load, verify and swap in a stored draft version; blocks the calling thread, never the decode loop.
-
-        Raises DraftError or StoreError; the version in service then stays.
-        """
 
     def health(self) -> EngineHealth: ...
 
@@ -268,11 +262,17 @@ class UpdatableTarget(Protocol):
         """
 
 
-class Engine(SwappableDraft, Protocol):
+class Engine(ServedEngine, Protocol):
     """Generates from token ids: the gateway validates, tokenises and formats for it."""
 
     @property
     def tokenizer(self) -> Tokenizer: ...
+
+    def install_draft(self, version: int) -> SwapReport:
+        """Load, verify and swap in a stored draft version; blocks the calling thread, never the decode loop.
+
+        Raises DraftError or StoreError; the version in service then stays.
+        """
 
     def drop(self, tenant: str, group_id: str) -> None:
         """Drop the suffix text of a prompt group that has ended. Does not wait."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -68,7 +68,6 @@ GROUP_TEXT_OUTCOMES = ("published", "fetched", "buffer_full", "ended", "expired"
 
 _GROUPS_LAST_S = 5.0
 """Speedups of groups are cached for so long: for 32 groups they take 25 ms, and the live page reads every second."""
-_LAG_BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 20.0)
 _STALL_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 _TARGET_STALL_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
@@ -251,23 +250,13 @@ class GroupTextMetrics(Collector):
 
     def __init__(self) -> None:
         self.tokens = dict.fromkeys(GROUP_TEXT_OUTCOMES, 0)
-        self.lags = dict.fromkeys([*map(str, _LAG_BUCKETS_S), "+Inf"], 0)
-        """Cumulative histogram: how many lags were at most so many seconds."""
-        self.lag_s = 0.0
         self.evicted = self.unreadable = 0
 
     def count(self, outcome: str, num_tokens: int) -> None:
         self.tokens[outcome] += num_tokens
 
-    def observe_lag(self, lag_s: float) -> None:
-        self.lag_s += lag_s
-        for most in self.lags:
-            self.lags[most] += lag_s <= float(most)
-
     def collect(self) -> Iterator[Metric]:
-        return group_text_metrics(
-            tokens=self.tokens, lags=self.lags, lag_s=self.lag_s, evicted=self.evicted, unreadable=self.unreadable
-        )
+        return group_text_metrics(tokens=self.tokens, evicted=self.evicted, unreadable=self.unreadable)
 
 
 class ServingCollector(Collector):
@@ -367,15 +356,8 @@ def by_length_metrics(verifications: Mapping[LengthKey, int], tokens: Mapping[Le
         yield family
 
 
-def group_text_metrics(
-    *,
-    tokens: Mapping[str, int],
-    lags: Mapping[str, int],
-    lag_s: float | None,
-    evicted: int | None,
-    unreadable: int | None,
-) -> Iterator[Metric]:
-    """`tokens` by outcome; `lags`: cumulative counts by bound, with `lag_s` as their sum. None is left out."""
+def group_text_metrics(*, tokens: Mapping[str, int], evicted: int | None, unreadable: int | None) -> Iterator[Metric]:
+    """`tokens` by outcome. None is left out."""
     outcomes = CounterMetricFamily(
         "slipstream_group_text_tokens",
         "Tokens of prompt groups: published, fetched from others; or not published: buffer_full (Redis away), ended "
@@ -385,13 +367,6 @@ def group_text_metrics(
     for outcome, count in tokens.items():
         outcomes.add_metric([outcome], count)
     yield outcomes
-    lag = HistogramMetricFamily(
-        "slipstream_group_text_lag_seconds",
-        "Time from a token's commit on another engine until this one may propose it",
-    )
-    if lags:
-        lag.add_metric([], list(lags.items()), lag_s)
-    yield lag
     yield CounterMetricFamily(
         "slipstream_group_texts_evicted", "Texts of prompt groups evicted to stay within bounds", evicted
     )

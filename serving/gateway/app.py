@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match
 
-from serving.engine import Engine, SwappableDraft, Tokenizer
+from serving.engine import Engine, ServedEngine, Tokenizer
 from serving.gateway.access import AccessControl
 from serving.gateway.admin import Drafts, Targets, admin_routes, target_routes
 from serving.gateway.config import GatewaySettings
@@ -102,7 +102,7 @@ class Rollouts:
 
 
 def create_passthrough_app(
-    host: SwappableDraft,
+    host: ServedEngine,
     upstream: Upstream,
     *,
     settings: GatewaySettings,
@@ -165,7 +165,7 @@ def _ignore(_: object) -> None:
 
 def _assemble(
     routers: Sequence[APIRouter],
-    host: SwappableDraft,
+    host: ServedEngine,
     settings: GatewaySettings,
     metrics: GatewayMetrics,
     registry: CollectorRegistry,

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import httpx
 from fastapi import APIRouter, Request, Response
 
-from serving.engine import SwappableDraft
+from serving.engine import ServedEngine
 from serving.gateway.acceptance import AcceptanceRewriter
 from serving.gateway.body import parse, read_json, request_body
 from serving.gateway.config import GatewaySettings
@@ -91,7 +91,7 @@ ENDPOINTS = {
 
 
 def passthrough_routes(
-    host: SwappableDraft,
+    host: ServedEngine,
     upstream: Upstream,
     settings: GatewaySettings,
     metrics: GatewayMetrics,

@@ -58,7 +58,6 @@ class FollowedGroup:
     window: weakref.ref[GroupWindow]
     source: int = field(default_factory=lambda: secrets.randbits(64))
     """Id of what this engine writes: its window has that already."""
-    since_ms: int = field(default_factory=now_ms)
     active_s: float = 0.0
     """When something was last committed here, on the clock of the engine's `GroupSharing`."""
     closed: bool = False
@@ -211,8 +210,6 @@ class GroupSharing:
             took += len(piece.tokens)
             if num_new := group.add_piece(piece):
                 self.metrics.count("fetched", num_new)
-                if piece.at_ms >= group.since_ms:
-                    self.metrics.observe_lag(max(now_ms() - piece.at_ms, 0) / 1000)
 
     def _publish(self, group: FollowedGroup, text: int, start: int, tokens: Sequence[int]) -> None:
         with self._changed:

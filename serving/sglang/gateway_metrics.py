@@ -60,11 +60,8 @@ class SglangCollector(Collector):
             return
         yield from _draft_metrics(report)
         yield from _round_metrics(report)
-        lag_ms = report.group_text_lag_ms
         yield from group_text_metrics(
             tokens=report.group_text,
-            lags=report.group_text_lags,
-            lag_s=None if lag_ms is None else lag_ms / 1000,
             evicted=report.group_texts_evicted,
             unreadable=report.group_texts_unreadable,
         )

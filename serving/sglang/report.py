@@ -28,8 +28,6 @@ class EngineReport:
     """
 
     version: int | None
-    refused: frozenset[int]
-    """Versions that can never be installed there."""
     swaps: Count
     swap_failures: Count
     last_stall_ms: float | None
@@ -58,9 +56,6 @@ class EngineReport:
     """Windows of earlier text that were evicted."""
     group_text: CountsBy
     """Tokens of prompt groups that engines share, by outcome."""
-    group_text_lags: CountsBy
-    """Pieces of group text that took at most so many seconds, by seconds; `group_text_lag_ms` is the sum of all."""
-    group_text_lag_ms: Count
     group_texts_evicted: Count
     group_texts_unreadable: Count
     captured: Count
@@ -130,10 +125,6 @@ def _boolean(text: str) -> bool | None:
     return text == "1" if text else None
 
 
-def _versions(text: str) -> frozenset[int]:
-    return frozenset(int(part) for part in text.split(",") if part.isdecimal())
-
-
 def _counts(text: str) -> dict[str, int]:
     parts = (part.partition("=") for part in text.split(","))
     return {key: int(count) for key, _, count in parts if count.isdecimal()}
@@ -144,7 +135,6 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "float | None": _number,
     "bool | None": _boolean,
     "str": str,
-    "frozenset[int]": _versions,
     "Mapping[str, int]": _counts,
     "Count": _integer,
     "CountsBy": _counts,
@@ -229,7 +219,6 @@ def _merged(ever: Sequence[EngineReport], now: Sequence[EngineReport]) -> Engine
         # Roles differ between engines; `slipstream drafts list` shows them.
         role="",
         draft_accept_length=_mean(_known([each for each in now if each.version == version], "draft_accept_length")),
-        refused=frozenset(version for report in now for version in report.refused),
         pending=_total(_known(now, "pending")),
         running=_total(_known(now, "running")),
         text_tokens=_total(_known(now, "text_tokens")),
@@ -276,8 +265,6 @@ def swap_fields(swaps: SwapLog) -> Fields:
 def group_text_fields(metrics: GroupTextMetrics) -> Fields:
     return {
         "group_text": ",".join(f"{outcome}={count}" for outcome, count in metrics.tokens.items()),
-        "group_text_lags": ",".join(f"{most_s}={count}" for most_s, count in metrics.lags.items()),
-        "group_text_lag_ms": round(1000 * metrics.lag_s),
         "group_texts_evicted": metrics.evicted,
         "group_texts_unreadable": metrics.unreadable,
     }

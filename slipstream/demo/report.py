@@ -1,4 +1,4 @@
-"""Observations of a demo and its figures as JSON; narration.py writes sentences from them, picture.py plots them."""
+"""Observations of a demo and its figures as JSON; summary.py writes sentences from them, plot.py plots them."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 from starlette.concurrency import run_in_threadpool
 
-from serving.engine import SwappableDraft
+from serving.engine import ServedEngine
 from serving.gateway.admin import Drafts
 from serving.gateway.errors import reply, unavailable
 from speculator.errors import SlipstreamError
@@ -134,7 +134,7 @@ class Live:
 
     def __init__(
         self,
-        host: SwappableDraft,
+        host: ServedEngine,
         registry: CollectorRegistry,
         *,
         shows_tokens: bool,

@@ -11,13 +11,13 @@ from fastapi.responses import RedirectResponse
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from serving.engine import SwappableDraft
+from serving.engine import ServedEngine
 from serving.gateway.access import ACCESS, Access
 from serving.gateway.errors import ApiError, reply, unavailable
 from serving.gateway.openai.generation import check_model
 
 
-def status_routes(engine: SwappableDraft, registry: CollectorRegistry) -> APIRouter:
+def status_routes(engine: ServedEngine, registry: CollectorRegistry) -> APIRouter:
     router = APIRouter()
     created_s = int(time.time())
 

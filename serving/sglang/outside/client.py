@@ -15,11 +15,11 @@ from pathlib import Path
 import httpx
 import structlog
 
-from serving.engine import EngineHealth, EngineInfo, SwapReport, TargetReport
+from serving.engine import EngineHealth, EngineInfo, TargetReport
 from serving.sglang.outside.weights import update_weights
 from serving.sglang.report import EngineReport
 from serving.target import TargetLayout, check_weights
-from speculator.errors import DraftError, EngineDeadError, EngineError, StreamError, type_and_place
+from speculator.errors import EngineDeadError, EngineError, StreamError, type_and_place
 from speculator.redis.control_plane import ENGINE_TTL_S, DraftPointer
 
 log = structlog.get_logger(__name__)
@@ -33,7 +33,7 @@ _UPDATE_TIMEOUT_S = 600.0
 
 
 class SglangClient:
-    """Implements serving.engine.SwappableDraft for an SGLang server whose scheduler runs the plugin."""
+    """Implements serving.engine.ServedEngine for an SGLang server whose scheduler runs the plugin."""
 
     def __init__(
         self,
@@ -101,27 +101,6 @@ class SglangClient:
             alive=alive, ready=ready, num_running=self._num_running, num_waiting=self._num_waiting, detail=detail
         )
 
-    def install_draft(self, version: int) -> SwapReport:
-        """Publish the version and wait until every engine runs it.
-
-        Raises DraftError where one refuses the version, EngineError where one does not report it in time, StreamError.
-        """
-        previous = self._draft_version
-        self._pointer.publish(version)
-
-        def runs(report: EngineReport) -> bool:
-            if version in report.refused:
-                raise DraftError(f"SGLang refuses draft version {version}: its log says why")
-            return report.version == version
-
-        self._wait_for_all(runs, f"draft version {version}")
-        report = self._report
-        assert report is not None, "all of at least one"
-        # The report's step count, taken a little after the swap.
-        return SwapReport(
-            version=version, previous=previous, stall_ms=report.last_stall_ms or 0.0, step=report.steps or 0
-        )
-
     @property
     def target_version(self) -> int:
         return (self._report.target_version if self._report is not None else None) or 0
@@ -146,10 +125,7 @@ class SglangClient:
             if failed:
                 reasons = "; ".join(f"{url}: {reason}" for url, reason in sorted(failed.items()))
                 raise EngineError(f"target version {version} is not on {reasons}. Repeat the update to load it there")
-        self._wait_for_all(
-            lambda report: (report.target_version or 0) >= version,
-            f"target version {version}, which SGLang knows by the weight_version of an update,",
-        )
+        self._await_target(version)
         return TargetReport(version=version, previous=previous, stall_ms=stall_ms)
 
     def _servers(self) -> Sequence[str]:
@@ -160,17 +136,20 @@ class SglangClient:
         """What each engine last reported."""
         return {} if self._report is None else {self._engine_id: self._report}
 
-    def _wait_for_all(self, is_there: Callable[[EngineReport], bool], what: str) -> None:
+    def _await_target(self, version: int) -> None:
         deadline_s = time.monotonic() + self._swap_timeout_s
         missing: list[str] = []
         while time.monotonic() < deadline_s and not self._stop.wait(SWAP_POLL_S):
             self._read_report()
             reports = self._now()
-            missing = [engine_id for engine_id, report in reports.items() if not is_there(report)]
+            missing = [engine_id for engine_id, report in reports.items() if (report.target_version or 0) < version]
             if reports and not missing:
                 return
         who = ", ".join(sorted(missing)) or "no engine reports: SGLang"
-        raise EngineError(f"{who} did not take {what} within {self._swap_timeout_s:.0f} s")
+        raise EngineError(
+            f"{who} did not take target version {version}, which SGLang knows by the weight_version of an update, "
+            f"within {self._swap_timeout_s:.0f} s"
+        )
 
     def poll(self) -> None:
         """Poll SGLang and its report once."""

@@ -69,7 +69,7 @@ def list_servers(http: httpx.Client, routers: Sequence[str]) -> list[str] | None
 
 
 class PoolClient(SglangClient):
-    """Implements serving.engine.SwappableDraft for every engine that reports under the pointer's model."""
+    """Implements serving.engine.ServedEngine for every engine that reports under the pointer's model."""
 
     def __init__(
         self,

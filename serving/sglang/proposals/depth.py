@@ -26,7 +26,7 @@ from serving.sglang.capture.request import parent_of, policy_of, sampling_of
 from serving.sglang.proposals.draft_sleep import DraftSleep
 from serving.sglang.proposals.remembered_text import Continuations
 from serving.sglang.proposals.step_clock import RoundTally, StepClock
-from serving.speedup import NO_AB, AbSpeedup, Arm, ControlShare, EstimatedSpeedup, Group, SpeedupMeter
+from serving.speedup import NO_AB, AbSpeedup, Arm, ControlShare, EstimatedSpeedup, SpeedupMeter
 from speculator.proposals.length_planner import LengthPlan, LengthPlanner
 from speculator.proposals.planner import DecayingMean
 from speculator.tracing import Parent, record
@@ -37,11 +37,10 @@ _HEAD, _SUFFIX = SOURCES
 
 @dataclass(eq=False)
 class _RequestFacts:
-    """What the measurements need of a request: whose and of what kind it is, and the parent of its rounds' tracing
+    """What the measurements need of a request: of what kind it is, and the parent of its rounds' tracing
     spans.
     """
 
-    group: Group
     kind: Stratum
     parent: Parent | None
     num_prompt_tokens: int
@@ -386,17 +385,7 @@ class DepthControl:
             self._measure(done, done.seconds, done.accepted)
 
     def _measure(self, done: _Round, seconds: float, accepted: Sequence[int]) -> None:
-        earned = [
-            (facts.group, 0 if had_ended else 1 + count)
-            for facts, count, had_ended in zip(done.facts, accepted, done.ended, strict=True)
-        ]
-        self.meter.add(
-            batch=done.batch,
-            drafted=not done.is_control,
-            seconds=seconds,
-            committed=done.committed,
-            earned=earned,
-        )
+        self.meter.add(batch=done.batch, drafted=not done.is_control, seconds=seconds, committed=done.committed)
         self.end_to_end.add(
             done.arm, batch=done.batch, seconds=seconds, committed=done.committed, prompts_s=done.prompts_s
         )
@@ -434,7 +423,7 @@ def _facts_of(request: Any) -> _RequestFacts:
         policy = policy_of(params.custom_params)
         stratum = stratum_of(policy.domain, sampling_of(params))
         num_tokens = len(request.origin_input_ids)
-        facts = _RequestFacts((policy.tenant, policy.domain), stratum, parent_of(params.custom_params), num_tokens)
+        facts = _RequestFacts(stratum, parent_of(params.custom_params), num_tokens)
         setattr(request, _ATTRIBUTE, facts)
     return facts
 

@@ -18,7 +18,7 @@ from serving.sglang.outside import client as client_module
 from serving.sglang.outside.client import SglangClient
 from serving.sglang.report import EngineReport
 from serving.target import read_layout
-from speculator.errors import DraftError, EngineDeadError, EngineError, StreamError, TargetError
+from speculator.errors import EngineDeadError, EngineError, StreamError, TargetError
 from speculator.redis.control_plane import DraftPointer
 from tests.fixtures.toy import make_toy_model
 from tests.fixtures.waiting import wait_until
@@ -27,7 +27,6 @@ from tests.serving.sglang.outside.fake_sglang import CONTEXT_LENGTH, MODEL, Fake
 ENGINE = "host-1"
 REPORT: dict[str, str | int | float] = {
     "version": 7,
-    "refused": "5,6",
     "swaps": 3,
     "swap_failures": 1,
     "last_stall_ms": 1.25,
@@ -46,8 +45,6 @@ REPORT: dict[str, str | int | float] = {
     "text_tokens": 5000,
     "text_evicted": 2,
     "group_text": "published=40,fetched=30,closed=0",
-    "group_text_lags": "0.1=2,+Inf=3",
-    "group_text_lag_ms": 450,
     "group_texts_evicted": 4,
     "group_texts_unreadable": 5,
     "captured": 9,
@@ -276,9 +273,6 @@ def test_a_report_becomes_metrics(scene: Scene) -> None:
         "slipstream_suffix_tokens 5000.0",
         "slipstream_suffix_evicted_total 2.0",
         'slipstream_group_text_tokens_total{outcome="published"} 40.0',
-        'slipstream_group_text_lag_seconds_bucket{le="0.1"} 2.0',
-        "slipstream_group_text_lag_seconds_count 3.0",
-        "slipstream_group_text_lag_seconds_sum 0.45",
         "slipstream_group_texts_evicted_total 4.0",
         "slipstream_group_texts_unreadable_total 5.0",
         "slipstream_traces_captured_total 9.0",
@@ -317,9 +311,8 @@ def test_a_report_of_another_version_of_the_plugin_is_read_as_far_as_it_goes(sce
     assert (report.version, report.swaps, report.speedup, report.heeds_seed) == (8, None, None, False)
     text = metrics_of(scene.client)
     assert "slipstream_depth 0" not in text
-    assert EngineReport.parse({}).refused == frozenset()
     # Digits that are no numbers.
-    assert EngineReport.parse({"steps": "²", "refused": "²", "verdicts": "promoted=²"}) == EngineReport.parse({})
+    assert EngineReport.parse({"steps": "²", "verdicts": "promoted=²"}) == EngineReport.parse({})
 
 
 def test_a_look_that_fails_is_not_the_last_one(scene: Scene, redis_client: redis.Redis) -> None:
@@ -361,40 +354,3 @@ def test_while_redis_is_away_the_last_report_stands_until_it_would_have_expired(
     scene.client.poll()
     assert scene.client.report is None
     assert scene.client.health().ready
-
-
-# -- what SGLang is asked ------------------------------------------------------------------------------------------
-
-
-def plugin(scene: Scene, report: dict[str, str | int | float], version: int) -> threading.Thread:
-    """Waits until `version` is desired and reports."""
-
-    def run() -> None:
-        wait_until(lambda: scene.pointer.desired() == version)
-        scene.pointer.report_engine(ENGINE, report)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread
-
-
-def test_install_draft_waits_for_the_swap(scene: Scene) -> None:
-    answering = plugin(scene, {**REPORT, "version": 8}, 8)
-    report = scene.client.install_draft(8)
-    answering.join()
-    assert (report.version, report.previous, report.stall_ms, report.step) == (8, 4, 1.25, 900)
-    assert scene.client.draft_version == 8
-
-
-def test_install_draft_says_that_the_plugin_refused(scene: Scene) -> None:
-    answering = plugin(scene, {**REPORT, "refused": "6,8"}, 8)
-    with pytest.raises(DraftError, match="version 8"):
-        scene.client.install_draft(8)
-    answering.join()
-    assert scene.client.draft_version == 7
-
-
-def test_install_draft_does_not_wait_for_ever(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scene.client, "_swap_timeout_s", 0.2)
-    with pytest.raises(EngineError, match="did not take"):
-        scene.client.install_draft(9)

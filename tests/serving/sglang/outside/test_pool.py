@@ -26,10 +26,9 @@ from serving.sglang.gateway_metrics import PoolCollector, SglangCollector
 from serving.sglang.outside.pool import PoolClient, check_routers, list_servers
 from serving.sglang.outside.weights import update_weights
 from serving.sglang.report import MOST_SILENT, EngineReport, Pool, most_common
-from speculator.errors import ConfigError, DraftError, EngineDeadError, EngineError, StreamError
+from speculator.errors import ConfigError, EngineDeadError, EngineError, StreamError
 from speculator.redis.client import RedisKeys
 from speculator.redis.control_plane import POOL_METRICS_TTL_S, DraftPointer
-from tests.fixtures.waiting import wait_until
 from tests.serving.gateway.client import serve
 from tests.serving.sglang.outside.fake_sglang import MODEL, FakeSglang, flat_error, in_background
 from tests.serving.sglang.outside.rollout_server import RolloutServer
@@ -328,28 +327,12 @@ def test_a_gateway_without_engines_lives_and_says_when_to_ask_again(redis_client
     assert int(chat.headers["retry-after"]) > 0
 
 
-def test_a_version_is_installed_once_all_have_it(scene: Scene) -> None:
-    def plugins() -> None:
-        wait_until(lambda: scene.pointer.published() == 6)
-        for name in ("a", "b", "c"):
-            scene.engine(name, version=6, steps=7, last_stall_ms=1.5)
-
-    thread = threading.Thread(target=plugins)
-    thread.start()
-    swapped = scene.client.install_draft(6)
-    thread.join()
-    assert (swapped.version, swapped.previous, swapped.stall_ms) == (6, 1, 1.5)
-
-
-def test_a_version_that_one_refuses_or_does_not_take(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene.engine("b", refused="7")
-    with pytest.raises(DraftError, match="refuses"):
-        scene.client.install_draft(7)
+def test_the_engine_that_does_not_take_a_target_is_named(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scene.client, "_swap_timeout_s", 0.3)
-    scene.engine("a", version=8)
-    scene.engine("b", version=8)
-    with pytest.raises(EngineError, match=r"^c did not take draft version 8"):
-        scene.client.install_draft(8)
+    scene.engine("a", target_version=8)
+    scene.engine("b", target_version=8)
+    with pytest.raises(EngineError, match=r"^c did not take target version 8"):
+        scene.client.update_target(8, None)
 
 
 def test_new_weights_go_to_every_server_that_a_router_lists(

@@ -330,8 +330,6 @@ def test_a_sibling_on_another_engine_is_continued_and_nobody_elses_group(
     wait_until(lambda: count(one, "published") == len(PROMPT + TEXT))
     assert count(other, "fetched") == len(PROMPT + TEXT)
     assert published(texts, "u") == [9, *SEEN]
-    assert other.sharing is not None
-    assert other.sharing.metrics.lags["+Inf"] >= 1
 
 
 def test_the_thread_that_looks_takes_and_publishes_as_well(texts: GroupTexts) -> None:
