@@ -14,7 +14,7 @@ toy model), a Redis, draft stores on disk, a local engine over a toy model. What
 * with `--url`, to that running `slipstream serve --engine sglang` alone: an extreme value in each of SGLang's fields.
 
 A failure is an answer of 500 or above, or an exception that nobody meant to raise; a hang is an input that has no
-answer after ten seconds. Targets: no failure, no hang, at least 10,000 inputs (1,000 with `--quick` or `--url`).
+answer after thirty seconds. Targets: no failure, no hang, at least 10,000 inputs (1,000 with `--quick` or `--url`).
 """
 
 from __future__ import annotations
