@@ -236,17 +236,15 @@ def _arguments() -> argparse.Namespace:
     options = parser("Rollouts on two SGLang servers against requests in the order of submission")
     add_head_options(options)
     options.add_argument("--domain", default="math", help="of the prompts")
-    options.add_argument("--groups", type=int, help="of a turn; default 12, quick 4")
-    options.add_argument("--samples", type=int, help="of a group; default 8, quick 4")
-    options.add_argument("--max-tokens", type=int, help="of a sample; default 512, quick 96")
+    options.add_argument("--groups", type=int, help="of a turn; default 12, quick 6")
+    options.add_argument("--samples", type=int, default=8, help="of a group")
+    options.add_argument("--max-tokens", type=int, help="of a sample; default 512, quick 320")
     options.add_argument("--turns", type=int, help="default 3, quick 1")
     options.add_argument("--temperature", type=float, default=0.7)
     options.add_argument("--slots", type=int, default=8, help="requests that a server decodes together")
     arguments = options.parse_args()
-    fill_in(
-        arguments,
-        {"minutes": (0.5, 5.0), "groups": (4, 12), "samples": (4, 8), "max_tokens": (96, 512), "turns": (1, 3)},
-    )
+    # In fewer or shorter samples none would wait for a slot, and no tail would be left.
+    fill_in(arguments, {"minutes": (0.5, 5.0), "groups": (6, 12), "max_tokens": (320, 512), "turns": (1, 3)})
     return arguments
 
 
