@@ -487,6 +487,7 @@ def test_a_tick_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> N
                 await asyncio.sleep(0)
 
     asyncio.run(asyncio.wait_for(run(), 10))
+    assert num_ticks >= 3
 
 
 def test_a_stream_that_lasts_too_long_ends_with_where_to_go_on() -> None:
