@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.rollout_drafting import Claim, best_depth, committed_tokens
 from serving.rollout.samples import GroupRequest, Lease, SampleId
@@ -116,10 +116,10 @@ def _linear(points: Sequence[float], values: Sequence[float], at: float) -> floa
 class Drafting:
     """How the simulated engines draft. Depths are those of benchmarks/rollout_drafting.py."""
 
-    grouped: bool = True
-    """Whether the suffix index holds the group's finished samples, or the request's own text alone."""
-    shared: bool = True
-    """Whether it holds those of all engines, or only those that ended on its own."""
+    text: Literal["own", "engine", "pool"] = "pool"
+    """What the suffix index holds: the request's own text alone, or also the group's samples that have ended on this
+    engine, or on any.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -407,8 +407,9 @@ class _Engine:
 
     def _claim(self, run: _Run, drafting: Drafting) -> Claim:
         sample = self._scheduler.sample(run.lease.sample_id)
-        ended = sample.group.num_finished if drafting.shared else self._num_ended[sample.sample_id.group_id]
-        chain = self._setup.costs.draw_chain(ended if drafting.grouped else 0, self._rng)
+        group = sample.group
+        num_known = {"own": 0, "engine": self._num_ended[sample.sample_id.group_id], "pool": group.num_finished}
+        chain = self._setup.costs.draw_chain(num_known[drafting.text], self._rng)
         return Claim(acceptance=chain.acceptance, most=round(chain.length))
 
 

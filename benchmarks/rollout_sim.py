@@ -158,8 +158,8 @@ def ways(work: Job, chunk_tokens: int) -> dict[str, Way]:
         "divided": Way(policy=Policy(order=Fifo(), chunk_tokens=chunk_tokens)),
         "context-aware": Way(policy=aware),
         "everything": Way(policy=aware, drafting=Drafting()),
-        "own suffixes": Way(policy=aware, drafting=Drafting(grouped=False)),
-        "not shared": Way(policy=aware, drafting=Drafting(shared=False)),
+        "own suffixes": Way(policy=aware, drafting=Drafting(text="own")),
+        "not shared": Way(policy=aware, drafting=Drafting(text="engine")),
         "oracle": Way(policy=oracle, drafting=Drafting()),
     }
 

@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 _ANSWER_LASTS_S = 15.0
 """A long prompt being tokenised can keep SGLang's HTTP server from answering for some seconds."""
 _HTTP_TIMEOUT_S = 5.0
-SWAP_POLL_S = 0.1
+_TARGET_POLL_S = 0.1
 _UPDATE_TIMEOUT_S = 600.0
 """Enough to read a large target's weights from a disk."""
 
@@ -44,7 +44,7 @@ class SglangClient:
         draft_version: int,
         is_process_alive: Callable[[], bool],
         poll_s: float = 1.0,
-        swap_timeout_s: float = 60.0,
+        target_timeout_s: float = 60.0,
     ) -> None:
         """`draft_version` is the one that SGLang was started with.
 
@@ -52,7 +52,7 @@ class SglangClient:
         """
         self._pointer, self._engine_id = pointer, engine_id
         self._is_process_alive = is_process_alive
-        self._poll_s, self._swap_timeout_s = poll_s, swap_timeout_s
+        self._poll_s, self._target_timeout_s = poll_s, target_timeout_s
         self._http = httpx.Client(base_url=url, timeout=_HTTP_TIMEOUT_S, trust_env=False)
         self._info = self._ask_info()
         self._draft_version = draft_version
@@ -137,9 +137,9 @@ class SglangClient:
         return {} if self._report is None else {self._engine_id: self._report}
 
     def _await_target(self, version: int) -> None:
-        deadline_s = time.monotonic() + self._swap_timeout_s
+        deadline_s = time.monotonic() + self._target_timeout_s
         missing: list[str] = []
-        while time.monotonic() < deadline_s and not self._stop.wait(SWAP_POLL_S):
+        while time.monotonic() < deadline_s and not self._stop.wait(_TARGET_POLL_S):
             self._read_report()
             reports = self._now()
             missing = [engine_id for engine_id, report in reports.items() if (report.target_version or 0) < version]
@@ -148,7 +148,7 @@ class SglangClient:
         who = ", ".join(sorted(missing)) or "no engine reports: SGLang"
         raise EngineError(
             f"{who} did not take target version {version}, which SGLang knows by the weight_version of an update, "
-            f"within {self._swap_timeout_s:.0f} s"
+            f"within {self._target_timeout_s:.0f} s"
         )
 
     def poll(self) -> None:

@@ -78,7 +78,7 @@ class PoolClient(SglangClient):
         *,
         draft_version: int,
         poll_s: float = 1.0,
-        swap_timeout_s: float = 60.0,
+        target_timeout_s: float = 60.0,
     ) -> None:
         """`routers` are the addresses of one or several in front of the same engines.
 
@@ -97,7 +97,7 @@ class PoolClient(SglangClient):
             draft_version=draft_version,
             is_process_alive=lambda: True,
             poll_s=poll_s,
-            swap_timeout_s=swap_timeout_s,
+            target_timeout_s=target_timeout_s,
         )
 
     @property

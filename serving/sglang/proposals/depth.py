@@ -37,9 +37,7 @@ _HEAD, _SUFFIX = SOURCES
 
 @dataclass(eq=False)
 class _RequestFacts:
-    """What the measurements need of a request: of what kind it is, and the parent of its rounds' tracing
-    spans.
-    """
+    """What the measurements need of a request: of what kind it is, and the parent of its rounds' tracing spans."""
 
     kind: Stratum
     parent: Parent | None

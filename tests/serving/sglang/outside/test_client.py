@@ -90,7 +90,7 @@ def scene(redis_client: redis.Redis) -> Iterator[Scene]:
         draft_version=4,
         is_process_alive=lambda: alive[0],
         poll_s=0.02,
-        swap_timeout_s=10,
+        target_timeout_s=10,
     )
     yield Scene(fake, pointer, client, alive)
     client.stop()
@@ -186,7 +186,7 @@ def test_new_weights_go_to_the_server_if_they_are_like_those_in_service(
 
 
 def test_a_target_that_nobody_takes_is_an_error(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scene.client, "_swap_timeout_s", 0.2)
+    monkeypatch.setattr(scene.client, "_target_timeout_s", 0.2)
     with pytest.raises(EngineError, match="no engine reports"):
         scene.client.update_target(6, None)
     scene.pointer.report_engine(ENGINE, {**REPORT, "target_version": 5})

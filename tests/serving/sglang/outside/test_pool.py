@@ -63,7 +63,7 @@ def scene(redis_client: redis.Redis) -> Iterator[Scene]:
     pointer = DraftPointer(redis_client, "target-abc")
     for name in ("a", "b", "c"):
         pointer.report_engine(name, report(f"{name}:1"))
-    client = PoolClient((AWAY, url), pointer, draft_version=1, poll_s=0.02, swap_timeout_s=10)
+    client = PoolClient((AWAY, url), pointer, draft_version=1, poll_s=0.02, target_timeout_s=10)
     yield Scene(fake, pointer, client)
     client.stop()
     stop()
@@ -328,7 +328,7 @@ def test_a_gateway_without_engines_lives_and_says_when_to_ask_again(redis_client
 
 
 def test_the_engine_that_does_not_take_a_target_is_named(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scene.client, "_swap_timeout_s", 0.3)
+    monkeypatch.setattr(scene.client, "_target_timeout_s", 0.3)
     scene.engine("a", target_version=8)
     scene.engine("b", target_version=8)
     with pytest.raises(EngineError, match=r"^c did not take target version 8"):
