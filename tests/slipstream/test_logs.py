@@ -73,6 +73,24 @@ def test_exceptions_are_told_without_the_values_they_quote(lines: Lines) -> None
     assert second["event"] == "Task exception was never retrieved"
 
 
+def test_what_failed_while_an_exception_was_handled_is_told_with_it(lines: Lines) -> None:
+    configure_logs()
+    for hides in (False, True):
+        try:
+            try:
+                raise OSError(5, "Input/output error")
+            except OSError:
+                if hides:
+                    raise RuntimeError("closed twice") from None
+                raise RuntimeError("closed twice")  # noqa: B904 - as an accident does
+        except RuntimeError:
+            structlog.get_logger().exception("failed")
+    told, hidden = (line["exception"] for line in lines())
+    assert "OSError: [Errno 5] Input/output error\nwhich led to:\n" in told
+    assert "OSError" not in hidden
+    assert told.endswith("RuntimeError: closed twice")
+
+
 def test_what_nobody_catches_is_told_like_everything_else() -> None:
     """In a thread and in the main one; not as Python would, which quotes the value."""
     code = f"""

@@ -87,6 +87,18 @@ def test_once_enough_are_kept_the_others_are_cancelled() -> None:
     assert selection.counts == {"kept": 1, "not needed": 2}
 
 
+def test_a_group_is_cancelled_once_and_counted_by_the_first_reason() -> None:
+    selection = Selection([Group(id=name, prompt="p", n=3) for name in "ab"], needed=1, give_up_after=2)
+    selection.add(sample("b", 0), 0.0)
+    for number in range(3):
+        selection.add(sample("a", number), float(number))
+    assert selection.take_cancelled() == ["b"]
+    selection.add(sample("b", 1), 0.0)
+    selection.add(sample("b", 2, state="aborted"), None)
+    assert selection.take_cancelled() == []
+    assert selection.counts == {"kept": 1, "not needed": 1}
+
+
 def test_redundant_samples_are_awaited_too() -> None:
     selection = Selection([Group(id="a", prompt="p", n=2, redundant=1)])
     assert selection.add(sample("a", 0), 0.0) is None
@@ -144,6 +156,20 @@ def test_what_is_too_old_is_not_learnt_from_again() -> None:
     assert len(replay.draw(1, target_version=3)) == 1
     assert [one.group_id for one in replay.draw(9, target_version=4)] == ["3"]
     assert len(replay) == 1
+
+
+def test_a_group_is_as_old_as_its_oldest_sample() -> None:
+    samples = (sample("g", 0, version=3), sample("g", 1, version=1))
+    group = RewardedGroup(group_id="g", samples=samples, rewards=(0.0, 1.0))
+    assert group.target_version == 1
+
+
+def test_a_replay_buffer_has_room_for_no_more_after_it_was_drawn_from() -> None:
+    replay = GroupReplayBuffer(capacity=2, max_staleness=1)
+    for number in range(5):
+        replay.add(RewardedGroup(group_id=str(number), samples=(sample("g", 0),), rewards=(1.0,)))
+        replay.draw(1, target_version=0)
+    assert {one.group_id for one in replay.draw(9, target_version=0)} == {"3", "4"}
 
 
 def test_a_group_that_is_not_of_the_rollout_is_not_cancelled(url: str) -> None:

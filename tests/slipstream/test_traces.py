@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import redis
 from typer.testing import CliRunner
@@ -17,9 +18,10 @@ from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.draft.sampling_params import SamplingParams
 from speculator.host import now_ms
 from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
+from speculator.redis.client import RedisKeys
 from speculator.redis.trace_stream import TraceStream
 from speculator.trace import Trace, encode_trace
-from tests.fixtures.traces import make_trace, with_branches
+from tests.fixtures.traces import make_trace, send, with_branches
 from trainer.release.gate import recorded_rounds
 from trainer.statistics import AcceptanceCounts
 
@@ -101,6 +103,29 @@ def test_a_recording_is_continued_with_what_is_new_and_what_arrives_meanwhile(
     assert ids_in(out) == [*(trace.header.trace_id for trace in filled), "more", "late"]
 
 
+def test_what_is_of_another_target_or_no_trace_at_all_is_left_out(
+    stream: TraceStream, filled: list[Trace], cli: Callable[..., str], redis_client: redis.Redis, redis_url: str,
+    toy_model: Path, tmp_path: Path,
+) -> None:  # fmt: skip
+    out, header = tmp_path / "out.rec", filled[0].header
+    foreign = make_trace(52, trace_id="foreign", target_fingerprint="0" * 64)
+    stream.append(encode_trace(foreign), trace_id="foreign")
+    redis_client.xadd(RedisKeys(model_key=model_key(toy_model, header.target_fingerprint)).traces, {"not": "ours"})
+    words = ("traces", "record", "--model", toy_model, "--redis-url", redis_url, "--out", out, "--json")
+    assert json.loads(cli(*words)) == {"recorded": 6, "known": 0, "unusable": 1, "removed_bytes": 0}
+    assert json.loads(cli(*words)) == {"recorded": 0, "known": 6, "unusable": 1, "removed_bytes": 0}
+    assert ids_in(out) == [trace.header.trace_id for trace in filled]
+
+
+def test_a_long_stream_is_copied_to_its_end(
+    stream: TraceStream, record: Callable[..., None], toy_model: Path, tmp_path: Path
+) -> None:
+    fingerprint = target_fingerprint(toy_model)
+    send(stream, (make_trace(0, trace_id=str(number), target_fingerprint=fingerprint) for number in range(40)))
+    record(tmp_path / "out.rec")
+    assert ids_in(tmp_path / "out.rec") == [str(number) for number in range(40)]
+
+
 def test_a_model_without_a_stream_is_refused(
     redis_client: redis.Redis, redis_url: str, toy_model: Path, tmp_path: Path, refused: Callable[..., str]
 ) -> None:
@@ -174,6 +199,20 @@ def test_export_writes_one_line_a_trace_with_everything_but_the_features(
             assert (found["round"], found["proposal"]) in zip(trace.branches.round, trace.branches.node, strict=True)
             assert len(found["target_topk_ids"]) == len(found["target_topk_logprobs"]) > 0
     assert any(row["branches"] for row in rows)
+
+
+def test_a_token_that_could_not_be_drawn_has_a_finite_logprob_in_an_export(
+    cli: Callable[..., str], tmp_path: Path
+) -> None:
+    """Such as behind a mask of a grammar. JSON has no infinite numbers."""
+    trace = make_trace(trace_id="masked")
+    trace.target_topk_logprobs[-1, -1] = -np.inf
+    out = tmp_path / "out.rec"
+    with RecordingWriter(out, RecordingHeader(target_fingerprint="f" * 64, model="m", created_ms=0, note="")) as writer:
+        writer.append(encode_trace(trace), trace_id="masked")
+    row = json.loads(cli("traces", "export", out))
+    assert row["target_topk_logprobs"][-1][-1] == -1e4
+    assert row["target_topk_logprobs"][-1][0] == pytest.approx(float(trace.target_topk_logprobs[-1, 0]), abs=1e-4)
 
 
 def test_what_cannot_work_is_said_in_one_line(

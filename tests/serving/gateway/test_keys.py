@@ -96,6 +96,20 @@ def test_a_wrong_key_makes_the_whole_file_wrong(tmp_path: Path, keys: tuple[dict
     assert file.read_bytes() == before
 
 
+def test_a_file_that_cannot_be_one_of_keys_is_not_read_whole(tmp_path: Path) -> None:
+    file = written(tmp_path / "keys.json", GOOD)
+    with file.open("a") as opened:
+        opened.write(" " * (4 * 1024 * 1024))
+    with pytest.raises(ConfigError, match="is too large"):
+        read_keys(file)
+
+
+def test_a_key_is_over_at_its_time() -> None:
+    ends = ApiKey(name="a", sha256="0" * 64, expires_s=1000)
+    assert [ends.is_expired(now_s) for now_s in (999.9, 1000.0, 1000.1)] == [False, True, True]
+    assert not ApiKey(name="a", sha256="0" * 64).is_expired(1e12)
+
+
 def test_writers_take_turns(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
 

@@ -9,6 +9,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
+from serving.engine import EngineHealth
+from serving.gateway.metrics import GatewayMetrics, HealthCollector
 from speculator.errors import EngineBusyError, EngineDeadError
 from tests.fixtures.doubles import DoubleEngine, says
 from tests.serving.gateway.client import CHAT, HELLO, ask, gateway
@@ -73,12 +75,15 @@ def test_tokens_are_counted_by_tenant_and_the_pace_of_every_sample(tmp_path: Pat
         assert paces() == 3
         await client.post(CHAT, json={**BODY, "max_tokens": 2}, headers=two)
         assert paces() == 3, "an answer in one piece has no pace"
-        for headers in others:
+        for headers in (*others, one):
             await client.post(CHAT, json={**BODY, "max_tokens": 1}, headers=headers)
 
     ask(app, talk)
     prompt = len(engine.requests[0].prompt_token_ids)
-    assert (tokens("prompt", "tenant-of-0"), tokens("generation", "tenant-of-0")) == (prompt, 16)
+    assert (tokens("prompt", "tenant-of-0"), tokens("generation", "tenant-of-0")) == (
+        2 * prompt,
+        17,
+    ), "it had a label before there were too many"
     assert (tokens("prompt", "tenant-of-1"), tokens("generation", "tenant-of-1")) == (2 * prompt, 10)
     assert tokens("generation", "tenant-of-63") == 1
     assert tokens("generation", "tenant-of-64") is None, "labels are bounded"
@@ -94,6 +99,27 @@ def test_the_prompt_of_a_request_that_never_ran_is_not_counted() -> None:
 
     ask(gateway(engine, registry), talk)
     assert not registry.get_sample_value("slipstream_gateway_prompt_tokens_total", labels)
+
+
+@pytest.mark.parametrize(("alive", "ready", "up"), [(True, True, 1), (True, False, 0), (False, True, 0)])
+def test_an_engine_that_takes_no_requests_is_not_up(alive: bool, ready: bool, up: int) -> None:
+    registry = CollectorRegistry()
+    health = EngineHealth(alive=alive, ready=ready, num_running=2, num_waiting=3)
+    registry.register(HealthCollector(lambda: health, "double"))
+    names = ("engine_up", "requests_running", "requests_waiting")
+    found = [registry.get_sample_value(f"slipstream_{name}", {"model_name": "double"}) for name in names]
+    assert found == [up, 2, 3]
+
+
+@pytest.mark.parametrize(("seconds", "num_tokens", "paces"), [(0.0, 5, 0), (1.0, 0, 0), (1.0, -0.5, 0), (1.0, 4, 1)])
+def test_an_answer_without_a_second_token_has_no_pace(seconds: float, num_tokens: float, paces: int) -> None:
+    """Of one token, and with its usage in an event behind it; or of several samples, some without any."""
+    registry = CollectorRegistry()
+    GatewayMetrics(registry, "double").observe_pace(CHAT, seconds, num_tokens)
+    labels = {"model_name": "double", "route": CHAT}
+    name = "slipstream_gateway_inter_token_latency_seconds"
+    assert (registry.get_sample_value(f"{name}_count", labels) or 0) == paces
+    assert (registry.get_sample_value(f"{name}_sum", labels) or 0) == paces * 0.25
 
 
 def test_two_gateways_do_not_share_a_registry() -> None:

@@ -26,6 +26,7 @@ from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.errors import EngineDeadError
 from speculator.redis.client import RedisKeys
 from speculator.redis.control_plane import DraftPointer
+from speculator.redis.trace_deletion import ErasureOrders
 from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
 from tests.fixtures.waiting import wait_until
@@ -251,6 +252,30 @@ def test_a_failure_turns_capture_off_and_serving_goes_on(
     assert (report["captured"], scene.report()["failures"]) == ("0", failure)
 
 
+def test_a_prefill_is_read_from_the_targets_pass_alone_and_within_its_step(scene: Scene) -> None:
+    """The draft's passes are sampled, too, and the pass of a chunk that does not end its prompt is not."""
+    target, draft = scene.worker.target_worker.model_runner, SimpleNamespace()
+    output = SimpleNamespace(hidden_states=torch.randn(3, WIDTH), next_token_logits=torch.randn(1, VOCAB))
+    starts = {"prefix_lens": [0], "extend_lens": [3]}
+
+    def is_captured(within: Any, behind: Any) -> bool:
+        request = Request([1, 2, 3])
+        run = (lambda: None) if within is None else (lambda: scene.runtime.sampling(within, output))
+        scene.runtime.step(run, scene.batch("extend", [request], **starts))
+        if behind is not None:
+            scene.runtime.sampling(behind, output)
+        captured = "_slipstream_ticket" in vars(request)
+        scene.runtime.released(request)
+        assert "_slipstream_ticket" not in vars(request), "its trace is assembled, or dropped"
+        return captured
+
+    assert is_captured(target, None)
+    assert not is_captured(draft, None)
+    assert not is_captured(None, target)
+    wait_until(lambda: "failures" in scene.report())
+    assert scene.report()["failures"] == ""
+
+
 def test_a_verification_that_cannot_be_read_is_served(scene: Scene) -> None:
     request = Request([1, 2, 3])
     scene.prefill([request])
@@ -398,6 +423,58 @@ def test_for_a_depth_of_text_alone_no_passes_of_the_draft_are_prepared(scene: Sc
         scene.runtime.preparing(lambda: prepared.append(draft.speculative_num_steps))
         assert draft.speculative_num_steps == depth
     assert prepared == [0, 2, 1]
+
+
+def test_an_engine_without_steps_reports_that_nothing_runs(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.sglang.plugin.runtime._STEP_LASTS_S", 3600.0)
+    scene.prefill([Request([1, 2, 3], "a"), Request([4], "b")])
+    wait_until(lambda: scene.report().get("running") == "2")
+    monkeypatch.setattr("serving.sglang.plugin.runtime._STEP_LASTS_S", 0.0)
+    wait_until(lambda: scene.report().get("running") == "0")
+
+
+def test_the_penalties_of_an_answer_end_with_it(scene: Scene) -> None:
+    request = Request([4, 5, 6], frequency_penalty=1.5)
+    scene.prefill([request])
+    assert scene.runtime._penalties._answers
+    scene.runtime.released(request)
+    assert not scene.runtime._penalties._answers
+
+
+def test_the_depth_is_told_once_of_another_draft(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, told = DraftStore(tmp_path / "drafts"), list[int]()
+    config = json.loads((store.root / "versions" / "000001" / "config.json").read_text())
+    store.write(store.load(1), config, parent=1, target_fingerprint=store.manifest(1).target_fingerprint, info={})
+    monkeypatch.setattr(scene.runtime.depth, "draft_changed", told.append)
+    scene.prefill([Request([1], "a")])
+    assert scene.runtime.draft.install_draft(2).version == 2
+    for name in "bcd":
+        scene.prefill([Request([1], name)])
+    assert told == [2]
+
+
+@pytest.mark.parametrize("unstarted", [REMEMBERING], indirect=True)
+def test_every_part_is_told_of_another_target(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text of the last one would be proposed, and traces of two be taken for one's."""
+    text, told = scene.runtime.text, list[int]()
+    assert text is not None
+    monkeypatch.setattr(text, "target_updated", told.append)
+    scene.runtime.target_updated("7")
+    assert scene.runtime._traces is not None
+    assert (told, scene.runtime.depth.target_version) == ([7], 7)
+    assert scene.runtime._traces.capture.assembler.target_version == 7
+
+
+@pytest.mark.parametrize("unstarted", [REMEMBERING], indirect=True)
+def test_an_order_to_erase_a_tenant_reaches_its_text(
+    scene: Scene, model_dir: Path, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, told = scene.runtime.text, list[set[str]]()
+    assert text is not None
+    monkeypatch.setattr(text._drafter, "forget", lambda tenants: told.append({*tenants}))
+    at_ms = ErasureOrders(redis_client, model_key(model_dir, target_fingerprint(model_dir))).order("t")
+    wait_until(lambda: scene.report().get("erased_ms") == str(at_ms))
+    assert told == [{"t"}]
 
 
 def test_what_sglang_has_decided_on_is_reported(scene: Scene) -> None:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from serving.engine import SwapReport
-from serving.sglang.device import CpuDevice, Device
+from serving.sglang.device import CpuDevice, Device, DeviceEvent
 from serving.sglang.swap import SglangDraft
 from speculator.errors import DraftFileError, DraftMismatchError, EngineBusyError, EngineDeadError, EngineError
 from tests.fixtures.waiting import wait_until
-from tests.serving.sglang.slow_device import SlowDevice
+from tests.serving.sglang.slow_device import SlowDevice, SlowEvent
 
 
 class FusedDraft(nn.Module):
@@ -233,3 +233,24 @@ def test_an_idle_swap_waits_for_what_runs_and_is_through_before_the_next_step(mo
     device.log.clear()
     draft.install_draft(2)
     assert device.log == ["side: event", "synchronize", "side: event", "side: event"], "staged; then begin and end"
+
+
+def test_no_step_begins_before_the_device_has_made_an_idle_swap(model: FusedDraft) -> None:
+    """It would read weights that are half exchanged."""
+    held: list[bool] = []
+
+    class WatchedEvent(SlowEvent):
+        def wait(self) -> None:
+            held.append(draft.stepping.locked())
+            super().wait()
+
+    class Watched(SlowDevice):
+        def record_event(self) -> DeviceEvent:
+            event = WatchedEvent(self.now_s)
+            event.reached.set()
+            return event
+
+    draft = make_draft(model)
+    draft._device = Watched()
+    draft.install_draft(2)
+    assert held == [False, True, False], "staged; the exchange, while no step may begin; the report's own wait"

@@ -82,6 +82,10 @@ def test_every_option_is_in_the_file(keys: Callable[..., str], tmp_path: Path) -
     assert json.loads(keys("list", "--json"))[0] == made
     scraper = json.loads(keys("list", "--json"))[1]
     assert (scraper["read_only"], scraper["is_expired"]) == (True, True)
+    _, running, over = keys("list").splitlines()
+    assert over.split()[0] == "scraper"
+    assert over.endswith(", over")
+    assert not running.endswith(", over")
 
 
 def test_what_cannot_be_done_is_one_line(refused: Refused, keys: Callable[..., str], tmp_path: Path) -> None:

@@ -147,6 +147,28 @@ def test_accepted_tokens_are_told_by_who_proposed_them() -> None:
     assert sources == {"head": 120, "own": 60, "tenant": 60}
 
 
+def test_figures_of_the_engines_stand_in_for_those_of_the_registry() -> None:
+    """Of several gateways only one exports them, and the page of that one counts nothing twice."""
+    served = Served()
+    live = Live(DoubleEngine(), served.registry, shows_tokens=True, engine_figures=served.registry)  # type: ignore[arg-type]
+    live.sample()
+    assert live.document()["totals"]["captured"] == 9
+
+
+def test_a_gateway_that_is_started_again_has_no_history() -> None:
+    time_ms = 1000
+    live = Live(DoubleEngine(), Served().registry, shows_tokens=True, clock_ms=lambda: time_ms)
+    live.sample()
+
+    async def restart() -> list[Any]:
+        async with live.lifespan():
+            assert live.document()["started_ms"] == 2000
+            return live.document()["history"]  # type: ignore[no-any-return]
+
+    time_ms = 2000
+    assert [point.at_ms for point in asyncio.run(restart())] == [2000]
+
+
 def test_what_the_head_adds_is_that_of_the_engines_own_ab() -> None:
     served = Served(head=Speedup(1.3, None, 9, 9, lower=1.2, upper=1.4))
     added = get(served.app(), "/slipstream/live").json()["head_added"]

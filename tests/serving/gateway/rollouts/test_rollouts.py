@@ -273,6 +273,9 @@ def test_rollouts_give_slots_up_while_interactive_requests_miss_their_objective(
         found = samples(lines(await rollout))
         assert {sample["finish_reason"] for sample in found.values()} == {"length"}
         assert [len(sample["tokens"]) for sample in found.values()] == [9] * 6
+        families = {family.name: family.samples for family in registry.collect()}
+        states = {sample.labels["state"]: sample.value for sample in families["slipstream_rollout_samples"]}
+        assert states == dict.fromkeys(("waiting", "running", "paused", "awaiting"), 0), "of unfinished ones alone"
 
     async def is_now(share: float, running: float) -> bool:
         return figures() == (share, running)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -123,6 +125,22 @@ def test_positions_that_do_not_follow_drop_the_trace() -> None:
     assert (traces, capture.assembler.dropped) == ([], {"inconsistent": 1})
 
 
+def test_an_inconsistent_request_costs_none_that_was_verified_beside_it() -> None:
+    traces: list[Trace] = []
+    capture = make_capture(traces)
+    requests = [Request([1, 2, 3], "a"), Request([4, 5], "b"), Request([6], "c")]
+    prefill(capture, requests)
+    for request in requests:
+        request.output_ids = [10]
+    verify(capture, requests, [3, 2, 1], [[]] * 3, [0] * 3)
+    verify(capture, requests, [4, 7, 2], [[]] * 3, [0] * 3)
+    for request in requests:
+        end(capture, request)
+    settle(capture)
+    assert [trace.header.request_id for trace in traces] == ["a", "c"]
+    assert (capture.assembler.dropped, capture.assembler.held_bytes) == ({"inconsistent": 1}, 0)
+
+
 def test_beyond_the_buffer_traces_are_dropped_and_counted_and_room_comes_back() -> None:
     traces: list[Trace] = []
     capture = make_capture(traces, buffer_bytes=2000)
@@ -193,6 +211,21 @@ def test_a_full_buffer_costs_the_newest_requests_and_their_memory_is_free_at_onc
     assert capture.assembler.held_bytes == 0
 
 
+def test_once_the_buffer_is_full_room_is_made_for_more_than_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def held_of(count: int, buffer_bytes: int) -> int:
+        capture = make_capture([], buffer_bytes=buffer_bytes)
+        wait = in_step(capture, monkeypatch)
+        for number in range(count):
+            prefill(capture, [Request(list(range(1, 21)), str(number))])
+            wait()
+        settle(capture)
+        return capture.assembler.held_bytes
+
+    one = held_of(1, 1 << 20)
+    assert held_of(10, int(10.5 * one)) == 10 * one
+    assert held_of(11, int(10.5 * one)) == 9 * one, "at most nine tenths of it"
+
+
 def test_what_was_begun_under_another_target_is_not_recorded() -> None:
     traces: list[Trace] = []
     capture = make_capture(traces)
@@ -209,3 +242,18 @@ def test_what_was_begun_under_another_target_is_not_recorded() -> None:
     settle(capture)
     assert [(trace.header.request_id, trace.header.target_version) for trace in traces] == [("b", 2)]
     assert capture.assembler.dropped == {"target_moved": 1}
+
+
+def test_nothing_is_kept_of_a_request_that_has_ended() -> None:
+    traces: list[Trace] = []
+    capture = make_capture(traces)
+    request = Request([1, 2, 3])
+    prefill(capture, [request])
+    request.output_ids = [10]
+    verify(capture, [request], [3], [[21, 22]], [1])
+    spans = weakref.WeakSet(capture._open_tickets)
+    assert len(spans) == 1
+    end(capture, request)
+    settle(capture)
+    gc.collect()
+    assert (len(traces), len(spans), capture.assembler.held_bytes) == (1, 0, 0)

@@ -6,6 +6,7 @@ import gc
 import math
 import sys
 import weakref
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -35,7 +36,19 @@ from speculator.draft.sampling_params import SamplingParams
 from speculator.host import now_ms
 from speculator.trace import NO_DRAFT, Trace, check_trace, decode_trace, encode_trace
 from tests.fixtures.waiting import wait_until
-from tests.serving.sglang.harness import KEPT, VOCAB, WIDTH, Request, end, make_capture, prefill, settle, verify
+from tests.serving.sglang.harness import (
+    KEPT,
+    VOCAB,
+    WIDTH,
+    Request,
+    Step,
+    called,
+    end,
+    make_capture,
+    prefill,
+    settle,
+    verify,
+)
 from tests.serving.sglang.slow_device import SlowDevice
 
 
@@ -232,6 +245,32 @@ def test_beyond_the_longest_answer_of_a_trace_nothing_is_copied(monkeypatch: pyt
     assert not capture.assembler.dropped
 
 
+@pytest.mark.parametrize(("ends", "first"), [([6], 4), ([5, 6], 4), ([2, 6], 4)])
+def test_of_a_long_prompt_its_last_positions_are_kept(ends: list[int], first: int) -> None:
+    """In however many chunks it is read, and beside a prompt that is shorter."""
+    traces: list[Trace] = []
+    capture = make_capture(traces, context_window=2)
+    long, short, start = Request([1, 2, 3, 4, 5, 6], "long"), Request([9], "short"), 0
+    for stop in ends:
+        requests, starts, lengths = [long], [start], [stop - start]
+        if stop == 6:
+            requests, starts, lengths = [long, short], [start, 0], [stop - start, 1]
+        hidden = torch.tensor([*range(start, stop), *[99] * (len(requests) - 1)])[:, None].repeat(1, WIDTH).bfloat16()
+        batch = SimpleNamespace(reqs=requests, prefix_lens=starts, extend_lens=lengths)
+        capture.read_prefill(batch, hidden, torch.randn(len(requests), VOCAB))
+        start = stop
+    long.output_ids, short.output_ids = [10], [11]
+    verify(capture, [long, short], [6, 1], [[21], [22]], [0, 0])
+    for request in (long, short):
+        end(capture, request)
+    settle(capture)
+    found = {trace.header.request_id: decode_trace(encode_trace(trace)) for trace in traces}
+    assert found["long"].header.first_position == first
+    assert found["long"].token_ids.tolist() == [5, 6, 10]
+    assert found["long"].aux_hidden[:2, 0].tolist() == [4, 5]
+    assert (found["short"].header.first_position, found["short"].aux_hidden[0, 0].item()) == (0, 99)
+
+
 def test_a_step_after_the_end_is_ignored() -> None:
     """Overlap scheduling launches one more verification before it learns that the request has ended."""
     traces: list[Trace] = []
@@ -246,16 +285,73 @@ def test_a_step_after_the_end_is_ignored() -> None:
     assert len(traces) == 1
 
 
+def test_what_is_read_after_the_end_is_not_held() -> None:
+    """The verdict of a verification that was launched before the end comes behind it."""
+    traces: list[Trace] = []
+    capture = make_capture(traces)
+    request = Request([1, 2, 3])
+    prefill(capture, [request])
+    request.output_ids = [10]
+    verify(capture, [request], [3], [[21, 22]], [0])
+
+    def ending(hook: Callable[[], object], launched: list[Any]) -> object:
+        if not launched:
+            end(capture, request)
+        return hook()
+
+    verify(capture, [request], [4], [[23, 24]], [0], step=ending)
+    settle(capture)
+    assert len(traces) == 1
+    assert (capture.assembler.held_bytes, capture.assembler.queued_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("device", [CpuDevice(), SlowDevice()], ids=["host", "device"])
+def test_what_sglang_overwrites_behind_a_step_is_captured_as_it_was(device: Device) -> None:
+    """Sampling turns a prefill's logits into probabilities, in place, and a graph writes into its outputs again."""
+
+    def captured(step: Step) -> Trace:
+        torch.manual_seed(0)
+        traces: list[Trace] = []
+        capture, request = make_capture(traces, device=device), Request([1, 2, 3])
+        prefill(capture, [request], step=step)
+        request.output_ids = [10]
+        verify(capture, [request], [3], [[21, 22]], [1], step=step)
+        end(capture, request)
+        settle(capture)
+        return traces[0]
+
+    def overwriting(hook: Callable[[], object], objects: list[Any]) -> object:
+        done = hook()
+        for one in objects:
+            if output := getattr(one, "logits_output", None):
+                if not device.is_host:
+                    output.hidden_states.zero_()
+                    output.next_token_logits.zero_()
+            elif isinstance(one, torch.Tensor) and one.shape[-1] == VOCAB:
+                one.copy_(one.softmax(-1))
+        return done
+
+    plain, overwritten = captured(called), captured(overwriting)
+    assert torch.equal(plain.aux_hidden.view(torch.uint8), overwritten.aux_hidden.view(torch.uint8))
+    assert plain.target_topk_ids.tolist() == overwritten.target_topk_ids.tolist()
+    assert plain.target_topk_logprobs.tolist() == overwritten.target_topk_logprobs.tolist()
+
+
 @pytest.mark.parametrize("unlike", [{"lora_id": "adapter"}, {"multimodal_inputs": object()}, {"input_embeds": [[0.0]]}])
 def test_what_is_not_the_target_on_text_is_not_captured(unlike: dict[str, Any]) -> None:
     traces: list[Trace] = []
     capture = make_capture(traces)
-    request = Request([1, 2, 3])
+    request, like = Request([1, 2, 3], "unlike"), Request([1, 2, 3], "like")
     vars(request).update(unlike)
-    prefill(capture, [request])
-    end(capture, request)
+    requests = [request, like]
+    prefill(capture, requests)
+    for one in requests:
+        one.output_ids = [10]
+    verify(capture, requests, [3, 3], [[21, 22], [21, 22]], [0, 0])
+    for one in requests:
+        end(capture, one)
     settle(capture)
-    assert traces == []
+    assert [trace.header.request_id for trace in traces] == ["like"]
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,18 @@ def test_a_trace_is_as_old_as_its_request() -> None:
     assert trace.header.created_ms == 1_000
 
 
+def test_a_round_that_began_at_the_last_token_of_an_answer_is_left_out() -> None:
+    """Overlap scheduling verifies once more behind the end. The last token has no row."""
+    span = RequestSpan(request())
+    span.add_rows(rows(0, 5, 1))
+    for position in (5, 6):
+        span.add_rounds(round_(position, [31, 32], []))
+        span.add_rows(rows(position, 1, 1))
+    trace = trace_of(span, [11, 12, 13, 14, 15, 21, 22])
+    assert trace is not None
+    assert (trace.num_tokens, trace.rounds.position.tolist()) == (6, [5])
+
+
 def test_an_answer_of_a_chunked_prompt_and_two_rounds() -> None:
     span = RequestSpan(request())
     span.add_rows(rows(0, 3, 1))

@@ -133,6 +133,47 @@ def test_a_version_that_comes_into_a_long_cold_answer_is_looked_at_in_the_next(s
     assert depths.count(3) > 10
 
 
+def test_what_was_learnt_of_the_last_version_gives_way_to_what_the_next_one_shows() -> None:
+    def learnt(*, is_new: bool) -> float:
+        control = make_control(seconds=SECONDS)
+        for _ in range(400):
+            step(control, requests(1), accepts=True)
+        if is_new:
+            control.draft_changed(2)
+        for _ in range(20):
+            control.started()
+            control.launched(requests(1), 3)
+            control.verified([0])
+        return float(control.explanation()["acceptance"].split(",")[0])
+
+    assert learnt(is_new=True) < learnt(is_new=False) - 0.2
+
+
+def test_a_step_of_a_draft_that_fell_asleep_behind_a_control_step_is_no_control_step() -> None:
+    seen: list[WatchedRound] = []
+    control = make_control(seen=seen, control_share=0.5)
+    while not seen or seen[-1].drafted:
+        step(control, requests(1))
+    control._draft_sleep = DraftSleep(is_fresh=True)
+    assert step(control, requests(1)) == 0
+    assert seen[-1].drafted
+
+
+def test_an_answer_that_had_ended_has_no_span_of_the_verification_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    spans: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        "serving.sglang.proposals.depth.record",
+        lambda parent, name, seconds, **fields: spans.append({"name": name, **fields}),
+    )
+    control, batch = make_control(seconds=SECONDS), requests(2)
+    batch[0].finished_reason = Finish("length")
+    control.started()
+    control.launched(batch, 3)
+    control.verified([2, 1])
+    told = {"name": "verify", "batch": 2, "depth": 3, "accepted": 1, "from_text": False, "draft_version": 1}
+    assert spans == [told]
+
+
 def test_what_the_steps_add_up_to() -> None:
     control, batch = make_control(control_share=0.5), requests(2)
     depths = [step(control, batch, accepts=True) for _ in range(40)]
@@ -511,6 +552,25 @@ def test_what_text_has_proposed_says_nothing_of_the_head() -> None:
     for _ in range(100):
         with_text(control, requests(2), [3, 0])
     assert float(control.explanation()["acceptance"].split(",")[0]) < 0.2
+
+
+def test_text_of_other_requests_is_not_planned_with() -> None:
+    """Of a step that SGLang has put together anew since it was looked for."""
+    control = make_long_control([], is_fresh=True)
+    control.found(text_for(requests(2), [5] * 9))
+    assert control.steps_for(1) == 0
+    assert not any(control.plan.from_text)
+
+
+@pytest.mark.parametrize(("from_text", "rounds", "quarters"), [(0, 0, 0), (0, 8, 0), (1, 8, 1), (3, 8, 2), (8, 8, 4)])
+def test_answers_with_as_much_text_of_before_are_compared(from_text: int, rounds: int, quarters: int) -> None:
+    """In quarters of their rounds, none of which stands for some."""
+    seen: list[WatchedRound] = []
+    control, batch = make_long_control(seen), requests(1)
+    step(control, batch)
+    facts = vars(batch[0])["_slipstream_facts"]
+    facts.num_rounds, facts.num_text_rounds = rounds, from_text
+    assert facts.stratum.remembered == quarters
 
 
 def test_text_that_did_not_come_true_was_not_proposed() -> None:
