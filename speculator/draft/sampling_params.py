@@ -14,8 +14,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sample_seed(seed: int, number: int) -> int:
-    """Seed of sample `number` (from 0) of a request for several samples with one `seed` of 64 bits.
+    """Seed, 0 or more, of sample `number` (from 0) of a request for several samples with one `seed` of 64 signed bits.
 
-    The first sample gets the seed itself, so a single answer equals the first of several. No two pairs collide.
+    The first sample gets the seed itself, a negative one plus 2⁶⁴, so a single answer equals the first of several. No
+    two pairs collide.
     """
-    return number << 64 | seed
+    return number << 64 | seed % 2**64

@@ -351,7 +351,7 @@ class GenerationBody(SamplingBody):
     """Samples of each prompt."""
     best_of: Count | None = None
     logit_bias: NoBias = None
-    seed: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
+    seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     """No effect on an answer that is not streamed."""

@@ -73,7 +73,7 @@ BOTH = [
     ({"n": 0}, "n", VALUE),
     ({"n": 1000}, "n", VALUE),
     ({"n": False}, "n", TYPE),
-    ({"seed": -2}, "seed", VALUE),
+    ({"seed": -(2**63) - 1}, "seed", VALUE),
     ({"seed": 2**63}, "seed", VALUE),
     ({"seed": "7"}, "seed", TYPE),
     ({"stop": ""}, "stop", VALUE),

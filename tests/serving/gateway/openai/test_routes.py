@@ -141,6 +141,13 @@ def test_text_parts_are_joined() -> None:
     assert bytes(engine.requests[0].prompt_token_ids).decode() == "<user>hello\n<assistant>"
 
 
+@pytest.mark.parametrize("seed", [-(2**63), -2, 2**63 - 1])
+def test_a_seed_may_be_any_signed_number_of_64_bits(seed: int) -> None:
+    engine = DoubleEngine()
+    assert chat(engine, seed=seed, n=2).status_code == 200
+    assert [request.seed for request in engine.requests] == [seed % 2**64, 2**64 + seed % 2**64]
+
+
 def test_samples_are_concurrent_and_have_derived_seeds() -> None:
     engine = DoubleEngine(hold_at=1)
     app = gateway(engine)
