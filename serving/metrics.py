@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -17,7 +19,6 @@ from serving.capture.sampling import BRANCH_OUTCOMES
 from serving.hotswap.follower import SwapLog
 from serving.speedup import (
     BASELINE,
-    HEAD_AB_ARMS,
     NOTHING_MEASURED,
     PLAN_MODEL,
     SERVED_PLAINLY,
@@ -76,163 +77,89 @@ class EngineMetrics:
     """What the decode loop counts. Labels are bounded by the number of slots and the largest depth."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.rounds = Counter(*ROUNDS, ["mode", "batch"], registry=registry)
-        self.round_seconds = Counter(*ROUND_SECONDS, ["mode", "batch"], registry=registry)
-        self.round_tokens = Counter(*ROUND_TOKENS, ["mode", "batch"], registry=registry)
-        self.expected_seconds = Counter(
-            "slipstream_round_expected_seconds",
-            "Time that planned rounds were expected to take",
-            ["batch"],
-            registry=registry,
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        self.rounds = counter(*ROUNDS, ["mode", "batch"])
+        self.round_seconds = counter(*ROUND_SECONDS, ["mode", "batch"])
+        self.round_tokens = counter(*ROUND_TOKENS, ["mode", "batch"])
+        self.expected_seconds = counter(
+            "slipstream_round_expected_seconds", "Time that planned rounds were expected to take", ["batch"]
         )
-        self.expected_tokens = Counter(
-            "slipstream_round_expected_tokens",
-            "Tokens that planned rounds were expected to commit",
-            ["batch"],
-            registry=registry,
+        self.expected_tokens = counter(
+            "slipstream_round_expected_tokens", "Tokens that planned rounds were expected to commit", ["batch"]
         )
-        self.verifications = Counter(*VERIFICATIONS, registry=registry)
-        self.verified_tokens = Counter(*VERIFIED_TOKENS, registry=registry)
-        self.proposals = Counter(*PROPOSALS, ["source", "position"], registry=registry)
-        self.accepted = Counter(*ACCEPTED, ["source", "position"], registry=registry)
-        self.accepted_text = Counter(*ACCEPTED_TEXT, ["text"], registry=registry)
-        for text in TEXTS:
-            self.accepted_text.labels(text)
-        self.proposed_tokens = Counter(
-            "slipstream_proposed_tokens",
-            "Verified proposals by source, all those of a tree",
-            ["source"],
-            registry=registry,
+        self.verifications = counter(*VERIFICATIONS)
+        self.verified_tokens = counter(*VERIFIED_TOKENS)
+        self.proposals = counter(*PROPOSALS, ["source", "position"])
+        self.accepted = counter(*ACCEPTED, ["source", "position"])
+        self.accepted_text = counter(*ACCEPTED_TEXT, ["text"])
+        self.proposed_tokens = counter(
+            "slipstream_proposed_tokens", "Verified proposals by source, all those of a tree", ["source"]
         )
-        self.probes = Counter(
+        self.probes = counter(
             "slipstream_draft_probes",
             "Probes of an unused draft head, by whether its proposal was accepted or rejected",
             ["outcome"],
-            registry=registry,
         )
-        for outcome in ("accepted", "rejected"):
-            self.probes.labels(outcome)
-        self.head_ab_rounds = Counter(
+        self.head_ab_rounds = counter(
             "slipstream_head_ab_rounds",
             "Drafting rounds of the draft head's A/B that read no prompt, with the head (both) and without it "
             "(suffix_only)",
             ["arm", "batch"],
-            registry=registry,
         )
-        self.head_ab_seconds = Counter(
-            "slipstream_head_ab_round_seconds",
-            "Time in rounds of the draft head's A/B",
-            ["arm", "batch"],
-            registry=registry,
+        self.head_ab_seconds = counter(
+            "slipstream_head_ab_round_seconds", "Time in rounds of the draft head's A/B", ["arm", "batch"]
         )
-        self.head_ab_tokens = Counter(
-            "slipstream_head_ab_round_tokens",
-            "Tokens committed by rounds of the draft head's A/B",
-            ["arm", "batch"],
-            registry=registry,
+        self.head_ab_tokens = counter(
+            "slipstream_head_ab_round_tokens", "Tokens committed by rounds of the draft head's A/B", ["arm", "batch"]
         )
-        self.head_ab_asked = Counter(
-            "slipstream_head_ab_asked_rounds", "Rounds of arm both in which the draft head proposed", registry=registry
+        self.head_ab_asked = counter(
+            "slipstream_head_ab_asked_rounds", "Rounds of arm both in which the draft head proposed"
         )
-        self.draft_version = Gauge(*DRAFT_VERSION, registry=registry)
-        self.last_swap = Gauge(
-            "slipstream_last_swap_timestamp_seconds", "Unix time of the last swap", registry=registry
+        self.draft_version = gauge(*DRAFT_VERSION)
+        self.last_swap = gauge("slipstream_last_swap_timestamp_seconds", "Unix time of the last swap")
+        self.depth = gauge(*DEPTH)
+        self.swaps = counter(*SWAPS, ["outcome"])
+        self.swap_stall = histogram(
+            "slipstream_swap_stall_seconds", "Decode time lost to a swap", buckets=_STALL_BUCKETS_S
         )
-        self.depth = Gauge(*DEPTH, registry=registry)
-        self.swaps = Counter(*SWAPS, ["outcome"], registry=registry)
-        for outcome in ("installed", "failed"):
-            self.swaps.labels(outcome)
-        self.swap_stall = Histogram(
-            "slipstream_swap_stall_seconds", "Decode time lost to a swap", registry=registry, buckets=_STALL_BUCKETS_S
+        self.capture_seconds = counter(
+            "slipstream_capture_seconds", "Time that the decode loop spent handing over finished traces"
         )
-        self.capture_seconds = Counter(
-            "slipstream_capture_seconds",
-            "Time that the decode loop spent handing over finished traces",
-            registry=registry,
-        )
-        self.unlabelled = Counter(
+        self.unlabelled = counter(
             "slipstream_capture_unlabelled_positions",
             "Captured prompt positions without target distribution: too many waited, the target changed, the engine "
             "stopped or erased the tenant",
-            registry=registry,
         )
-        self.branch_rows = Counter(*BRANCH_ROWS, ["outcome"], registry=registry)
-        for outcome in BRANCH_OUTCOMES:
-            self.branch_rows.labels(outcome)
-        self.capture_failures = Counter(
-            "slipstream_capture_failures", "Traces and distributions that could not be made (a bug)", registry=registry
+        self.branch_rows = counter(*BRANCH_ROWS, ["outcome"])
+        self.capture_failures = counter(
+            "slipstream_capture_failures", "Traces and distributions that could not be made (a bug)"
         )
-        self.suffix_tokens = Gauge(*SUFFIX_TOKENS, registry=registry)
-        self.aborted = Counter("slipstream_requests_aborted", "Requests whose client left", registry=registry)
-
-    def observe_round(
-        self,
-        *,
-        batch: int,
-        drafted: bool,
-        read_prompt: bool,
-        seconds: float,
-        committed: int,
-        proposed: tuple[int, ...],
-        depths: tuple[int, ...],
-        accepted: tuple[int, ...],
-        from_head: tuple[bool, ...],
-        accepted_text: Iterable[int],
-        probe: bool | None,
-        expected: tuple[float, float],
-    ) -> None:
-        """Count one round (`serving.local.decode.rounds.RoundReport`). `accepted_text`: indexes into `TEXTS`, one for
-        each accepted suffix proposal; `probe`: whether a probe of the head was right (None: no probe); `expected`: the
-        planned tokens and seconds.
-        """
-        mode, size = ("with_prompt" if read_prompt else "speculative" if drafted else "control"), str(batch)
-        self.rounds.labels(mode, size).inc()
-        self.round_seconds.labels(mode, size).inc(seconds)
-        self.round_tokens.labels(mode, size).inc(committed)
-        if not drafted:
-            return
-        if not read_prompt:
-            tokens, expected_s = expected
-            self.expected_tokens.labels(size).inc(tokens)
-            self.expected_seconds.labels(size).inc(expected_s)
-        if probe is not None:
-            self.probes.labels("accepted" if probe else "rejected").inc()
-        self.verifications.inc(batch)
-        self.verified_tokens.inc(sum(accepted) + batch)
-        for place in accepted_text:
-            self.accepted_text.labels(TEXTS[place]).inc()
-        for num_proposed, depth, num_accepted, is_heads in zip(proposed, depths, accepted, from_head, strict=True):
-            source = "head" if is_heads else "suffix"
-            self.proposed_tokens.labels(source).inc(num_proposed)
-            for position in range(depth):
-                self.proposals.labels(source, str(position + 1)).inc()
-                self.accepted.labels(source, str(position + 1)).inc(position < num_accepted)
-
-    def observe_head_ab(self, *, batch: int, with_head: bool, seconds: float, committed: int, asked: bool) -> None:
-        """Count a round of the A/B of the draft head (`serving.speedup.AbSchedule`)."""
-        arm, size = HEAD_AB_ARMS[with_head], str(batch)
-        self.head_ab_rounds.labels(arm, size).inc()
-        self.head_ab_seconds.labels(arm, size).inc(seconds)
-        self.head_ab_tokens.labels(arm, size).inc(committed)
-        self.head_ab_asked.inc(asked)
+        self.suffix_tokens = gauge(*SUFFIX_TOKENS)
+        self.aborted = counter("slipstream_requests_aborted", "Requests whose client left")
+        for metric, labels in (
+            (self.accepted_text, TEXTS),
+            (self.probes, ("accepted", "rejected")),
+            (self.swaps, ("installed", "failed")),
+            (self.branch_rows, BRANCH_OUTCOMES),
+        ):
+            for label in labels:
+                metric.labels(label)
 
 
 class TargetMetrics:
     """Metrics of a target whose weights change."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.version = Gauge(
-            "slipstream_target_version", "Target version in service; 0: that of the start", registry=registry
-        )
-        self.moves = Counter(
-            "slipstream_target_moves", "Announced targets: installed, refused", ["outcome"], registry=registry
-        )
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        self.version = gauge("slipstream_target_version", "Target version in service; 0: that of the start")
+        self.moves = counter("slipstream_target_moves", "Announced targets: installed, refused", ["outcome"])
         for outcome in ("installed", "refused"):
             self.moves.labels(outcome)
-        self.stall = Histogram(
+        self.stall = histogram(
             "slipstream_target_stall_seconds",
             "Decode time lost to a new target; 0 if the engine updates itself",
-            registry=registry,
             buckets=_TARGET_STALL_BUCKETS_S,
         )
 
@@ -325,9 +252,7 @@ def trace_metrics(
     yield CounterMetricFamily("slipstream_traces_captured", "Finished traces of captured requests", captured)
     yield CounterMetricFamily("slipstream_traces_appended", "Traces written to the stream", appended)
     dropped = CounterMetricFamily("slipstream_traces_dropped", "Traces dropped, by reason", labels=["reason"])
-    for reason, count in {**dict.fromkeys(DROP_REASONS, 0), **dropped_by_reason}.items():
-        dropped.add_metric([reason], count)
-    yield dropped
+    yield by_label(dropped, {**dict.fromkeys(DROP_REASONS, 0), **dropped_by_reason})
     yield GaugeMetricFamily("slipstream_traces_pending", "Traces waiting for the stream", pending)
     yield CounterMetricFamily("slipstream_trace_bytes", "Bytes of traces written to the stream", num_bytes)
     yield CounterMetricFamily("slipstream_trace_tokens", "Tokens of traces written to the stream", num_tokens)
@@ -343,17 +268,12 @@ def trace_metrics(
     )
     if branch_rows is not None:
         rows = CounterMetricFamily(*BRANCH_ROWS, labels=["outcome"])
-        for outcome, count in {**dict.fromkeys(BRANCH_OUTCOMES, 0), **branch_rows}.items():
-            rows.add_metric([outcome], count)
-        yield rows
+        yield by_label(rows, {**dict.fromkeys(BRANCH_OUTCOMES, 0), **branch_rows})
 
 
 def by_length_metrics(verifications: Mapping[LengthKey, int], tokens: Mapping[LengthKey, int]) -> Iterator[Metric]:
     for about, counts in ((VERIFICATIONS_BY_LENGTH, verifications), (VERIFIED_TOKENS_BY_LENGTH, tokens)):
-        family = CounterMetricFamily(*about, labels=["source", "of", "up_to"])
-        for key, count in counts.items():
-            family.add_metric(key, count)
-        yield family
+        yield by_label(CounterMetricFamily(*about, labels=["source", "of", "up_to"]), counts)
 
 
 def group_text_metrics(*, tokens: Mapping[str, int], evicted: int | None, unreadable: int | None) -> Iterator[Metric]:
@@ -364,9 +284,7 @@ def group_text_metrics(*, tokens: Mapping[str, int], evicted: int | None, unread
         "(or erased), expired, failed (a bug), closed",
         labels=["outcome"],
     )
-    for outcome, count in tokens.items():
-        outcomes.add_metric([outcome], count)
-    yield outcomes
+    yield by_label(outcomes, tokens)
     yield CounterMetricFamily(
         "slipstream_group_texts_evicted", "Texts of prompt groups evicted to stay within bounds", evicted
     )
@@ -400,42 +318,46 @@ def speedup_metrics(measured: Speedup, end_to_end: Speedup, estimated: float | N
         "Time per token without drafts, at the batch sizes of drafting rounds",
         None if milliseconds is None else milliseconds / 1000,
     )
-    yield _gauge(
-        "slipstream_speedup_estimated_ratio",
-        "Speedup of planned rounds that a cost model expects",
-        "model",
-        {PLAN_MODEL: estimated},
+    expected = GaugeMetricFamily(
+        "slipstream_speedup_estimated_ratio", "Speedup of planned rounds that a cost model expects", labels=["model"]
     )
+    yield by_label(expected, {PLAN_MODEL: estimated})
 
 
 def _with_interval(name: str, about: str, baseline: str, found: Speedup) -> Iterator[Metric]:
-    yield _gauge(name, about, "baseline", {baseline: found.ratio})
-    for end, value in (("lower", found.lower), ("upper", found.upper)):
-        yield _gauge(f"{name}_{end}", f"{end.capitalize()} end of the 95% interval", "baseline", {baseline: value})
-
-
-def _gauge(name: str, about: str, label: str, values: Mapping[str, float | None]) -> GaugeMetricFamily:
-    """A gauge with one label; a value of None has no sample."""
-    gauge = GaugeMetricFamily(name, about, labels=[label])
-    for of, value in values.items():
-        if value is not None:
-            gauge.add_metric([of], value)
-    return gauge
+    yield from _bounded(name, about, ["baseline"], {(baseline,): found})
 
 
 def _group_speedups(measured: Mapping[Group, Speedup]) -> Iterator[Metric]:
     """The measured speedup of tenants and domains with enough traffic; named apart, since a sum over all has it too."""
-    name = "slipstream_speedup_measured_group_ratio"
-    for bound, suffix, about in (
-        ("ratio", "", "Measured speedup of one tenant's requests of one domain"),
-        ("lower", "_lower", "Lower end of the 95% interval"),
-        ("upper", "_upper", "Upper end of the 95% interval"),
-    ):
-        gauge = GaugeMetricFamily(name + suffix, about, labels=["baseline", "tenant", "domain"])
-        for group, speedup in measured.items():
-            if (value := getattr(speedup, bound)) is not None:
-                gauge.add_metric([BASELINE, *group], value)
-        yield gauge
+    yield from _bounded(
+        "slipstream_speedup_measured_group_ratio",
+        "Measured speedup of one tenant's requests of one domain",
+        ["baseline", "tenant", "domain"],
+        {(BASELINE, *group): speedup for group, speedup in measured.items()},
+    )
+
+
+def _bounded(
+    name: str, about: str, labels: Sequence[str], found: Mapping[tuple[str, ...], Speedup]
+) -> Iterator[Metric]:
+    """Speedups, and the ends of their intervals."""
+    yield by_label(GaugeMetricFamily(name, about, labels=labels), {key: one.ratio for key, one in found.items()})
+    for end in ("lower", "upper"):
+        ends = GaugeMetricFamily(f"{name}_{end}", f"{end.capitalize()} end of the 95% interval", labels=labels)
+        yield by_label(ends, {key: getattr(one, end) for key, one in found.items()})
+
+
+_Family = TypeVar("_Family", CounterMetricFamily, GaugeMetricFamily)
+_Labels = TypeVar("_Labels", bound=str | tuple[str, ...])
+
+
+def by_label(family: _Family, values: Mapping[_Labels, float | None]) -> _Family:
+    """The family with a sample for each value, by its label or labels; a value of None has none."""
+    for labels, value in values.items():
+        if value is not None:
+            family.add_metric([labels] if isinstance(labels, str) else labels, value)
+    return family
 
 
 def verdict_metrics(
@@ -447,16 +369,14 @@ def verdict_metrics(
         "Trials of draft versions by result: promoted, rolled_back, withdrawn",
         labels=["outcome"],
     )
-    for outcome, count in verdicts.items():
-        counts.add_metric([outcome], count)
-    yield counts
+    yield by_label(counts, verdicts)
     yield GaugeMetricFamily("slipstream_watched_draft_version", "Draft version on trial; 0: none", value=watched)
-    yield _gauge(
+    roles = GaugeMetricFamily(
         "slipstream_engine_role",
         "1 for this engine's role in a trial: canary, waiting for the canary's verdict, needs traffic, settled",
-        "role",
-        {role: 1.0} if role else {},
+        labels=["role"],
     )
+    yield by_label(roles, {role: 1.0} if role else {})
     yield GaugeMetricFamily(
         "slipstream_draft_accept_length",
         "Acceptance length of the draft version in service, over the last 1,000 verifications at most",

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import get_args
 
 from prometheus_client import (
@@ -66,56 +67,48 @@ class GatewayMetrics:
         """`slots_share` gets the latencies, too."""
         self._model_name, self._slots_share = model_name, slots_share or SlotsShare()
         self._tenants: set[str] = set()
-        self._requests = Counter(
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        self._requests = counter(
             "slipstream_gateway_requests_total",
             "Requests by status; a failure after the first byte counts as its status, a client that left as 499",
             [_MODEL, "route", "status"],
-            registry=registry,
         )
-        self.refusals = Counter(
+        self.refusals = counter(
             "slipstream_gateway_refusals_total",
             "Requests refused before any work: no key, a wrong key, or too many requests",
             ["code"],
-            registry=registry,
         )
-        self.in_flight = Gauge(
-            "slipstream_gateway_generations_in_flight",
-            "Requests whose answer is being generated",
-            [_MODEL],
-            registry=registry,
+        self.in_flight = gauge(
+            "slipstream_gateway_generations_in_flight", "Requests whose answer is being generated", [_MODEL]
         ).labels(model_name)
-        self._duration_s = Histogram(
+        self._duration_s = histogram(
             "slipstream_gateway_request_duration_seconds",
             "Time from the request's headers to the answer's last byte",
             [_MODEL, "route"],
             buckets=_SECONDS,
-            registry=registry,
         )
-        self._first_token_s = Histogram(
+        self._first_token_s = histogram(
             "slipstream_gateway_time_to_first_token_seconds",
             "Time from the request's headers to the engine's first token",
             [_MODEL, "route"],
             buckets=_SECONDS,
-            registry=registry,
         )
-        self._inter_token_s = Histogram(
+        self._inter_token_s = histogram(
             "slipstream_gateway_inter_token_latency_seconds",
             "Mean time between an answer's tokens, once per answer; with SGLang, of streamed answers",
             [_MODEL, "route"],
             buckets=_TOKEN_SECONDS,
-            registry=registry,
         )
-        self._prompt_tokens = Counter(
+        self._prompt_tokens = counter(
             "slipstream_gateway_prompt_tokens_total",
             "Prompt tokens, once per prompt however many samples it has; with SGLang, of finished answers",
             [_MODEL, "tenant"],
-            registry=registry,
         )
-        self._generation_tokens = Counter(
+        self._generation_tokens = counter(
             "slipstream_gateway_generation_tokens_total",
             "Answer tokens; with SGLang, of finished answers",
             [_MODEL, "tenant"],
-            registry=registry,
         )
 
     def count_request(self, route: str, status: int, seconds: float) -> None:

@@ -26,6 +26,7 @@ from serving.metrics import (
     SWAPS,
     VERIFICATIONS,
     VERIFIED_TOKENS,
+    by_label,
     by_length_metrics,
     group_text_metrics,
     speedup_metrics,
@@ -51,7 +52,7 @@ class SglangCollector(Collector):
             return
         report = self._report()
         yield GaugeMetricFamily(*DRAFT_VERSION, self._draft_version())
-        yield _gauge(
+        yield GaugeMetricFamily(
             "slipstream_engine_report_fresh",
             "1 while the plugin reports; at 0 its series are absent",
             report is not None,
@@ -97,46 +98,34 @@ class PoolCollector(Collector):
 
 
 def _draft_metrics(report: EngineReport) -> Iterator[Metric]:
-    swaps = CounterMetricFamily(*SWAPS, labels=["outcome"])
-    for outcome, count in (("installed", report.swaps), ("failed", report.swap_failures)):
-        if count is not None:
-            swaps.add_metric([outcome], count)
-    yield swaps
+    outcomes = {"installed": report.swaps, "failed": report.swap_failures}
+    yield by_label(CounterMetricFamily(*SWAPS, labels=["outcome"]), outcomes)
     yield from verdict_metrics(report.verdicts, report.watched, report.role, report.draft_accept_length)
     stall_s = None if report.last_stall_ms is None else report.last_stall_ms / 1000
-    yield _gauge("slipstream_last_swap_stall_seconds", "Decode time lost to the last swap", stall_s)
+    yield GaugeMetricFamily("slipstream_last_swap_stall_seconds", "Decode time lost to the last swap", stall_s)
     yield GaugeMetricFamily(*DEPTH, report.depth)
     failures = CounterMetricFamily(
         "slipstream_plugin_failures",
         "Plugin parts that an error turned off until SGLang restarts",
         labels=["part", "reason"],
     )
-    for failure, count in report.failures.items():
-        failures.add_metric(failure.partition(":")[::2], count)
-    yield failures
+    yield by_label(failures, {failure.partition(":")[::2]: count for failure, count in report.failures.items()})
 
 
 def _round_metrics(report: EngineReport) -> Iterator[Metric]:
     seconds = {mode: milliseconds / 1000 for mode, milliseconds in report.decode_ms.items()}
     for about, by_mode in ((ROUNDS, report.rounds), (ROUND_SECONDS, seconds), (ROUND_TOKENS, report.round_tokens)):
         family = CounterMetricFamily(*about, labels=["mode", "batch"])
-        for mode, value in by_mode.items():
-            family.add_metric([mode, "all"], value)
-        yield family
+        yield by_label(family, {(mode, "all"): value for mode, value in by_mode.items()})
     for about, of_head, of_text in (
         (PROPOSALS, report.proposals, report.text_proposals),
         (ACCEPTED, report.accepted, report.text_accepted),
     ):
         family = CounterMetricFamily(*about, labels=["source", "position"])
-        for source, by_position in (("head", of_head), ("suffix", of_text)):
-            for position, count in by_position.items():
-                family.add_metric([source, position], count)
-        yield family
-    texts = CounterMetricFamily(*ACCEPTED_TEXT, labels=["text"])
-    for text, count in report.accepted_text.items():
-        texts.add_metric([text], count)
-    yield texts
-    yield _gauge(*SUFFIX_TOKENS, report.text_tokens)
+        by_label(family, {("head", position): count for position, count in of_head.items()})
+        yield by_label(family, {("suffix", position): count for position, count in of_text.items()})
+    yield by_label(CounterMetricFamily(*ACCEPTED_TEXT, labels=["text"]), report.accepted_text)
+    yield GaugeMetricFamily(*SUFFIX_TOKENS, report.text_tokens)
     yield CounterMetricFamily(
         "slipstream_suffix_evicted", "Windows of earlier text evicted for others", report.text_evicted
     )
@@ -161,7 +150,3 @@ def _speed_metrics(report: EngineReport) -> Iterator[Metric]:
 
 def _by_key(counts: Mapping[str, int]) -> dict[LengthKey, int]:
     return {tuple(key.split("/")): count for key, count in counts.items() if key.count("/") == 2}
-
-
-def _gauge(name: str, help_text: str, value: float | None) -> GaugeMetricFamily:
-    return GaugeMetricFamily(name, help_text, value=value)

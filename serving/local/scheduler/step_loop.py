@@ -21,8 +21,8 @@ from serving.local.draft import ServingDraft, StagedWeights
 from serving.local.request import ActiveRequest
 from serving.local.scheduler.queue import Inbox, Slots
 from serving.local.target.model import StagedTarget, Target
-from serving.metrics import EngineMetrics
-from serving.speedup import AbSpeedup, Arm, ControlShare, EstimatedSpeedup, SpeedupMeter
+from serving.metrics import TEXTS, EngineMetrics
+from serving.speedup import HEAD_AB_ARMS, AbSpeedup, Arm, ControlShare, EstimatedSpeedup, SpeedupMeter
 from speculator.errors import EngineDeadError
 from speculator.proposals.planner import RoundPlanner
 from speculator.redis.control_plane import EngineLoad
@@ -215,21 +215,8 @@ class RoundObserver:
         self.estimated_speedup, self.by_length = EstimatedSpeedup(), AcceptanceByLength()
 
     def observe(self, report: RoundReport, *, is_control: bool, target_version: int, head_arm: Arm) -> None:
-        plan, probe, rows = report.proposals.plan, report.proposals.probe, report.rows
-        self._metrics.observe_round(
-            batch=report.batch,
-            drafted=report.depth > 0,
-            read_prompt=report.read_prompt,
-            seconds=report.seconds,
-            committed=report.committed,
-            proposed=tuple(len(row.proposal.tree.tokens) for row in rows),
-            depths=tuple(row.proposal.tree.depth for row in rows),
-            accepted=tuple(row.num_accepted for row in rows),
-            from_head=tuple(row.from_head for row in rows),
-            accepted_text=[source for row in rows for source in row.accepted_sources],
-            probe=None if probe is None else report.probe_was_right,
-            expected=(plan.expected_tokens, plan.expected_s),
-        )
+        plan, rows = report.proposals.plan, report.rows
+        self._count(report)
         if not report.read_prompt:
             policies = [row.generation.request.policy for row in rows]
             self._meter.add(
@@ -243,14 +230,9 @@ class RoundObserver:
                 ],
             )
             if head_arm.counts:
-                self._metrics.observe_head_ab(
-                    batch=report.batch,
-                    with_head=head_arm.is_on,
-                    seconds=report.seconds,
-                    committed=report.committed,
-                    asked=plan.uses_head,
-                )
+                self._count_head_ab(report, with_head=head_arm.is_on)
         if report.depth > 0:
+            self._count_verifications(report)
             self._count_by_length(rows)
         if plan.expected_s:
             self.estimated_speedup.add(
@@ -259,6 +241,37 @@ class RoundObserver:
         if self._on_round is not None:
             self._on_round(_watched(report, is_control=is_control, target_version=target_version))
         _record_spans(report)
+
+    def _count(self, report: RoundReport) -> None:
+        size = str(report.batch)
+        mode = "with_prompt" if report.read_prompt else "speculative" if report.depth else "control"
+        self._metrics.rounds.labels(mode, size).inc()
+        self._metrics.round_seconds.labels(mode, size).inc(report.seconds)
+        self._metrics.round_tokens.labels(mode, size).inc(report.committed)
+        if mode == "speculative":
+            self._metrics.expected_tokens.labels(size).inc(report.proposals.plan.expected_tokens)
+            self._metrics.expected_seconds.labels(size).inc(report.proposals.plan.expected_s)
+
+    def _count_verifications(self, report: RoundReport) -> None:
+        if report.proposals.probe is not None:
+            self._metrics.probes.labels("accepted" if report.probe_was_right else "rejected").inc()
+        self._metrics.verifications.inc(report.batch)
+        self._metrics.verified_tokens.inc(report.batch + sum(row.num_accepted for row in report.rows))
+        for row in report.rows:
+            for text in row.accepted_sources:
+                self._metrics.accepted_text.labels(TEXTS[text]).inc()
+            tree, source = row.proposal.tree, "head" if row.from_head else "suffix"
+            self._metrics.proposed_tokens.labels(source).inc(len(tree.tokens))
+            for position in range(tree.depth):
+                self._metrics.proposals.labels(source, str(position + 1)).inc()
+                self._metrics.accepted.labels(source, str(position + 1)).inc(position < row.num_accepted)
+
+    def _count_head_ab(self, report: RoundReport, *, with_head: bool) -> None:
+        arm, size = HEAD_AB_ARMS[with_head], str(report.batch)
+        self._metrics.head_ab_rounds.labels(arm, size).inc()
+        self._metrics.head_ab_seconds.labels(arm, size).inc(report.seconds)
+        self._metrics.head_ab_tokens.labels(arm, size).inc(report.committed)
+        self._metrics.head_ab_asked.inc(report.proposals.plan.uses_head)
 
     def _count_by_length(self, rows: Sequence[VerifiedProposal]) -> None:
         by_source: dict[ProposalSource, list[VerifiedProposal]] = {

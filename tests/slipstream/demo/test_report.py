@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from serving.metrics import EngineMetrics
+from serving.speedup import HEAD_AB_ARMS, SpeedupMeter
 from slipstream.demo.chapters import CHAPTERS, POISON, PoisonedDraft
 from slipstream.demo.report import ChapterRun, DemoRun, figures
 from slipstream.demo.servers import Scrape
@@ -17,6 +18,7 @@ from slipstream.demo.summary import chapter_sentences, progress, sentences
 from slipstream.demo.topics import built_in_prompts, cycle_prompts
 from slipstream.demo.traffic import Stretch, Traffic
 from speculator.redis.stream_accounting import StreamLag
+from tests.fixtures.rounds import count_round
 
 SETTINGS = {"model": "toy", "minutes": 5}
 SPEEDUP = 'slipstream_speedup_measured_ratio{baseline="depth0_same_batch"}'
@@ -46,20 +48,10 @@ def _run(samples: list[Scrape], *, num_prompts: int = 12, duration_s: float = 30
 
 
 def _count(metrics: EngineMetrics, *, drafted: bool, accepted: int, seconds: float) -> None:
-    metrics.observe_round(
-        batch=1,
-        drafted=drafted,
-        read_prompt=False,
-        seconds=seconds,
-        committed=accepted + 1 if drafted else 1,
-        proposed=(3,),
-        depths=(2,),
-        accepted=(accepted,),
-        from_head=(True,),
-        accepted_text=(0, 2, 2) if accepted else (),
-        expected=(1.0, 0.03),
-        probe=None,
-    )
+    accepted = accepted if drafted else 0
+    count_round(metrics, SpeedupMeter(), depth=2 if drafted else 0, seconds=seconds, accepted=accepted)
+    for text in ("own", "tenant", "tenant") if accepted else ():
+        metrics.accepted_text.labels(text).inc()
 
 
 def _counted() -> list[Scrape]:
@@ -83,9 +75,14 @@ def _ab(*, slower_without: float, asked: bool, probes: int = 0) -> list[Scrape]:
         for number in range(40):
             with_head, seconds = number % 4 > 0, rng.uniform(0.9, 1.1) * (0.02 + 0.01 * (number % 2))
             seconds *= 1 if with_head else slower_without
-            metrics.observe_head_ab(
-                batch=1 + number % 2, with_head=with_head, seconds=seconds, committed=2, asked=asked and with_head
-            )
+            arm, batch = HEAD_AB_ARMS[with_head], str(1 + number % 2)
+            for counter, count in (
+                (metrics.head_ab_rounds, 1),
+                (metrics.head_ab_seconds, seconds),
+                (metrics.head_ab_tokens, 2),
+            ):
+                counter.labels(arm, batch).inc(count)
+            metrics.head_ab_asked.inc(asked and with_head)
     return samples
 
 

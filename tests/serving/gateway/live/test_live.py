@@ -22,13 +22,15 @@ from prometheus_client.registry import Collector
 from serving.capture.recorder import RecorderStats
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
-from serving.gateway.live.live import RANGES, Live, PublicDrafts
+from serving.gateway.live.drafts import PublicDrafts
+from serving.gateway.live.live import RANGES, Live
 from serving.gateway.metrics import GatewayMetrics
 from serving.metrics import EngineMetrics, ServingCollector
 from serving.speedup import BASELINE, NOTHING_MEASURED, SUFFIX_ONLY, Speedup, SpeedupMeter
 from speculator.errors import StoreError
 from speculator.proposals.suffix_drafter import TextSource
 from tests.fixtures.doubles import DoubleEngine
+from tests.fixtures.rounds import count_round
 from tests.serving.gateway import passage
 from tests.serving.gateway.client import ask, error_of, gateway, serve
 from tests.serving.sglang.outside.fake_sglang import MODEL, FakeSglang
@@ -92,21 +94,15 @@ class Served:
         self, *, drafted: bool, seconds: float, accepted: int, from_head: bool = True, texts: Sequence[TextSource] = ()
     ) -> None:
         """One request at depth 3."""
-        self.metrics.observe_round(
-            batch=1,
-            drafted=drafted,
-            read_prompt=False,
+        count_round(
+            self.metrics,
+            self.meter,
+            depth=3 if drafted else 0,
             seconds=seconds,
-            committed=accepted + 1,
-            proposed=(4 if drafted else 0,),
-            depths=(3 if drafted else 0,),
-            accepted=(accepted,),
-            from_head=(from_head,),
-            accepted_text=texts,
-            probe=None,
-            expected=(0.0, 0.0),
+            accepted=accepted,
+            from_head=from_head,
+            texts=texts,
         )
-        self.meter.add(batch=1, drafted=drafted, seconds=seconds, committed=accepted + 1)
 
     def app(self) -> FastAPI:
         return create_app(DoubleEngine(), settings=GatewaySettings(), registry=self.registry)
