@@ -135,26 +135,13 @@ def adaptive_config(depth: int, suffix_depth: int) -> dict[str, dict[str, list[i
 
 
 def environment(options: SglangOptions, inherited: Mapping[str, str]) -> dict[str, str]:
+    # Imported here: `slipstream doctor` looks for an interpreter where PyTorch may be broken.
+    from serving.sglang.settings import PREFIX, PluginSettings
+
+    given = {**vars(options), "store": options.store.absolute(), "capture_unmarked": False}
     ours = {
-        "SLIPSTREAM_ENABLED": "1",
-        "SLIPSTREAM_REDIS_URL": options.redis_url,
-        "SLIPSTREAM_STORE": str(options.store.absolute()),
-        "SLIPSTREAM_ENGINE_ID": options.engine_id,
-        "SLIPSTREAM_MODEL_KEY": options.model_key,
-        "SLIPSTREAM_TARGET_FINGERPRINT": options.target_fingerprint,
-        "SLIPSTREAM_CAPTURE": str(int(options.capture)),
-        "SLIPSTREAM_CAPTURE_UNMARKED": "0",
-        "SLIPSTREAM_SUFFIX_DEPTH": str(options.suffix_depth),
-        "SLIPSTREAM_SHARE_GROUPS": str(int(options.share_groups)),
-        "SLIPSTREAM_CONTROL_SHARE": str(options.control_share),
-        "SLIPSTREAM_PLAIN_SHARE": str(options.plain_share),
-        "SLIPSTREAM_CONTEXT_WINDOW": str(options.context_window),
-        "SLIPSTREAM_CAPTURE_BYTES_PER_S": str(options.capture_bytes_per_s),
-        "SLIPSTREAM_CAPTURE_FLOOR": str(options.capture_floor),
-        "SLIPSTREAM_BRANCH_SHARE": str(options.branch_share),
-        "SLIPSTREAM_STREAM_MAX_BYTES": str(options.stream_max_bytes),
-        "SLIPSTREAM_TRACE_TTL_HOURS": str(options.trace_ttl_hours),
-        "SLIPSTREAM_CAPTURE_FILTER": options.capture_filter or "",
+        f"{PREFIX}ENABLED": "1",
+        **{f"{PREFIX}{name.upper()}": _word(given[name]) for name in PluginSettings.model_fields if name in given},
         # Otherwise it would generate a token at each health check.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         # At its start it requests an answer of itself, and ends where a proxy gets that request.
@@ -162,6 +149,11 @@ def environment(options: SglangOptions, inherited: Mapping[str, str]) -> dict[st
     }
     on_cpu = {"SGLANG_USE_CPU_ENGINE": "1"} if options.device == "cpu" else {}
     return {**inherited, **on_cpu, **ours}
+
+
+def _word(value: object) -> str:
+    """A setting as the plugin reads it from the environment."""
+    return "" if value is None else str(int(value)) if isinstance(value, bool) else str(value)
 
 
 def _with_loopback(no_proxy: str) -> str:
