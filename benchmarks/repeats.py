@@ -5,9 +5,8 @@
 A draft is trained on a quarter of the recorded answers; the others are served again and again with it by an engine that
 decodes them anew (benchmarks/replayed.py: real drafts, real acceptance, a clock that the rounds wind). Follower, watch,
 store, lifecycle and Redis are the real ones, and so is the trainer's review (trainer/release/live_review.py),
-which takes a turn at each poll, or none with `--alone`. Versions are published past the gate, each with nothing waiting
-behind it, so that nothing shortens its trial. A version is done with when it is rolled back, or when both have ended
-well:
+which takes a turn at each poll. Versions are published past the gate, each with nothing waiting behind it, so that
+nothing shortens its trial. A version is done with when it is rolled back, or when both have ended well:
 
 * `--repeats` copies of the good draft, which must never be rolled back;
 * `--worse` drafts with noise that takes a tenth of the accept length: rolled back within 2,000 rounds, which takes the
@@ -56,7 +55,7 @@ from speculator.trace import Trace
 from speculator.versions.lifecycle import Transition, VersionState
 from speculator.versions.lineage import load_draft
 from speculator.versions.store import DraftStore
-from trainer.config import TrainerConfig, load_config
+from trainer.config import load_config
 from trainer.learning.batch import Example, make_example
 from trainer.learning.labels import draft_ids_by_target_id
 from trainer.metrics import TrainerMetrics
@@ -126,102 +125,80 @@ def subtly_worse(
     return worse, 1 - length(worse) / good
 
 
-class Shifts:
-    """Trials of a better draft during which the traffic changes, each with an engine and a store of its own."""
+class Bench:
+    """An engine that serves recorded answers, with a store, a pointer and a follower of its own."""
 
     def __init__(
         self,
-        weak: dict[str, Tensor],
+        name: str,
+        first: dict[str, Tensor],
+        *,
         good: Eagle3Draft,
-        answers: Sequence[Answer],
         fingerprint: str,
         client: redis.Redis,
         folder: Path,
+        answers: Sequence[Answer],
+        seed: int = 0,
+        table: Table | None = None,
+        on_trace: Callable[[Trace], object] = lambda _: None,
     ) -> None:
-        self._weak, self._good, self._answers = weak, good, answers
-        self._fingerprint, self._client, self._folder = fingerprint, client, folder
-        self._table = Table()
-
-    def run_trial(self, told: str, before: float, after: float, *, seed: int) -> Tried:
-        """Try the better draft until it is kept or rolled back. Raises TimeoutError."""
-        store, good = DraftStore(self._folder / told), self._good
-        first = Eagle3Draft(good.config, good.embed, good.d2t)
-        apply_state(first, self._weak)
-        incumbent = add_first(store, first, self._fingerprint)
-        version = add_version(store, draft_state(good), good, self._fingerprint)
-        pointer, watch = DraftPointer(self._client, told), LiveWatch(incumbent, clock=lambda: engine.clock_s)
-        engine = ReplayEngine(
-            partial(load_draft, store, embed=good.embed, target_fingerprint=self._fingerprint),
+        """It begins with a version whose weights are `first`; `good` has the config of all versions."""
+        self.name, self.good, self._fingerprint = name, good, fingerprint
+        self.store, draft = DraftStore(folder / name), Eagle3Draft(good.config, good.embed, good.d2t)
+        apply_state(draft, first)
+        incumbent = add_first(self.store, draft, fingerprint)
+        self.pointer, watch = DraftPointer(client, name), LiveWatch(incumbent, clock=lambda: self.engine.clock_s)
+        self.load = partial(load_draft, self.store, embed=good.embed, target_fingerprint=fingerprint)
+        self.engine = ReplayEngine(
+            self.load,
             incumbent,
-            Traffic(self._answers, seed=seed),
+            Traffic(answers, seed=seed),
             costs=COSTS,
             per_minute=PER_MINUTE,
             on_round=watch.observe,
-            on_trace=lambda _: None,
+            on_trace=on_trace,
             seed=seed,
-            table=self._table,
+            table=table,
         )
-        engine.remembered = before
-        follower = DraftFollower(engine, pointer, engine_id=told, watch=watch, lifecycle=store.lifecycle)
-        pointer.publish(version)
-        shift_s, late_s = math.inf, random.Random(seed).uniform(0, LATEST_SHIFT_S)
-        while engine.clock_s < LONGEST_TRIAL_S:
-            engine.run_until(engine.clock_s + POLL_S)
-            follower.poll()
-            if engine.draft_version == version:
-                shift_s = min(shift_s, engine.clock_s + late_s)
-            if engine.clock_s >= shift_s:
-                engine.remembered = after
-            last = store.lifecycle.history(version)[-1]
-            if last.state in (VersionState.PROMOTED, VersionState.QUARANTINED):
-                rounds, seconds = engine.rounds_of[version], engine.seconds_of[version]
-                print(f"{told}: {last.state.value}, {rounds} rounds, {last.reason}, {last.numbers}", flush=True)
-                return Tried(last, rounds, seconds)
-        raise TimeoutError(f"{told} is {last.state.value} after {LONGEST_TRIAL_S:.0f} virtual seconds")
+        self._follower = DraftFollower(
+            self.engine, self.pointer, engine_id=name, watch=watch, lifecycle=self.store.lifecycle
+        )
 
-
-@dataclass
-class Trials:
-    """Versions that are tried one after the other by one engine."""
-
-    store: DraftStore
-    pointer: DraftPointer
-    fingerprint: str
-    engine: ReplayEngine
-    follower: DraftFollower
-    good: Eagle3Draft
-    review: Review
-    arrived: list[Stored]
-    is_alone: bool
-
-    def run_trial(self, state: dict[str, Tensor], *, told: str) -> Tried:
-        """Try a version with these weights until it is kept or rolled back. Raises TimeoutError."""
-        version = add_version(self.store, state, self.good, self.fingerprint)
+    def run_trial(self, state: dict[str, Tensor], told: str, *, is_judged: Callable[[int], bool]) -> Tried:
+        """Try a version with these weights until it is rolled back, or promoted and judged: `is_judged` is asked after
+        each poll. Raises TimeoutError.
+        """
+        version = add_version(self.store, state, self.good, self._fingerprint)
         self.pointer.publish(version)
         end_s = self.engine.clock_s + LONGEST_TRIAL_S
         while self.engine.clock_s < end_s:
             self.engine.run_until(self.engine.clock_s + POLL_S)
-            self.follower.poll()
-            self.review.arrived(self.arrived)
-            self.arrived.clear()
-            self.review.take_turn()
-            last = self.store.lifecycle.history(version)[-1]
+            self._follower.poll()
+            has_verdict, last = is_judged(version), self.store.lifecycle.history(version)[-1]
             is_gone = last.state is VersionState.QUARANTINED and self.engine.draft_version != version
-            if is_gone or (last.state is VersionState.PROMOTED and self._is_reviewed(version)):
+            if is_gone or (last.state is VersionState.PROMOTED and has_verdict):
                 rounds, seconds = self.engine.rounds_of[version], self.engine.seconds_of[version]
-                print(
-                    f"{told}: {last.state.value} by {last.actor}, {rounds} rounds, {last.reason}, {last.numbers}",
-                    flush=True,
-                )
+                outcome = f"{last.state.value} by {last.actor}, {rounds} rounds, {last.reason}, {last.numbers}"
+                print(f"{told}: {outcome}", flush=True)
                 self.store.prune(4)
                 return Tried(last, rounds, seconds)
         raise TimeoutError(f"{told} is {last.state.value} after {LONGEST_TRIAL_S:.0f} virtual seconds")
 
-    def _is_reviewed(self, version: int) -> bool:
-        """Whether the review of this version has ended or timed out; always true with `--alone`."""
-        events = self.store.lifecycle.events.tail(20)
-        told = (event.fields.get("version") for event in events if event.kind == "review")
-        return self.is_alone or version in told or self.engine.rounds_of[version] >= REVIEWED_ROUNDS
+
+def shift_trial(bench: Bench, before: float, after: float, *, seed: int) -> Tried:
+    """Try the good draft while the traffic changes. Raises TimeoutError."""
+    engine, shift_s = bench.engine, math.inf
+    late_s, engine.remembered = random.Random(seed).uniform(0, LATEST_SHIFT_S), before
+
+    def is_judged(version: int) -> bool:
+        nonlocal shift_s
+        if engine.draft_version == version:
+            shift_s = min(shift_s, engine.clock_s + late_s)
+        if engine.clock_s >= shift_s:
+            engine.remembered = after
+        return True
+
+    return bench.run_trial(draft_state(bench.good), bench.name, is_judged=is_judged)
 
 
 def main() -> None:
@@ -246,53 +223,51 @@ def main() -> None:
         EmbeddedRedis(Path(folder) / "redis") as redis,
         connect(redis.url) as client,
     ):
-        store = DraftStore(Path(folder) / "drafts")
-        pointer, watch = DraftPointer(client, "repeats"), LiveWatch(1, clock=lambda: engine.clock_s)
-        add_first(store, good, fingerprint)
-        load = partial(load_draft, store, embed=good.embed, target_fingerprint=fingerprint)
-        engine = ReplayEngine(
-            load,
-            1,
-            Traffic(served, seed=0),
-            costs=COSTS,
-            per_minute=PER_MINUTE,
-            on_round=watch.observe,
-            on_trace=on_trace,
-        )
-        follower = DraftFollower(engine, pointer, engine_id="repeats", watch=watch, lifecycle=store.lifecycle)
+        bench = partial(Bench, good=good, fingerprint=fingerprint, client=client, folder=Path(folder), answers=served)
+        all_in_turn = bench("repeats", draft_state(good), on_trace=on_trace)
+        engine, store = all_in_turn.engine, all_in_turn.store
+        unused: dict[str, Any] = {"redis_url": "", "model_key": "", "store_dir": Path(), "state_dir": Path()}
         review = Review(
             store.lifecycle,
-            pointer,
-            _config(model_dir, alone=arguments.alone),
+            all_in_turn.pointer,
+            load_config(model_dir=model_dir, **unused),
             TrainerMetrics(CollectorRegistry()),
             Ranks(),
-            load_draft=load,
+            load_draft=all_in_turn.load,
             clock=lambda: engine.clock_s,
         )
-        trials = Trials(store, pointer, fingerprint, engine, follower, good, review, arrived, arguments.alone)
+
+        def is_reviewed(version: int) -> bool:
+            """Give the review its turn; whether that of this version has ended or timed out."""
+            review.arrived(arrived)
+            arrived.clear()
+            review.take_turn()
+            events = store.lifecycle.events.tail(20)
+            told = (event.fields.get("version") for event in events if event.kind == "review")
+            return version in told or engine.rounds_of[version] >= REVIEWED_ROUNDS
+
         weak, loss = subtly_worse(good, examples, 1 - 1 / (1 + GAIN))
         print(f"the incumbent of the shifts accepts {100 * loss:.0f}% less", flush=True)
-        shifts = Shifts(weak, good, served, fingerprint, client, Path(folder))
+        run, table = partial(all_in_turn.run_trial, is_judged=is_reviewed), Table()
         found = {
-            "good": _all(trials, arguments.repeats, "a copy of the good draft", lambda _: draft_state(good)),
-            "worse": _all(trials, arguments.worse, "accept length −10%", lambda number: worse[number][0]),
-            "random": _all(trials, arguments.random, "random weights", lambda n: noisy(good, float("inf"), seed=n)),
+            "good": _all(run, arguments.repeats, "a copy of the good draft", lambda _: draft_state(good)),
+            "worse": _all(run, arguments.worse, "accept length −10%", lambda number: worse[number][0]),
+            "random": _all(run, arguments.random, "random weights", lambda n: noisy(good, float("inf"), seed=n)),
             **{
-                told: [shifts.run_trial(f"{told}, {n + 1}", *shares, seed=n) for n in range(arguments.repeats)]
+                told: [
+                    shift_trial(bench(f"{told}, {n + 1}", weak, seed=n, table=table), *shares, seed=n)
+                    for n in range(arguments.repeats)
+                ]
                 for told, shares in SHIFTS.items()
             },
         }
     _finish(found, [loss for _, loss in worse], len(served), arguments)
 
 
-def _config(model_dir: Path, *, alone: bool) -> TrainerConfig:
-    """The trainer's settings from the environment, of which only the review's are used."""
-    values: dict[str, Any] = {"redis_url": "", "model_key": "", "store_dir": Path(), "state_dir": Path()}
-    return load_config(model_dir=model_dir, **values, **({"review_traces": 0} if alone else {}))
-
-
-def _all(trials: Trials, count: int, told: str, state: Callable[[int], dict[str, Tensor]]) -> list[Tried]:
-    return [trials.run_trial(state(number), told=f"{told}, {number + 1} of {count}") for number in range(count)]
+def _all(
+    run: Callable[[dict[str, Tensor], str], Tried], count: int, told: str, state: Callable[[int], dict[str, Tensor]]
+) -> list[Tried]:
+    return [run(state(number), f"{told}, {number + 1} of {count}") for number in range(count)]
 
 
 def _finish(
@@ -349,7 +324,6 @@ def _arguments() -> argparse.Namespace:
         "--repeats", type=int, help="copies of the good draft, and shifts each way; default 20, quick 2"
     )
     options.add_argument("--worse", type=int, help="drafts that are 10%% worse; default 5, quick 1")
-    options.add_argument("--alone", action="store_true", help="without the trainer's review")
     options.add_argument("--random", type=int, help="drafts of random weights; default 10, quick 2")
     arguments = options.parse_args()
     defaults = {

@@ -67,22 +67,16 @@ class Chains:
 
 
 @torch.no_grad()
-def decode_again(
-    draft: Eagle3Draft,
-    example: Example,
-    *,
-    depth: int = DEPTH,
-    autocast: bool = True,
-) -> Chains:
-    """Chains at every position of a greedy answer; `autocast` multiplies matrices in bfloat16 where that is fast."""
+def decode_again(draft: Eagle3Draft, example: Example) -> Chains:
+    """Chains at every position of a greedy answer; matrices are multiplied in bfloat16 where that is fast."""
     num = example.num_bases - example.answer_base
     window = Window(example=example, start=example.answer_base, num_bases=num)
     batch = pack([window], max_context=_ALL_CONTEXT)
-    tokens_NK = torch.full((num, depth), -1)
-    logprobs_NK = torch.zeros(num, depth)
+    tokens_NK = torch.full((num, DEPTH), -1)
+    logprobs_NK = torch.zeros(num, DEPTH)
     accepted_N = torch.zeros(num, dtype=torch.long)
-    with eagle3.autocast(draft.embed.device, is_wanted=autocast):
-        for proposals in unroll(draft, batch, num_steps=depth):
+    with eagle3.autocast(draft.embed.device, is_wanted=True):
+        for proposals in unroll(draft, batch, num_steps=DEPTH):
             likeliest_S = proposals.logits.float().log_softmax(-1).max(-1)
             tokens_NK[proposals.chains, proposals.step] = draft.target_ids[likeliest_S.indices]
             logprobs_NK[proposals.chains, proposals.step] = likeliest_S.values
