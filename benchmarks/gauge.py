@@ -15,7 +15,6 @@ run the models have a core of their own.
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 import time
@@ -36,7 +35,8 @@ BLOCK_S = 125.0
 _REPORTED_AFTER_S = 2.0
 _TURN_TOKENS = 32
 """Few: from one quarter of a minute to the next this machine may be a fifth slower, for all servers alike."""
-_LONGEST_PROMPT = 256
+_LONGEST_PROMPT = 768
+"""In characters."""
 _WITHIN = math.log(1.05)
 
 
@@ -117,7 +117,7 @@ def main() -> None:
         scene.plain_server(*_FLAGS) as plain,
     ):
         give_core(plain.pid, core)
-        prompts = _prompts(scene)
+        prompts = scene.numbered(scene.prompts, _LONGEST_PROMPT)
         for draft in arguments.drafts:
             with _server(scene, draft) as live:
                 give_core(live.pid, core)
@@ -151,13 +151,6 @@ def _server(scene: Scene, draft: str) -> SglangServer:
         "SLIPSTREAM_CAPTURE": "0",
     }
     return scene.live_server(scene.add_random(), _FLAGS, simulated)
-
-
-def _prompts(scene: Scene) -> Iterator[list[int]]:
-    """Prompts, each with a different number in front, so that no prefix cache has a repeated one."""
-    for number in itertools.count():
-        prompt = scene.prompts[number % len(scene.prompts)]
-        yield scene.ids(f"Question {number:05d}: {prompt.text}"[: 3 * _LONGEST_PROMPT])
 
 
 def _measure(

@@ -47,7 +47,7 @@ from safetensors.torch import save_file
 from benchmarks.answers import RECORDING_DEFAULTS, add_recording_options, in_turn, recording
 from benchmarks.common import peer_trainers
 from benchmarks.common.paired import KeptRuns, interval
-from benchmarks.common.peer_environments import DEFAULT_TORCH, PROJECTS, TRAINING_NEEDS, environment, run_in
+from benchmarks.common.peer_environments import DEFAULT_TORCH, PROJECTS, environment, run_in
 from benchmarks.common.peer_trainers import Plan
 from benchmarks.common.report import Target, fill_in, finish, parser
 from slipstream.demo.topics import Prompt
@@ -267,7 +267,7 @@ class _Peers:
         if not (self._folder / "plan.json").exists():
             self.write(task)
         folder: Path = getattr(self._arguments, f"env_{arm.project}") or self._environments / arm.project
-        python = environment(folder, arm.project, self._arguments.torch, also=TRAINING_NEEDS[arm.project])
+        python = environment(folder, arm.project, self._arguments.torch)
         (self._folder / "arm.json").write_text(json.dumps(arm.changes))
         verbose: bool = self._arguments.verbose
         run_in(python, Path(peer_trainers.__file__), arm.project, self._folder, verbose=verbose)

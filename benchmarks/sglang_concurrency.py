@@ -17,7 +17,6 @@ policy finds its depth. The threads that run the models have a core of their own
 from __future__ import annotations
 
 import contextlib
-import itertools
 import statistics
 import time
 from collections.abc import Iterator, Mapping
@@ -33,8 +32,8 @@ from serving.sglang.report import EngineReport
 from tests.sglang.server import SglangServer, speculative_flags
 
 _OURS = "adaptive"
-_LONGEST_PROMPT = 40
-"""In tokens: prompts are read before any of them is decoded, and here reading 64 takes longer than decoding them."""
+_LONGEST_PROMPT = 160
+"""In characters: prompts are read before any of them is decoded, and here reading 64 takes longer than decoding."""
 _TURN_TOKENS, _LEAST_TOKENS, _MOST_TOKENS = 512, 32, 128
 """Of all answers of a turn together, and the bounds for each."""
 _FLAGS = ("--stream-interval", "4", "--max-running-requests", "64")
@@ -87,7 +86,7 @@ def main() -> None:
             version = scene.add_random()
         else:
             version = learnt_version(scene, scene.prompts[LEARNT_FROM], arguments.drafts, arguments.minutes)
-        prompts = _prompts(scene)
+        prompts = scene.numbered(scene.prompts[: LEARNT_FROM.start], _LONGEST_PROMPT)
         with _servers(scene, version, env) as servers:
             for server in servers.values():
                 give_core(server.pid, core)
@@ -115,13 +114,6 @@ def _servers(scene: Scene, version: int, env: Mapping[str, str]) -> Iterator[Map
             speculative = speculative_flags(draft_dir, num_steps=depth) if depth else []
             servers[f"depth {depth}"] = scene.plain_server(*_FLAGS, *speculative, env=env, name=f"depth_{depth}")
         yield {name: stack.enter_context(server) for name, server in servers.items()}
-
-
-def _prompts(scene: Scene) -> Iterator[list[int]]:
-    """New prompts: each has its number in front."""
-    for number in itertools.count():
-        prompt = scene.prompts[number % LEARNT_FROM.start]
-        yield scene.ids(f"{number}: {prompt.text}"[: 4 * _LONGEST_PROMPT])
 
 
 def _measure(

@@ -60,6 +60,13 @@ class Scene:
         messages = [{"role": "user", "content": text}]
         return list(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))[-1024:]
 
+    def numbered(self, prompts: Sequence[Prompt], longest: int) -> Iterator[list[int]]:
+        """These prompts again and again, cut to so many characters, each with a new number in front, so that no prefix
+        cache has it.
+        """
+        for number in itertools.count():
+            yield self.ids(f"Question {number:05d}: {prompts[number % len(prompts)].text}"[:longest])
+
     def report(self, engine_id: str = LIVE_ID) -> dict[str, str]:
         """The server's last report in Redis; empty before the first."""
         return self.pointer.engines().get(engine_id, {})

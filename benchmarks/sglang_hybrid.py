@@ -25,11 +25,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.common.decoding import NeverTogetherError, decode
-from benchmarks.common.report import Median, Spread, Target, fill_in, finish, parser, refusing
+from benchmarks.common.report import Median, Spread, Target, fill_in, finish, in_order, parser, prompts_of, refusing
 from benchmarks.common.workloads import EDITS, asks_for
 from benchmarks.sglang_cpu_phases import add_head_options, learnt_version
 from benchmarks.sglang_cpu_scene import Scene, prepared
-from slipstream.demo.topics import Prompt, built_in_prompts, read_prompts
+from slipstream.demo.topics import Prompt
 from speculator.errors import ConfigError
 from tests.sglang.server import SglangServer
 
@@ -78,7 +78,7 @@ def main() -> None:
     options.add_argument("--workloads", nargs="+", choices=_BETTER, default=list(_BETTER))
     arguments = options.parse_args()
     fill_in(arguments, {"minutes": (1.0, 5.0), "turns": (4, 20)})
-    learnt_from, asked_for = _halves(read_prompts(arguments.prompts) if arguments.prompts else built_in_prompts())
+    learnt_from, asked_for = _halves(prompts_of(arguments.prompts))
     turns = _turns(arguments.workloads, asked_for, arguments)
     with prepared(arguments.model, arguments.prompts) as scene:
         version = learnt_version(scene, learnt_from, arguments.drafts, arguments.minutes)
@@ -168,16 +168,16 @@ def _program(text: str) -> str:
 def _measure(
     scene: Scene, servers: Mapping[str, SglangServer], turns: Sequence[Sequence[str]], *, warm_up: int
 ) -> Measured:
-    measured, names = Measured(), list(servers)
+    measured = Measured()
     for turn, texts in enumerate(turns):
         asked = [scene.ids(text[-_LONGEST_PROMPT:]) for text in texts]
-        shift, found = turn % len(names), {}
-        for name in [*names[shift:], *names[:shift]]:
+        found = {}
+        for name in in_order(servers, turn):
             with contextlib.suppress(NeverTogetherError):
                 found[name] = decode(servers[name], asked, max_new_tokens=_TOKENS)
         if turn < warm_up:
             continue
-        if len(found) < len(names):
+        if len(found) < len(servers):
             measured.left_out += 1
             continue
         for name, decoded in found.items():

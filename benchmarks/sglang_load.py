@@ -13,17 +13,20 @@ contradicts itself, so it is dropped on its way to Redis. The threads that run t
 from __future__ import annotations
 
 import itertools
+import json
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.common.bench_serving import Served, with_random_tokens
 from benchmarks.common.cores import core_for_schedulers, give_core
 from benchmarks.common.report import Median, Spread, Target, fill_in, finish, in_order, parser
 from benchmarks.sglang_cpu_scene import FIXED_ID, LIVE_ID, Scene, prepared
 from tests.sglang.server import SglangServer
 
+_CLIENTS = 4
 _NUM_TOKENS = (128, 64)
 """Of a prompt and of an answer."""
 _SWAP_EVERY_S = 2.0
@@ -80,24 +83,32 @@ class Load:
         rates: dict[str, list[float]] = {name: [] for name in kinds}
         for turn in range(turns + 1):
             for name in in_order(kinds, turn):
-                rate = self.run(*kinds[name]).tokens_per_s
+                rate = self.run(*kinds[name])["output_throughput"]
                 if turn:
                     rates[name].append(rate)
             print({name: round(values[-1], 2) for name, values in rates.items() if values}, flush=True)
         return rates
 
-    def run(self, server: SglangServer, is_captured: bool) -> Served:
+    def run(self, server: SglangServer, is_captured: bool) -> dict[str, Any]:
+        """What SGLang's `bench_serving`, unmodified, reports of a run."""
         self.num_runs += 1
         self.num_captured += self.requests * is_captured
-        served = with_random_tokens(
-            server,
-            self.scene.model_dir,
-            self.requests,
-            num_tokens=_NUM_TOKENS,
-            seed=self.num_runs,
-            policy={"capture": is_captured},
-        )
-        assert served.completed == self.requests, served
+        prompt, answer = _NUM_TOKENS
+        marks = {"slipstream": {"capture": is_captured}}
+        sampling = {"temperature": 0, "max_new_tokens": answer, "ignore_eos": True, "custom_params": marks}
+        found = self.scene.folder / f"load-{self.num_runs}.jsonl"
+        command = [
+            *(sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", server.url),
+            *("--model", str(self.scene.model_dir), "--num-prompts", str(self.requests)),
+            *("--max-concurrency", str(_CLIENTS), "--warmup-requests", "0", "--output-file", str(found)),
+            *("--dataset-name", "random-ids", "--tokenize-prompt", "--seed", str(self.num_runs)),
+            *("--random-input-len", str(prompt), "--random-output-len", str(answer), "--random-range-ratio", "1"),
+            # In place of its own, which are the same without a policy.
+            *("--extra-request-body", json.dumps({"sampling_params": sampling})),
+        ]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=1200)
+        served: dict[str, Any] = json.loads(found.read_text())
+        assert served["completed"] == self.requests, served
         return served
 
     def swapping(self, server: SglangServer) -> dict[str, Any]:
@@ -118,7 +129,7 @@ class Load:
             stop.set()
             swapper.join()
         swaps = int(self.scene.report(FIXED_ID)["swaps"]) - before
-        return {"swaps": swaps, "completed": served.completed, "asked": self.requests, "stall_ms": max(stalls_ms)}
+        return {"swaps": swaps, "completed": served["completed"], "asked": self.requests, "stall_ms": max(stalls_ms)}
 
     def _swap_to(self, version: int, stop: threading.Event) -> float:
         """Milliseconds in which the scheduler stood still."""

@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import random
 import subprocess
@@ -43,7 +42,8 @@ from benchmarks.sglang_cpu_phases import add_head_options, learnt_version
 from benchmarks.sglang_cpu_scene import Scene, prepared
 from benchmarks.sglang_hybrid import SUFFIX_DEPTH
 from serving.request_metadata import POLICY_KEY
-from slipstream.demo.topics import Prompt
+from slipstream.client import AsyncRollouts, Group
+from slipstream.demo.servers import Scrape
 from speculator.errors import ConfigError
 from speculator.host import free_port
 from tests.sglang.pooled import find_router, router_command
@@ -75,58 +75,48 @@ class Ended:
 class Stage:
     servers: dict[str, SglangServer]
     gateway_url: str
-    model: str
 
     async def play(self, way: str, groups: Sequence[list[int]], arguments: argparse.Namespace) -> Ended:
-        async with httpx.AsyncClient(timeout=_HTTP, limits=httpx.Limits(max_connections=None), trust_env=False) as http:
-            if way == ROLLOUT:
-                return await self._rollout(http, groups, arguments)
-            names = PLAIN if way == PLAIN_FIFO else DRAFTING
-            return await self._fifo(http, [self.servers[name].url for name in names], groups, arguments)
+        if way == ROLLOUT:
+            return await self._rollout(groups, arguments)
+        names = PLAIN if way == PLAIN_FIFO else DRAFTING
+        return await self._fifo([self.servers[name].url for name in names], groups, arguments)
 
-    async def _fifo(
-        self, http: httpx.AsyncClient, urls: Sequence[str], groups: Sequence[list[int]], arguments: argparse.Namespace
-    ) -> Ended:
-        began_s, ends_s = time.perf_counter(), list[float]()
+    async def _fifo(self, urls: Sequence[str], groups: Sequence[list[int]], arguments: argparse.Namespace) -> Ended:
         # Not captured: captured text would also be remembered for the group.
         marks = {POLICY_KEY: {"capture": False, "tenant": "fifo", "group_id": "", "domain": ""}}
         params = {"max_new_tokens": arguments.max_tokens, "temperature": arguments.temperature, "custom_params": marks}
+        async with httpx.AsyncClient(timeout=_HTTP, limits=httpx.Limits(max_connections=None), trust_env=False) as http:
+            began_s, ends_s = time.perf_counter(), list[float]()
 
-        async def one(url: str, prompt: list[int]) -> int:
-            body = {"input_ids": prompt, "sampling_params": params}
-            answer = (await http.post(f"{url}/generate", json=body)).raise_for_status().json()
-            ends_s.append(time.perf_counter() - began_s)
-            return int(answer["meta_info"]["completion_tokens"])
+            async def one(url: str, prompt: list[int]) -> int:
+                body = {"input_ids": prompt, "sampling_params": params}
+                answer = (await http.post(f"{url}/generate", json=body)).raise_for_status().json()
+                ends_s.append(time.perf_counter() - began_s)
+                return int(answer["meta_info"]["completion_tokens"])
 
-        asked = [
-            one(urls[number % len(urls)], prompt)
-            for number, prompt in enumerate(groups)
-            for _ in range(arguments.samples)
-        ]
-        return Ended(sum(await asyncio.gather(*asked)), ends_s)
+            asked = [
+                one(urls[number % len(urls)], prompt)
+                for number, prompt in enumerate(groups)
+                for _ in range(arguments.samples)
+            ]
+            return Ended(sum(await asyncio.gather(*asked)), ends_s)
 
-    async def _rollout(
-        self, http: httpx.AsyncClient, groups: Sequence[list[int]], arguments: argparse.Namespace
-    ) -> Ended:
+    async def _rollout(self, groups: Sequence[list[int]], arguments: argparse.Namespace) -> Ended:
         same = {"n": arguments.samples, "max_tokens": arguments.max_tokens, "temperature": arguments.temperature}
-        body = {"model": self.model, "logprobs": False, "groups": [{"prompt": prompt, **same} for prompt in groups]}
-        began_s, ends_s, tokens = time.perf_counter(), list[float](), 0
-        before = await self._read_again(http)
-        async with http.stream("POST", f"{self.gateway_url}/v1/rollouts", json=body) as answer:
-            answer.raise_for_status()
-            async for line in answer.aiter_lines():
-                said = json.loads(line) if line else {}
-                if said.get("object") == "rollout.sample":
-                    assert said["state"] == "finished", said
-                    ends_s.append(time.perf_counter() - began_s)
-                    tokens += len(said["tokens"])
+        before, ends_s, tokens = self._read_again(), list[float](), 0
+        async with AsyncRollouts(self.gateway_url) as rollouts:
+            began_s = time.perf_counter()
+            async for sample in rollouts.start([Group(prompt=prompt, **same) for prompt in groups], logprobs=False):
+                assert sample.state == "finished", sample
+                ends_s.append(time.perf_counter() - began_s)
+                tokens += len(sample.tokens)
         assert len(ends_s) == len(groups) * arguments.samples, "every sample has ended"
-        return Ended(tokens, ends_s, await self._read_again(http) - before)
+        return Ended(tokens, ends_s, self._read_again() - before)
 
-    async def _read_again(self, http: httpx.AsyncClient) -> int:
-        text = (await http.get(f"{self.gateway_url}/metrics")).raise_for_status().text
-        name = "slipstream_rollout_read_again_tokens_total "
-        return int(float(next(line for line in text.splitlines() if line.startswith(name)).removeprefix(name)))
+    def _read_again(self) -> int:
+        text = httpx.get(f"{self.gateway_url}/metrics", trust_env=False).raise_for_status().text
+        return int(Scrape.parse(0, text).total("slipstream_rollout_read_again_tokens_total"))
 
 
 @refusing
@@ -147,7 +137,7 @@ def main() -> None:
             for turn in range(arguments.turns):
                 of_turn = rng.sample(asked, arguments.groups)
                 for number, way in enumerate(rng.sample(WAYS, len(WAYS))):
-                    groups = [_ids(scene, prompt, f"{turn}.{number}") for prompt in of_turn]
+                    groups = [scene.ids(f"({turn}.{number}) {prompt.text}") for prompt in of_turn]
                     ended = asyncio.run(stage.play(way, groups, arguments))
                     found[way].append(ended)
                     print(f"{way}: {ended.rate:.1f} tokens/s, {ended.ends_s[-1]:.1f} s, tail {ended.tail_s:.1f} s")
@@ -191,10 +181,6 @@ def _report(
     finish(rows, targets, document, arguments.json)
 
 
-def _ids(scene: Scene, prompt: Prompt, tag: str) -> list[int]:
-    return scene.ids(f"({tag}) {prompt.text}")
-
-
 @contextlib.contextmanager
 def _staged(scene: Scene, version: int, slots: int) -> Iterator[Stage]:
     flags = ("--stream-interval", "4", "--max-running-requests", str(slots))
@@ -219,8 +205,7 @@ def _staged(scene: Scene, version: int, slots: int) -> Iterator[Stage]:
         words = router_command(command, port=port, metrics_port=free_port(), workers=workers)
         opened.enter_context(_running(words, scene.folder / "router.log"))
         url = opened.enter_context(scene.gateway(f"http://127.0.0.1:{port}", "--pool"))
-        models = httpx.get(f"{url}/v1/models", trust_env=False).raise_for_status().json()
-        yield Stage(servers, url, models["data"][0]["id"])
+        yield Stage(servers, url)
 
 
 @contextlib.contextmanager

@@ -36,14 +36,14 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.common.engines import engine_with
-from benchmarks.common.report import Median, Target, fill_in, finish, parser, refusing
+from benchmarks.common.report import Median, Target, fill_in, finish, parser, prompts_of, refusing
 from serving.capture.recorder import TraceRecorder
 from serving.engine import CapturePolicy, GenerateRequest
 from serving.hotswap.breaker import LiveWatch
 from serving.hotswap.follower import DraftFollower
 from serving.local.engine import LocalEngine
 from slipstream.children import Child, running_child
-from slipstream.demo.topics import Prompt, built_in_prompts, read_prompts
+from slipstream.demo.topics import Prompt
 from slipstream.models import resolve_model
 from speculator.draft.checkpoint import expected_shapes, model_key, target_fingerprint
 from speculator.draft.initialization import fresh_draft
@@ -151,7 +151,7 @@ def _accepted(engine: LocalEngine) -> float:
 @refusing
 def main() -> None:
     arguments = _arguments()
-    prompts = read_prompts(arguments.prompts) if arguments.prompts else built_in_prompts()
+    prompts = prompts_of(arguments.prompts)
     rng = random.Random(arguments.seed)
     first, other = _topics(prompts, rng)
     first = first[:QUICK_COUPLES] if arguments.quick else first

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import venv
-from collections.abc import Sequence
 from pathlib import Path
 
 PROJECTS = ("speculators", "specforge")
@@ -17,24 +16,24 @@ _NEEDS = {
         *("transformers>=5,<=5.19", "datasets<=5.1.0", "numpy", "safetensors", "pydantic", "pydantic-settings"),
         *("openai", "click", "loguru", "protobuf", "psutil", "rich", "typer", "httpx", "aiohttp", "tqdm"),
     ),
-    "specforge": ("transformers==5.8.1", "numpy", "safetensors"),
+    "specforge": (
+        *("transformers==5.8.1", "numpy", "safetensors", "triton", "datasets", "tqdm", "pydantic", "pyyaml"),
+    ),
 }
-TRAINING_NEEDS = {"speculators": (), "specforge": ("triton", "datasets", "tqdm", "pydantic", "pyyaml")}
-"""What their trainers import beyond that."""
 _WITHOUT_THEIR_NEEDS = {
     "speculators": ("speculators==0.9.0", "hs-connectors==0.9.0"),
     "specforge": ("specforge==0.2.0",),
 }
 
 
-def environment(folder: Path, project: str, torch_build: str, also: Sequence[str] = ()) -> Path:
+def environment(folder: Path, project: str, torch_build: str) -> Path:
     """The Python of an environment with the project; creates the environment where it does not exist."""
     python = folder / "bin" / "python"
     if not python.exists():
         print(f"installing {project} …", file=sys.stderr, flush=True)
         venv.create(folder, with_pip=True)
         install = [str(python), "-m", "pip", "install", "--quiet", "--no-cache-dir", "--disable-pip-version-check"]
-        subprocess.run([*install, torch_build, *_NEEDS[project], *also], check=True)
+        subprocess.run([*install, torch_build, *_NEEDS[project]], check=True)
         subprocess.run([*install, "--no-deps", *_WITHOUT_THEIR_NEEDS[project]], check=True)
     return python
 

@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 import torch
 
-from benchmarks.common.report import Spread, percentile
+from benchmarks.common.report import Spread, in_order, percentile
 from speculator.draft.checkpoint import draft_config_json, expected_shapes
 from speculator.draft.eagle3 import DraftConfig
 from speculator.redis.client import connect
@@ -204,20 +204,20 @@ def token_ms(scene: Scene, server: SglangServer, batch: int, captured: int) -> f
     return 1000 * (long - short) / (LONG - SHORT)
 
 
-Cell = tuple[str, SglangServer, Callable[[int], int]]
-"""(name, server, how many of a batch are captured)."""
+Cell = tuple[SglangServer, Callable[[int], int]]
+"""(server, how many of a batch are captured)."""
 
 
-def in_turns(scene: Scene, cells: list[Cell], repeats: int) -> dict[str, dict[str, float]]:
+def in_turns(scene: Scene, cells: dict[str, Cell], repeats: int) -> dict[str, dict[str, float]]:
     """Milliseconds a token by cell and batch, as medians of turns, each of which begins with another cell."""
     found = {}
     for batch in scene.batches:
-        times: dict[str, list[float]] = {name: [] for name, _, _ in cells}
-        for _, server, _ in cells:
+        times: dict[str, list[float]] = {name: [] for name in cells}
+        for server, _ in cells.values():
             ask(scene, server, batch, SHORT, 0)
         for repeat in range(repeats):
-            shift = repeat % len(cells)
-            for name, server, captured in [*cells[shift:], *cells[:shift]]:
+            for name in in_order(cells, repeat):
+                server, captured = cells[name]
                 times[name].append(token_ms(scene, server, batch, captured(batch)))
         for name, values in times.items():
             found[f"{name}_{batch}"] = Spread.of(values).to_dict()
@@ -294,11 +294,11 @@ def asleep(scene: Scene, repeats: int) -> dict[str, Any]:
     plain = scene.server("plain", drafts=False, plugin=False)
     sleeping = scene.server("asleep", drafts=True, plugin=True, asleep=True)
     with started(plain, sleeping):
-        cells: list[Cell] = [
-            ("plain", plain, lambda batch: 0),
-            ("asleep", sleeping, lambda batch: 0),
-            ("asleep_captured", sleeping, lambda batch: batch),
-        ]
+        cells: dict[str, Cell] = {
+            "plain": (plain, lambda batch: 0),
+            "asleep": (sleeping, lambda batch: 0),
+            "asleep_captured": (sleeping, lambda batch: batch),
+        }
         return {"ms_a_token": in_turns(scene, cells, repeats), "report": report_of(scene)}
 
 
@@ -309,21 +309,21 @@ def drafting(scene: Scene, repeats: int, num_swaps: int, accept_lengths: tuple[i
     alone = scene.server("alone", drafts=True, plugin=False)
     live = scene.server("live", drafts=True, plugin=True)
     with started(alone, live):
-        cells: list[Cell] = [
-            ("eagle_alone", alone, lambda batch: 0),
-            ("plugin", live, lambda batch: 0),
-            ("plugin_half_captured", live, lambda batch: (batch + 1) // 2),
-            ("plugin_captured", live, lambda batch: batch),
-        ]
+        cells: dict[str, Cell] = {
+            "eagle_alone": (alone, lambda batch: 0),
+            "plugin": (live, lambda batch: 0),
+            "plugin_half_captured": (live, lambda batch: (batch + 1) // 2),
+            "plugin_captured": (live, lambda batch: batch),
+        }
         found: dict[str, Any] = {"ms_a_token": in_turns(scene, cells, repeats), "report": report_of(scene)}
         found["swaps"] = swap_gaps(scene, live, min(64, max(scene.batches)), num_swaps)
     for length in accept_lengths:
         simulated = scene.server(f"live{length}", drafts=True, plugin=True, accept_length=length)
         with started(simulated):
-            cells = [
-                (f"plugin_accepts_{length}", simulated, lambda batch: 0),
-                (f"plugin_accepts_{length}_captured", simulated, lambda batch: batch),
-            ]
+            cells = {
+                f"plugin_accepts_{length}": (simulated, lambda batch: 0),
+                f"plugin_accepts_{length}_captured": (simulated, lambda batch: batch),
+            }
             found["ms_a_token"] |= in_turns(scene, cells, repeats)
             report = report_of(scene)
             found[f"accepts_{length}"] = {

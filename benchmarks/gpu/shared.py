@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.common.report import percentile
+from benchmarks.sglang_cpu_phases import training
 from benchmarks.sglang_cpu_scene import Scene, prepared
-from slipstream.children import running_child
 from slipstream.models import BUNDLED_MODEL
 from tests.sglang.server import SglangServer
 
@@ -32,9 +32,7 @@ def measure(*, clients: int, learning_s: float, turns: int, turn_s: float) -> di
     with contextlib.ExitStack() as stack:
         scene = stack.enter_context(prepared(BUNDLED_MODEL, None))
         server = stack.enter_context(scene.live_server())
-        state = ["--state", str(scene.folder / "state")]
-        places = ["--redis-url", scene.redis_url, "--store", str(scene.store.root), *state]
-        trainer = stack.enter_context(running_child("train", ["--model", str(scene.model_dir), *places], scene.folder))
+        trainer = stack.enter_context(training(scene))
         load = _Load(scene, server, clients)
         with load.running():
             deadline_s = time.monotonic() + learning_s
@@ -64,11 +62,7 @@ class _Load:
 
     def __init__(self, scene: Scene, server: SglangServer, clients: int) -> None:
         self._server, self._clients = server, clients
-        numbers = itertools.count()
-        self._prompts = (
-            scene.ids(f"Question {number:05d}: {scene.prompts[number % len(scene.prompts)].text}"[:800])
-            for number in numbers
-        )
+        self._prompts = scene.numbered(scene.prompts, 800)
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._gaps_ms: list[float] = []
 
