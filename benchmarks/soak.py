@@ -46,8 +46,8 @@ import psutil
 
 from benchmarks.common.report import Target, fill_in, finish, parser
 from benchmarks.slopes import Slope, slope
-from slipstream.children import Child, running_child
-from slipstream.demo.servers import Scrape
+from slipstream.children import running_child
+from slipstream.demo.servers import Scrape, wait_until_ready
 from slipstream.models import resolve_model
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.host import free_port
@@ -72,7 +72,6 @@ TRAINER = {
 WARM_UP_SHARE = 0.5
 STRETCH_S = 10.0
 TOY = "toy"
-READY_S = 180.0
 _MEMORY_TOLERANCE = 0.001
 _LEAKING_SHARE = 0.005
 """Share of the traces: a backlog that grows by more is a leak; less follows from varying load."""
@@ -263,30 +262,19 @@ def loop(model_dir: Path, name: str, folder: Path) -> Iterator[Running]:
     with EmbeddedRedis(folder / "redis") as redis, contextlib.ExitStack() as running:
         os.environ.update({ENV_PREFIX + variable: value for variable, value in TRAINER.items()} | _EXACT_MEMORY)
         common = ["--model", str(model_dir), "--redis-url", redis.url, "--store", str(folder / "drafts")]
-        options = ["--name", name, "--port", "0", "--capture", "--control-share", "0.1", "--context-length", "512"]
+        port, trainer_port = free_port(), free_port()
+        url, trainer_url = (f"http://127.0.0.1:{number}" for number in (port, trainer_port))
+        options = ["--name", name, "--port", str(port), "--capture", "--control-share", "0.1"]
+        options += ["--context-length", "512", "--stream-max-bytes", str(STREAM_BYTES)]
         options += ["--draft-vocab-size", "24", "--dtype", "float32"] if name == TOY else []
-        options += ["--stream-max-bytes", str(STREAM_BYTES)]
         serve = running.enter_context(running_child("serve", [*common, *options], folder))
-        url = _url(serve, folder / "serve.log")
-        state = ["--state", str(folder / "state")]
-        port = free_port()
-        state += ["--metrics-port", str(port)]
+        wait_until_ready(url, [serve])
+        state = ["--state", str(folder / "state"), "--metrics-port", str(trainer_port)]
         train = running.enter_context(running_child("train", [*common, *state], folder))
         pids = {"gateway": serve.pid, "trainer": train.pid, "Redis": redis.pid}
-        yield Running(url=url, trainer_url=f"http://127.0.0.1:{port}", redis_url=redis.url, pids=pids)
+        yield Running(url=url, trainer_url=trainer_url, redis_url=redis.url, pids=pids)
         serve.check()
         train.check()
-
-
-def _url(serve: Child, log: Path) -> str:
-    deadline = time.monotonic() + READY_S
-    while time.monotonic() < deadline:
-        serve.check()
-        for line in log.read_text("utf-8", "replace").split("\n"):
-            if '"url": "' in line:
-                return line.partition('"url": "')[2].partition('"')[0]
-        time.sleep(0.2)
-    raise TimeoutError(f"the gateway was not ready after {READY_S:.0f} s")
 
 
 async def observe(load: Load, sampler: Sampler, duration_s: float, every_s: float) -> None:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 import torch
@@ -21,83 +16,33 @@ from benchmarks.faults.fault import Observed, fault
 from benchmarks.faults.loop import Loop
 from speculator.versions.lifecycle import VersionState
 from speculator.versions.store import DraftStore
+from tests.hostile.drafts import CONFIG, MANIFEST, WEIGHTS, Files, put, vouched
 
-Weights = dict[str, Tensor]
-Damage = Callable[[Path], None]
 SWAPS = 10
 LONGEST_TRIAL_S = 90.0
+BAD = (
+    *("truncated", "one bit flipped", "config altered", "manifest not JSON", "NaN", "another shape", "another type"),
+    *("embed_tokens", "another d2t", "another target"),
+)
 
 
-def forge(
-    store: DraftStore,
-    origin: int,
-    *,
-    weights: Callable[[Weights], Weights] = dict,
-    damage: Damage | None = None,
-    manifest: Mapping[str, Any] | None = None,
-) -> int:
-    """Write a version that looks as if it passed the gate: its manifest fits its weights, unless `damage` changes them.
+def forged(store: DraftStore, kind: str) -> int:
+    """Write a version that looks as if it passed the gate: `random`, or a kind of `BAD`.
 
     Only somebody with access to the store could make one.
     """
-    versions = store.root / "versions"
     version = (store.latest() or 0) + 100  # the trainer goes on writing its own
-    folder = versions / f".forged-{version}"
-    shutil.copytree(versions / f"{origin:06d}", folder)
-    file = folder / "model.safetensors"
-    safetensors.torch.save_file(weights(store.load(origin)), file, {"format": "pt"})
-    values = json.loads((folder / "manifest.json").read_bytes())
-    values |= {"version": version, "weights_sha256": hashlib.sha256(file.read_bytes()).hexdigest(), **(manifest or {})}
-    (folder / "manifest.json").write_text(json.dumps(values))
-    if damage is not None:
-        damage(folder)
-    folder.rename(versions / f"{version:06d}")
+    origin, apart = store.lifecycle.last_good() or 1, store.root / "forging"
+    place, theirs = (Path("versions", f"{number:06d}") for number in (version, origin))
+    files = {name: (store.root / theirs / name).read_bytes() for name in (WEIGHTS, CONFIG, MANIFEST)}
+    put(apart, _changed(vouched(files, version=version), store.load(origin), kind), version)
+    (apart / place).rename(store.root / place)
     for state in (VersionState.WRITTEN, VersionState.VALIDATED, VersionState.SCORED):
         store.lifecycle.move(version, state, actor="faults")
     return version
 
 
-def _cut(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def _flip(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-
-
-def _alter_config(folder: Path) -> None:
-    (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
-
-
-def _break_manifest(folder: Path) -> None:
-    (folder / "manifest.json").write_text("{")
-
-
-def _with_nan(weights: Weights) -> Weights:
-    return {**weights, "norm.weight": torch.full_like(weights["norm.weight"], float("nan"))}
-
-
-def _another_shape(weights: Weights) -> Weights:
-    return {**weights, "fc.weight": weights["fc.weight"][:-1].contiguous()}
-
-
-def _with_embedding(weights: Weights) -> Weights:
-    return {**weights, "embed_tokens.weight": torch.zeros(8, 8, dtype=torch.bfloat16)}
-
-
-def _another_type(weights: Weights) -> Weights:
-    return {**weights, "fc.weight": weights["fc.weight"].float()}
-
-
-def _another_vocabulary(weights: Weights) -> Weights:
-    return {**weights, "d2t": weights["d2t"] + 1}
-
-
-def _random(weights: Weights) -> Weights:
+def _random(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
 
     def noise(tensor: Tensor) -> Tensor:
@@ -107,18 +52,27 @@ def _random(weights: Weights) -> Weights:
     return {name: noise(tensor) if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
 
 
-BAD: dict[str, dict[str, Any]] = {
-    "truncated": {"damage": _cut},
-    "one bit flipped": {"damage": _flip},
-    "config altered": {"damage": _alter_config},
-    "manifest not JSON": {"damage": _break_manifest},
-    "NaN": {"weights": _with_nan},
-    "another shape": {"weights": _another_shape},
-    "another type": {"weights": _another_type},
-    "embed_tokens": {"weights": _with_embedding},
-    "another d2t": {"weights": _another_vocabulary},
-    "another target": {"manifest": {"target_fingerprint": "0" * 64}},
-}
+def _changed(files: Files, state: dict[str, Tensor], kind: str) -> Files:
+    raw, fc, norm = files[WEIGHTS], state["fc.weight"], state["norm.weight"]
+    flipped = bytearray(raw)
+    flipped[len(raw) // 2] ^= 1
+
+    def weights(tensors: dict[str, Tensor]) -> Files:
+        return vouched({**files, WEIGHTS: safetensors.torch.save({**state, **tensors}, {"format": "pt"})})
+
+    return {
+        "truncated": lambda: {**files, WEIGHTS: raw[:-100]},
+        "one bit flipped": lambda: {**files, WEIGHTS: bytes(flipped)},
+        "config altered": lambda: {**files, CONFIG: files[CONFIG] + b" "},
+        "manifest not JSON": lambda: {**files, MANIFEST: b"{"},
+        "NaN": lambda: weights({"norm.weight": torch.full_like(norm, float("nan"))}),
+        "another shape": lambda: weights({"fc.weight": fc[:-1].contiguous()}),
+        "another type": lambda: weights({"fc.weight": fc.float()}),
+        "embed_tokens": lambda: weights({"embed_tokens.weight": torch.zeros(8, 8, dtype=torch.bfloat16)}),
+        "another d2t": lambda: weights({"d2t": state["d2t"] + 1}),
+        "another target": lambda: vouched(files, target_fingerprint="0" * 64),
+        "random": lambda: weights(_random(state)),
+    }[kind]()
 
 
 @fault(
@@ -127,8 +81,8 @@ BAD: dict[str, dict[str, Any]] = {
 )
 def bad_files(loop: Loop) -> Observed:
     started_s, refused, served = time.monotonic(), [], []
-    for kind, how in BAD.items():
-        bad = forge(loop.store, loop.store.lifecycle.last_good() or 1, **how)
+    for kind in BAD:
+        bad = forged(loop.store, kind)
         with loop.pointer() as pointer:
             pointer.pin(bad)
             try:
@@ -159,7 +113,7 @@ def random_weights(loop: Loop) -> Observed:
     os.kill(loop.train.pid, signal.SIGSTOP)  # or it publishes the next good version meanwhile
     try:
         started_s = time.monotonic()
-        bad = forge(loop.store, loop.store.lifecycle.last_good() or 1, weights=_random)
+        bad = forged(loop.store, "random")
         with loop.pointer() as pointer:
             pointer.publish(bad)
         loop.wait(lambda: loop.version() == bad, "random weights in service", LONGEST_TRIAL_S)

@@ -14,7 +14,7 @@ import httpx
 
 from benchmarks.faults.load import Load, Window
 from slipstream.children import Child
-from slipstream.demo.servers import Scrape
+from slipstream.demo.servers import Scrape, wait_until_ready
 from speculator.draft.checkpoint import model_key, target_fingerprint
 from speculator.host import free_port
 from speculator.redis.client import connect
@@ -112,7 +112,7 @@ class Loop:
     def start_serve(self) -> None:
         options = ("--name", MODEL, "--port", str(self._port), "--capture", *self._serve_options)
         self.serve = self._child("serve", *options, "--stream-max-bytes", str(STREAM_MAX_BYTES))
-        self.wait(self._is_ready, "the gateway to be ready", START_S)
+        wait_until_ready(self.url, [self.serve], timeout_s=self._patience * START_S)
 
     def start_train(self) -> None:
         state = str(self.folder / "state")
@@ -208,12 +208,6 @@ class Loop:
 
     def wait_for_swap(self, after: int, timeout_s: float = 90.0) -> float:
         return self.wait(lambda: self.version() > after, f"a version after {after}", timeout_s)
-
-    def _is_ready(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/ready", timeout=5, trust_env=False).status_code == 200
-        except httpx.TransportError:
-            return False
 
     @staticmethod
     def _scraped(port: int) -> Scrape | None:
