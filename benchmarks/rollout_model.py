@@ -21,7 +21,6 @@ from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,10 +64,6 @@ class Costs:
     @classmethod
     def read(cls, path: Path) -> Costs:
         return cls(json.loads(path.read_text()))
-
-    @cached_property
-    def max_batch(self) -> int:
-        return int(self._batches[-1])
 
     def round_s(self, batch: int, width: int, context: float) -> float:
         """A verification of `width` tokens for each of `batch` requests of this mean context."""
@@ -116,9 +111,9 @@ def _linear(points: Sequence[float], values: Sequence[float], at: float) -> floa
 class Drafting:
     """How the simulated engines draft. Depths are those of benchmarks/rollout_drafting.py."""
 
-    text: Literal["own", "engine", "pool"] = "pool"
-    """What the suffix index holds: the request's own text alone, or also the group's samples that have ended on this
-    engine, or on any.
+    text: Literal["engine", "pool"] = "pool"
+    """What the suffix index holds beside the request's own text: the group's samples that have ended on this engine, or
+    on any.
     """
 
 
@@ -408,8 +403,8 @@ class _Engine:
     def _claim(self, run: _Run, drafting: Drafting) -> Claim:
         sample = self._scheduler.sample(run.lease.sample_id)
         group = sample.group
-        num_known = {"own": 0, "engine": self._num_ended[sample.sample_id.group_id], "pool": group.num_finished}
-        chain = self._setup.costs.draw_chain(num_known[drafting.text], self._rng)
+        num_known = self._num_ended[group.request.group_id] if drafting.text == "engine" else group.num_finished
+        chain = self._setup.costs.draw_chain(num_known, self._rng)
         return Claim(acceptance=chain.acceptance, most=round(chain.length))
 
 

@@ -1,6 +1,6 @@
 """Simulate rollouts on many engines: the real scheduler, with engines modelled by tables of measured costs.
 
-    python -m benchmarks.rollout_sim [--quick] [--json FILE] [--engines 1 4 16 64] [--costs FILE.json] …
+    python -m benchmarks.rollout_sim [--quick] [--json FILE] [--engines 1 4 16 64] [--seeds 3]
 
 Nothing decodes here. serving/rollout/ decides what runs where, as it does in service; a round and reading a prompt take
 what was measured on SGLang (rollout_costs.json, by benchmarks/sglang_rollout_costs.py), and text proposes and a
@@ -9,26 +9,24 @@ machine of its own. Moving a sample costs reading its context again: there is no
 
 The workload has the shape of Seer's (arXiv 2511.14617): 400 prompts of 8 samples for 32 GPUs, so 100 samples for each
 engine; a limit that a few samples reach; lengths alike within a group. Log-lengths are normal, the group having the
-share `--correlation` of their variance, and lengths are cut at the limit. It is one step of synchronous RL: everything
+share `CORRELATION` of their variance, and lengths are cut at the limit. It is one step of synchronous RL: everything
 is submitted at once, and the rollout ends with its last sample.
 
     fifo                 whole groups dealt to engines in turn, samples in order, no chunks: a synchronous rollout
-    fifo + drafting      fifo with suffix drafts from the group
     divided              chunks on any engine, samples in order
     context-aware        … one probe of each group first, then the longest expected first
     everything           … and suffix drafts from the group
-    own suffixes         everything, but a request drafts from its own text alone
     not shared           everything, but a request drafts from samples that ended on its engine alone
     oracle               everything, but the order is the longest first by true lengths
 
 Two jobs, each with the work of half of the engines, run on those halves, and together on all of them: how much sooner
-the later of the two is done. Each has `--steps` steps, and trains between them for `--train` of a rollout's time on a
-half; the second job begins so much later.
+the later of the two is done. Each has `STEPS` steps, and trains between them for `TRAIN` of a rollout's time on a half;
+the second job begins so much later.
 
 Engines of two speeds: in turn, one decodes half as fast as the table says, and one reads half as fast. Placement by
 each engine's measured costs is compared with placement by the mean costs of all: for the workload above ("answers"),
 for conversations of four turns ("turns"), and for conversations with long observations and short turns beside long
-answers ("agents and reasoning"). These engines keep more contexts (`--mixed-memory-tokens`).
+answers ("agents and reasoning"). These engines keep more contexts (`MIXED_MEMORY_TOKENS`).
 
 Tail: from the end of the first nine tenths of the samples to the end of the last. Medians over seeds (least … most).
 Targets, at the last number of engines: everything against fifo, throughput + 44% and tail − 72%; and within 10% of the
@@ -38,7 +36,6 @@ speeds 1.15 times as fast as without regard to speed.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
 import operator
@@ -56,6 +53,16 @@ from serving.rollout.samples import GroupRequest, Sample, SampleId
 from serving.rollout.scheduler import Policy
 
 TABLE = Path(__file__).with_name("rollout_costs.json")
+GROUP_SIZE, SAMPLES_PER_ENGINE = 8, 100
+LIMIT = 1024
+"""Most tokens of a turn."""
+SIGMA, CORRELATION = 1.0, 0.8
+"""Deviation of log-lengths, and the group's share of their variance."""
+SLOTS, CHUNK_TOKENS = 8, 128
+MEMORY_TOKENS, MIXED_MEMORY_TOKENS = 16_384, 262_144
+"""Keys and values that an engine can hold, and one of two speeds."""
+STEPS, TRAIN = 3, 0.5
+"""Of each of two jobs; training takes so much of the time of its rollout on a half."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,15 +78,14 @@ class Shape:
     """Mean tokens of what the environment says."""
 
 
-def draw_job(
-    arguments: argparse.Namespace, shapes: Sequence[Shape], num_engines: int, seed: int, name: str = ""
-) -> Job:
+_PLAIN = Shape(prompt=100, median=180)
+
+
+def draw_job(shapes: Sequence[Shape], num_engines: int, seed: int, name: str = "") -> Job:
     """A job with one step, whose groups have these shapes in turn."""
     rng = random.Random(f"{seed} {num_engines}")
-    num_groups = max(1, round(arguments.samples_per_engine * num_engines / arguments.group_size))
-    between, within = (
-        arguments.sigma * math.sqrt(share) for share in (arguments.correlation, 1 - arguments.correlation)
-    )
+    num_groups = max(1, round(SAMPLES_PER_ENGINE * num_engines / GROUP_SIZE))
+    between, within = (SIGMA * math.sqrt(share) for share in (CORRELATION, 1 - CORRELATION))
     groups, turns = [], dict[SampleId, Sequence[TurnPlan]]()
     for number in range(num_groups):
         shape = shapes[number % len(shapes)]
@@ -87,19 +93,19 @@ def draw_job(
         group = GroupRequest(
             group_id=f"{name}{number}",
             prompt_token_ids=(0,) * rng.randint(shape.prompt // 2, 3 * shape.prompt // 2),
-            seeds=tuple(range(arguments.group_size)),
-            max_tokens=(arguments.limit + 2 * shape.observation) * shape.num_turns,
-            turn_tokens=arguments.limit if is_talk else None,
+            seeds=tuple(range(GROUP_SIZE)),
+            max_tokens=(LIMIT + 2 * shape.observation) * shape.num_turns,
+            turn_tokens=LIMIT if is_talk else None,
             job=name,
         )
         groups.append(group)
         centre = math.log(shape.median) + rng.gauss(0, between)
-        for index in range(arguments.group_size):
+        for index in range(GROUP_SIZE):
             plans: list[TurnPlan] = []
             turns[SampleId(group.group_id, index)] = plans
             for _ in range(shape.num_turns):
                 drawn = round(math.exp(centre + rng.gauss(0, within)))
-                plans.append(TurnPlan(length=min(max(drawn, 1), arguments.limit)))
+                plans.append(TurnPlan(length=min(max(drawn, 1), LIMIT)))
             for at in range(shape.num_turns - 1):
                 said = rng.randint(shape.observation // 2, 3 * shape.observation // 2)
                 latency_s = min(_SHORTEST_S * rng.paretovariate(_ALPHA), _LONGEST_S)
@@ -147,68 +153,55 @@ class Way:
         return whole
 
 
-def ways(work: Job, chunk_tokens: int) -> dict[str, Way]:
+def ways(work: Job) -> dict[str, Way]:
     """All ways, by the names in this module's docstring."""
     fifo = Policy(order=Fifo(), chunk_tokens=max(group.max_tokens for group in work.steps[0]))
-    aware = Policy(order=ContextAware(), chunk_tokens=chunk_tokens)
-    oracle = Policy(order=Oracle(work.turns), chunk_tokens=chunk_tokens)
+    aware = Policy(order=ContextAware(), chunk_tokens=CHUNK_TOKENS)
+    oracle = Policy(order=Oracle(work.turns), chunk_tokens=CHUNK_TOKENS)
     return {
         "fifo": Way(policy=fifo, is_dealt=True),
-        "fifo + drafting": Way(policy=fifo, drafting=Drafting(), is_dealt=True),
-        "divided": Way(policy=Policy(order=Fifo(), chunk_tokens=chunk_tokens)),
+        "divided": Way(policy=Policy(order=Fifo(), chunk_tokens=CHUNK_TOKENS)),
         "context-aware": Way(policy=aware),
         "everything": Way(policy=aware, drafting=Drafting()),
-        "own suffixes": Way(policy=aware, drafting=Drafting(text="own")),
         "not shared": Way(policy=aware, drafting=Drafting(text="engine")),
         "oracle": Way(policy=oracle, drafting=Drafting()),
     }
 
 
-def run_all(arguments: argparse.Namespace, costs: Costs, num_engines: int) -> dict[str, list[Outcome]]:
+def run_all(costs: Costs, num_engines: int, num_seeds: int) -> dict[str, list[Outcome]]:
     """Outcomes of every way on the same workloads, by name and seed."""
     outcomes: dict[str, list[Outcome]] = {}
-    for seed in range(arguments.seeds):
-        work = draw_job(arguments, [_plain(arguments)], num_engines, seed)
-        setup = _setup(arguments, costs, num_engines)
-        for name, way in ways(work, arguments.chunk).items():
+    for seed in range(num_seeds):
+        work, setup = draw_job([_PLAIN], num_engines, seed), _setup(costs, num_engines)
+        for name, way in ways(work).items():
             outcomes.setdefault(name, []).append(way.run(work, setup))
     return outcomes
 
 
-def _plain(arguments: argparse.Namespace) -> Shape:
-    return Shape(prompt=arguments.prompt, median=arguments.median)
+def _setup(costs: Costs, num_engines: int) -> Setup:
+    return Setup(costs=costs, num_engines=num_engines, slots=SLOTS, memory_tokens=MEMORY_TOKENS, drafting=Drafting())
 
 
-def _setup(arguments: argparse.Namespace, costs: Costs, num_engines: int) -> Setup:
-    return Setup(
-        costs=costs,
-        num_engines=num_engines,
-        slots=arguments.slots,
-        memory_tokens=arguments.memory_tokens,
-        drafting=Drafting(),
-    )
-
-
-def two_jobs(arguments: argparse.Namespace, costs: Costs, num_engines: int, seed: int) -> float:
+def two_jobs(costs: Costs, num_engines: int, seed: int) -> float:
     """How many times sooner the last sample of two jobs ends on one pool than on its halves.
 
     Each trains for a while between its steps; the second begins so much later than the first.
     """
     half = num_engines // 2
-    policy = Policy(order=ContextAware(), chunk_tokens=arguments.chunk)
-    setup = _setup(arguments, costs, half)
+    policy = Policy(order=ContextAware(), chunk_tokens=CHUNK_TOKENS)
+    setup = _setup(costs, half)
     apart, jobs = [], []
     for number in range(2):
         steps = [
-            draw_job(arguments, [_plain(arguments)], half, 1000 + 100 * seed + 10 * number + step, f"{number}-{step}-")
-            for step in range(arguments.steps)
+            draw_job([_PLAIN], half, 1000 + 100 * seed + 10 * number + step, f"{number}-{step}-")
+            for step in range(STEPS)
         ]
         first_s = simulate(steps[:1], policy, setup).makespan_s
         job = Job(
             steps=[[replace(group, job=str(number)) for group in one.steps[0]] for one in steps],
             turns=functools.reduce(operator.or_, (one.turns for one in steps)),
-            train_s=arguments.train * first_s,
-            begins_s=number * arguments.train * first_s,
+            train_s=TRAIN * first_s,
+            begins_s=number * TRAIN * first_s,
         )
         jobs.append(job)
         apart.append(simulate([job], policy, setup).makespan_s)
@@ -217,20 +210,21 @@ def two_jobs(arguments: argparse.Namespace, costs: Costs, num_engines: int, seed
 
 SPEEDS = (Speed(decode=2.0), Speed(prefill=2.0))
 """Engines in turn: one decodes half as fast as in the table, the next one reads half as fast."""
-_AGENT = Shape(prompt=200, median=25, num_turns=4, observation=400)
-_REASONING = Shape(prompt=100, median=360)
 MIXES = {
-    "answers": lambda arguments: [_plain(arguments)],
-    "turns": lambda arguments: [Shape(prompt=200, median=60, num_turns=4, observation=100)],
-    "agents and reasoning": lambda arguments: [_AGENT, _REASONING],
+    "answers": [_PLAIN],
+    "turns": [Shape(prompt=200, median=60, num_turns=4, observation=100)],
+    "agents and reasoning": [
+        Shape(prompt=200, median=25, num_turns=4, observation=400),
+        Shape(prompt=100, median=360),
+    ],
 }
 
 
-def two_speeds(arguments: argparse.Namespace, costs: Costs, num_engines: int, seed: int, mix: str) -> float:
+def two_speeds(costs: Costs, num_engines: int, seed: int, mix: str) -> float:
     """Throughput on engines of two speeds over that of placement that is blind to them."""
-    policy = Policy(order=ContextAware(), chunk_tokens=arguments.chunk)
-    setup = replace(_setup(arguments, costs, num_engines), speeds=SPEEDS, memory_tokens=arguments.mixed_memory_tokens)
-    job = draw_job(arguments, MIXES[mix](arguments), num_engines, 2000 + seed)
+    policy = Policy(order=ContextAware(), chunk_tokens=CHUNK_TOKENS)
+    setup = replace(_setup(costs, num_engines), speeds=SPEEDS, memory_tokens=MIXED_MEMORY_TOKENS)
+    job = draw_job(MIXES[mix], num_engines, 2000 + seed)
     blind, measured = (simulate([job], policy, replace(setup, is_blind=is_blind)) for is_blind in (True, False))
     return measured.tokens_a_second / blind.tokens_a_second
 
@@ -257,7 +251,7 @@ def _figures(these: Sequence[Outcome], fifo: Sequence[Outcome]) -> dict[str, Any
 
 
 def _pools(
-    arguments: argparse.Namespace, costs: Costs, num_engines: int, rows: list[tuple[str, object]]
+    costs: Costs, num_engines: int, num_seeds: int, rows: list[tuple[str, object]]
 ) -> dict[str, dict[str, float]]:
     """Figures of two jobs and of engines of two speeds, where there are two engines."""
     if num_engines == 1:
@@ -266,7 +260,7 @@ def _pools(
     ways |= {f"two_speeds: {mix}": functools.partial(two_speeds, mix=mix) for mix in MIXES}
     found = {}
     for name, way in ways.items():
-        spread = Spread.of([way(arguments, costs, num_engines, seed) for seed in range(arguments.seeds)])
+        spread = Spread.of([way(costs, num_engines, seed) for seed in range(num_seeds)])
         found[name] = spread.to_dict()
         rows.append(
             (f"{num_engines:>2} engines: {name}", f"{spread.median:5.2f} × ({spread.low:.2f} … {spread.high:.2f})")
@@ -284,43 +278,21 @@ def _row(these: Sequence[Outcome], fifo: Sequence[Outcome]) -> str:
     )
 
 
-def options() -> argparse.ArgumentParser:
-    found = parser("Groups of rollouts on many engines, simulated", has_prompts=False, has_model=False)
-    found.add_argument("--costs", type=Path, default=TABLE, metavar="FILE.json", help="a table like rollout_costs.json")
-    found.add_argument("--engines", type=int, nargs="+", help="the targets hold at the last of them")
-    found.add_argument("--seeds", type=int)
-    found.add_argument("--group-size", type=int, default=8)
-    found.add_argument("--samples-per-engine", type=int, default=100)
-    found.add_argument("--limit", type=int, default=1024, help="most tokens of a sample")
-    found.add_argument("--median", type=int, default=180, help="of the lengths")
-    found.add_argument("--sigma", type=float, default=1.0, help="deviation of log-lengths")
-    found.add_argument("--correlation", type=float, default=0.8, help="the group's share of their variance")
-    found.add_argument("--prompt", type=int, default=100, help="mean tokens of a prompt")
-    found.add_argument("--slots", type=int, default=8, help="requests that an engine decodes together")
-    found.add_argument("--memory-tokens", type=int, default=16_384, help="keys and values that an engine can hold")
-    found.add_argument("--mixed-memory-tokens", type=int, default=262_144, help="the same on engines of two speeds")
-    found.add_argument("--steps", type=int, default=3, help="of each of two jobs")
-    found.add_argument("--train", type=float, default=0.5, help="time of training, relative to its rollout on a half")
-    found.add_argument("--chunk", type=int, default=128, help="tokens of a chunk")
-    return found
-
-
 def main() -> None:
-    arguments = options().parse_args()
+    options = parser("Groups of rollouts on many engines, simulated", has_prompts=False, has_model=False)
+    options.add_argument("--engines", type=int, nargs="+", help="the targets hold at the last of them")
+    options.add_argument("--seeds", type=int)
+    arguments = options.parse_args()
     fill_in(arguments, {"engines": ([4], [1, 4, 16]), "seeds": (1, 3)})
-    costs = Costs.read(arguments.costs)
-    if arguments.slots > costs.max_batch:
-        raise SystemExit(
-            f"rounds of {arguments.slots} requests were not measured: set --slots {costs.max_batch} or less"
-        )
-    rows: list[tuple[str, object]] = [("SIMULATED", f"with the costs of {arguments.costs.name}")]
+    costs = Costs.read(TABLE)
+    rows: list[tuple[str, object]] = [("SIMULATED", f"with the costs of {TABLE.name}")]
     document: dict[str, Any] = {"simulated": True, "arguments": {k: str(v) for k, v in vars(arguments).items()}}
     for num_engines in arguments.engines:
-        outcomes = run_all(arguments, costs, num_engines)
+        outcomes = run_all(costs, num_engines, arguments.seeds)
         fifo = outcomes["fifo"]
         rows += [(f"{num_engines:>2} engines: {name}", _row(these, fifo)) for name, these in outcomes.items()]
         document[f"{num_engines}_engines"] = {name: _figures(these, fifo) for name, these in outcomes.items()}
-        document[f"{num_engines}_engines"] |= _pools(arguments, costs, num_engines, rows)
+        document[f"{num_engines}_engines"] |= _pools(costs, num_engines, arguments.seeds, rows)
     throughput, tail = _ratios(outcomes["everything"], fifo)
     of_oracle, _ = _ratios(outcomes["everything"], outcomes["oracle"])
     targets = [
