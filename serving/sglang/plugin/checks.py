@@ -29,6 +29,8 @@ _MOST, _LEAST_PENALTY = 1e30, 1e-6
 """SGLang divides by temperatures down to 1e-6, in float32."""
 _NOT_OF_CLIENTS = ("input_text", "input_ids", "mm_inputs", "positional_embed_overrides", "time_stats")
 """Fields of SGLang's messages that it makes itself; most are large."""
+_TRUE = ("true", "1", "yes", "y")
+"""How SGLang's variables say yes, in any case."""
 VERSIONS = ("0.5.17", "0.5.22", "0.5.23")
 """Versions of SGLang that have everything that the plugin uses. On a CPU only the last one is tested."""
 INSTALL = f"install sglang=={VERSIONS[-1]}"
@@ -119,6 +121,13 @@ def check_server(args: Any, settings: PluginSettings) -> str:
         raise ConfigError(
             "--enable-multi-layer-eagle runs a worker without hooks: Slipstream improves drafts of one layer"
         )
+    if args.tokenizer_worker_num != 1:
+        number = args.tokenizer_worker_num
+        raise ConfigError(f"--tokenizer-worker-num is {number}: workers run without hooks, leave it out")
+    if args.use_ray or args.grpc_mode or args.smg_grpc_mode:
+        raise ConfigError("--use-ray, --grpc-mode and --smg-grpc-mode run processes without hooks: leave them out")
+    if os.environ.get("SGLANG_RUST_SERVER", "").lower() in _TRUE:
+        raise ConfigError("SGLANG_RUST_SERVER starts an HTTP server without hooks: unset it")
     if args.enable_memory_saver:
         raise ConfigError("--enable-memory-saver releases weights that draft swaps write: leave it out")
     if (args.hicache_storage_backend is not None or args.enable_lmcache) and not separates_tenants_in_storage():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -52,6 +53,10 @@ def arguments(model_dir: Path, store: DraftStore, **changes: Any) -> SimpleNames
         "disaggregation_mode": "null",
         "enable_dp_attention": False,
         "enable_multi_layer_eagle": False,
+        "tokenizer_worker_num": 1,
+        "use_ray": False,
+        "grpc_mode": False,
+        "smg_grpc_mode": False,
         "enable_memory_saver": False,
         "hicache_storage_backend": None,
         "enable_lmcache": False,
@@ -92,6 +97,10 @@ def test_a_draft_of_the_whole_vocabulary_may_be_drawn_from(model_dir: Path, tmp_
             "version 1 has 24 of 47 tokens: make a store by `slipstream drafts init --draft-vocab-size 47`",
         ),
         ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
+        ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num is 2: workers run without hooks"),
+        ({"use_ray": True}, "--use-ray"),
+        ({"grpc_mode": True}, "--grpc-mode"),
+        ({"smg_grpc_mode": True}, "--smg-grpc-mode"),
         ({"enable_memory_saver": True}, "--enable-memory-saver"),
         ({"speculative_draft_model_path": "/somewhere/else"}, "no version of the draft store"),
     ],
@@ -99,6 +108,16 @@ def test_a_draft_of_the_whole_vocabulary_may_be_drawn_from(model_dir: Path, tmp_
 def test_unsafe_or_unsupported_starts(model_dir: Path, store: DraftStore, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         check_server(arguments(model_dir, store, **changes), PluginSettings(store=store.root))
+
+
+@pytest.mark.parametrize(("value", "is_refused"), [("1", True), ("True", True), ("0", False), ("", False)])
+def test_sglangs_server_in_rust_has_no_hooks(
+    model_dir: Path, store: DraftStore, value: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_RUST_SERVER", value)
+    expected = pytest.raises(ConfigError, match="SGLANG_RUST_SERVER") if is_refused else contextlib.nullcontext()
+    with expected:
+        check_server(arguments(model_dir, store), PluginSettings(store=store.root))
 
 
 def test_a_draft_without_the_targets_rope_scaling_is_served_up_to_its_window(
