@@ -94,9 +94,17 @@ class SglangDraft:
             fill: Callable[..., Any] = type(self._model).load_weights  # type: ignore[attr-defined]
             fill(view, weights)
             missed = [name for name, tensor in self.staged.items() if not bool(torch.isfinite(tensor).all())]
+            self._pack()
             self._device.record_event().wait()
         if missed:
             raise DraftFileError(f"draft version {version} leaves {missed[0]} of SGLang's draft unset or not finite")
+
+    def _pack(self) -> None:
+        """Reorder staged weights as SGLang has reordered those of its draft, for its operators on a CPU with AMX."""
+        for name, module in self._model.named_modules():
+            staged = self.staged.get(f"{name}.weight")
+            if staged is not None and getattr(module, "use_intel_amx_backend", False):
+                staged.copy_(torch.ops.sgl_kernel.convert_weight_packed(staged))
 
     def install_draft(self, version: int) -> SwapReport:
         """Stage a version and wait until a step boundary has put it into service; an idle server needs none.

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,16 @@ import pytest
 import safetensors.torch
 import torch
 from prometheus_client import CollectorRegistry
+from sglang.srt.layers import amx_utils
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.model_loader.weight_utils import default_weight_loader
+from torch import nn
 
 from serving.gateway.app import create_passthrough_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.upstream import Upstream
+from serving.sglang.device import CpuDevice
+from serving.sglang.swap import SglangDraft
 from speculator.redis.embedded import EmbeddedRedis
 from speculator.versions.lifecycle import VersionState
 from speculator.versions.store import DraftStore
@@ -220,3 +226,32 @@ async def _ask_while_it_is_killed(plugged: Plugged) -> None:
         assert refused.value.status_code == 503
         assert "retry-after" in refused.value.response.headers
     await upstream.close()
+
+
+def test_weights_that_sglang_has_packed_for_amx_are_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's operators for AMX change the order of a layer's weight in place, once it is loaded."""
+    monkeypatch.setattr(amx_utils, "cpu_has_amx_support", lambda: True)
+    monkeypatch.setattr(torch.ops.sgl_kernel, "convert_weight_packed", lambda weight: weight.flip(1), raising=False)
+    versions = {version: {"qkv.weight": torch.randn(32, 64, dtype=torch.bfloat16)} for version in (1, 2)}
+    model = _OneLayer()
+    model.load_weights(versions[1].items())
+    amx_utils.PackWeightMethod(["weight"]).process_weights_after_loading(model.qkv)
+    packed = model.qkv.weight
+    draft = SglangDraft(model, 1, versions.__getitem__, device=CpuDevice(), alone=True)
+    draft.install_draft(2)
+    assert model.qkv.weight is packed
+    assert torch.equal(packed, versions[2]["qkv.weight"].flip(1))
+
+
+class _OneLayer(nn.Module):
+    """As SGLang's draft: a layer of SGLang's own, and its weight loader."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Module()
+        UnquantizedLinearMethod().create_weights(self.qkv, 64, [32], 64, 32, torch.bfloat16)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        parameters = dict(self.named_parameters())
+        for name, tensor in weights:
+            default_weight_loader(parameters[name], tensor)
