@@ -56,7 +56,8 @@ def attach_metadata_to_generation(generation: Any, header: str) -> None:
     generation.rid = marks.rid
     # SGLang 0.5.17 has no cache_salt, only extra_key.
     setattr(generation, "cache_salt" if hasattr(generation, "cache_salt") else "extra_key", marks.cache_salt)
-    generation.sampling_params["custom_params"] = {POLICY_KEY: marks.policy}
+    params = generation.sampling_params
+    params["custom_params"] = {**(params.get("custom_params") or {}), POLICY_KEY: marks.policy}
 
 
 def is_health_check(request: Any) -> bool:

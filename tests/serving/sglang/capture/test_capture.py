@@ -763,7 +763,8 @@ def test_a_response_is_marked_by_the_header_alone(monkeypatch: pytest.MonkeyPatc
     """Its body has no field for what the gateway adds."""
     monkeypatch.setattr(hooks, "_target_fingerprint", "own")
     marks = RequestMetadata(rid="r", cache_salt="t/s", policy={"target": meant, "tenant": "t"})
-    params: dict[str, Any] = {"temperature": 0.5}
+    # SGLang's reasoning parsers put values of their own there.
+    params: dict[str, Any] = {"temperature": 0.5, "custom_params": {"theirs": [7, 8]}}
     generation = SimpleNamespace(rid="resp_r", cache_salt=None, extra_key=None, sampling_params=params)
     raw_request = SimpleNamespace(headers=marks.to_header())
     asked = (None, "resp_r", "prompt", generation, params, object())
@@ -773,7 +774,7 @@ def test_a_response_is_marked_by_the_header_alone(monkeypatch: pytest.MonkeyPatc
         older = SimpleNamespace(rid="resp_r", extra_key=None, sampling_params={})
         attach_metadata_to_generation(older, marks.to_header()[HEADER])
         assert older.extra_key == "t/s"
-        assert params == {"temperature": 0.5, "custom_params": {"slipstream": marks.policy}}
+        assert params == {"temperature": 0.5, "custom_params": {"theirs": [7, 8], "slipstream": marks.policy}}
         return
     with pytest.raises(HTTPException) as refused:
         hooks.before_response(*asked, raw_request=raw_request, priority=0)
