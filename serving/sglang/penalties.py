@@ -6,8 +6,9 @@ step. Here each node gets the penalties of its own path: of what was committed, 
 All of it is computed on the device, so that nothing waits for what the last step has committed.
 
 Where SGLang overlaps steps, what a plain server counts depends on the prefills of other requests; here it is what it
-counts for a request alone. After a retraction SGLang forgets what it had counted; here nothing is forgotten. SGLang
-0.5.17 forbids the end below `min_tokens` by fewer of its tokens than later versions, and than here.
+counts for a request alone. After a retraction SGLang forgets what it had counted; here only the first token then gets
+no penalties, as SGLang itself samples it, and all tokens count for the next. SGLang 0.5.17 forbids the end below
+`min_tokens` by fewer of its tokens than later versions, and than here.
 
 Shape letters: B requests, N nodes of a tree, D nodes of a path, V vocabulary, S stop tokens.
 """
