@@ -126,14 +126,15 @@ def _log_uncaught_exceptions() -> None:
 
 
 def _log_uncaught(kind: type[BaseException], failure: BaseException, frames: TracebackType | None) -> None:
-    if isinstance(failure, Exception):
-        structlog.get_logger().critical("uncaught exception", exc_info=failure)
-    else:
+    if isinstance(failure, KeyboardInterrupt):
         sys.__excepthook__(kind, failure, frames)
+    else:
+        structlog.get_logger().critical("uncaught exception", exc_info=failure)
 
 
 def _log_uncaught_in_thread(failed: threading.ExceptHookArgs) -> None:
-    if isinstance(failed.exc_value, Exception):
+    # A panic in Rust is no Exception. SystemExit ends a thread in order.
+    if not isinstance(failed.exc_value, SystemExit):
         name = None if failed.thread is None else failed.thread.name
         structlog.get_logger().critical("uncaught exception", thread=name, exc_info=failed.exc_value)
 

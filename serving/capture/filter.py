@@ -60,7 +60,8 @@ class CaptureFilter:
         """One of FILTER_REASONS, or None for a trace that is kept. Raises nothing."""
         try:
             is_kept = self._keep(self._decode(trace.token_ids.tolist()), trace.header.tenant)
-        except Exception as error:
+        except BaseException as error:
+            # Also SystemExit, and a panic in Rust, which is no Exception: either would end the recorder's thread.
             # Without its message, which may quote the text.
             log.error("the capture filter failed, its trace is dropped: %s", type_and_place(error))
             return "filter_failed"

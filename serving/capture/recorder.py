@@ -179,7 +179,8 @@ class TraceRecorder:
             except TraceError as error:
                 log.warning("trace %s does not encode: %s", trace.header.trace_id, error)
                 self._drop(trace, "invalid")
-            except Exception as error:
+            except BaseException as error:
+                # Also a panic in Rust, which is no Exception.
                 log.error("trace %s could not be recorded: %s", trace.header.trace_id, type_and_place(error))
                 self._drop(trace, "failed")
 

@@ -91,14 +91,15 @@ def test_what_failed_while_an_exception_was_handled_is_told_with_it(lines: Lines
     assert told.endswith("RuntimeError: closed twice")
 
 
-def test_what_nobody_catches_is_told_like_everything_else() -> None:
-    """In a thread and in the main one; not as Python would, which quotes the value."""
+@pytest.mark.parametrize("kind", ["ValueError", "BaseException"])
+def test_what_nobody_catches_is_told_like_everything_else(kind: str) -> None:
+    """In a thread and in the main one; not as Python would, which quotes the value. A panic in Rust is no Exception."""
     code = f"""
 import threading
 from slipstream.logs import configure_logs
 configure_logs()
 def fail():
-    raise ValueError("{MARKER}")
+    raise {kind}("{MARKER}")
 thread = threading.Thread(target=fail, name="worker")
 thread.start()
 thread.join()
@@ -110,7 +111,7 @@ fail()
     assert in_thread["thread"] == "worker"
     for line in (in_thread, in_main):
         assert (line["event"], line["level"]) == ("uncaught exception", "critical")
-        assert line["exception"].endswith("ValueError")
+        assert line["exception"].endswith(kind)
     assert MARKER not in done.stderr
 
 

@@ -23,6 +23,10 @@ def keep(text, tenant):
     asked.append((text, tenant))
     if text == "fail":
         raise ValueError(text)
+    if text == "exit":
+        raise SystemExit(text)
+    if text == "panic":
+        raise BaseException(text)
     if text == "undecided":
         return None
     return "card" not in text and tenant != "clinic"
@@ -72,12 +76,12 @@ def test_the_recorder_drops_what_the_filter_refuses_or_fails_at(
     assert keep is not None
     recorder = TraceRecorder(stream, max_buffer_bytes=1 << 30, reason_to_drop=keep.reason_to_drop)
     with structlog.testing.capture_logs() as lines:
-        for text in ("plain", "a card", "fail", "undecided", "also plain"):
+        for text in ("plain", "a card", "fail", "exit", "panic", "undecided", "also plain"):
             recorder.submit(trace_of(text))
         recorder.submit(trace_of("not of theirs", tenant="clinic"))
         wait_until(lambda: recorder.stats().pending == 0)
     assert stream.written == ["plain", "also plain"]
-    assert recorder.stats().dropped_by_reason == {"filtered": 2, "filter_failed": 2}
+    assert recorder.stats().dropped_by_reason == {"filtered": 2, "filter_failed": 4}
     assert set(FILTER_REASONS) <= set(DROP_REASONS)
     recorder.close(5)
     from an_operators_filter import asked  # type: ignore[import-not-found]
@@ -85,9 +89,10 @@ def test_the_recorder_drops_what_the_filter_refuses_or_fails_at(
     assert asked[0] == ("plain", "default")
     assert asked[-1] == ("not of theirs", "clinic")
     told = " ".join(line["event"] for line in lines)
-    assert told.count("the capture filter") == 2
+    assert told.count("the capture filter") == 4
     assert "an_operators_filter.py:7" in told
     assert "ValueError: fail" not in told
+    assert "panic" not in told
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from speculator.errors import StreamError
 from speculator.redis.client import LostTransactionError, open_client
 from speculator.redis.embedded import EmbeddedRedis
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace import decode_trace
+from speculator.trace import Trace, decode_trace
 from tests.fixtures.traces import make_trace
 from tests.fixtures.waiting import wait_until, wait_until_written
 
@@ -145,7 +145,13 @@ def test_a_trace_that_redis_never_takes_does_not_hold_up_the_rest(
 
 
 def test_what_cannot_be_recorded_is_dropped_with_the_reason(fake: FakeStream, opened: Open) -> None:
-    recorder = opened(fake, reason_to_drop=lambda trace: 1 / 0 if trace.header.trace_id == "bug" else None)
+    def fail(trace: Trace) -> None:
+        if trace.header.trace_id == "bug":
+            raise ZeroDivisionError
+        if trace.header.trace_id == "panic":
+            raise BaseException("as a panic in Rust")
+
+    recorder = opened(fake, reason_to_drop=fail)
     bad = make_trace()
     bad.aux_hidden[0] = torch.nan
     recorder.submit(bad)
@@ -158,7 +164,8 @@ def test_what_cannot_be_recorded_is_dropped_with_the_reason(fake: FakeStream, op
     fake.max_bytes = 1 << 20
 
     recorder.submit(make_trace(trace_id="bug"))
-    wait_until(lambda: recorder.stats().dropped_by_reason == {"invalid": 1, "too_large": 2, "failed": 1})
+    recorder.submit(make_trace(trace_id="panic"))
+    wait_until(lambda: recorder.stats().dropped_by_reason == {"invalid": 1, "too_large": 2, "failed": 2})
 
     submit(recorder, 1)
     wait_until(lambda: recorder.stats().appended == 1)
