@@ -8,6 +8,7 @@ A file has the names of the flags, without their dashes: `model: DIR`, `learn: t
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,14 +30,21 @@ _SECRET, _HIDDEN = ("api_key",), "(secret)"
 _SOURCES = {"COMMANDLINE": "flag", "ENVIRONMENT": "variable", "DEFAULT_MAP": "file", "DEFAULT": "default"}
 
 
-class _Loader(yaml.SafeLoader):
-    """Refuses a repeated key, where YAML would take the last value."""
+class _Loader(yaml.BaseLoader):
+    """Keeps values as they are written, as on the command line: YAML would read 0123 as 83, 1.10 as 1.1 and `no` as
+    False. Refuses a repeated key, where YAML would take the last value.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
         if twice := [key for key in keys if keys.count(key) > 1]:
             raise ConfigError(f"{twice[0]!r} appears twice in {self.name}: leave one of them out")
         return super().construct_mapping(node, deep)
+
+
+_NULL = "tag:yaml.org,2002:null"
+_Loader.add_implicit_resolver(_NULL, re.compile(r"(?:~|null|)$"), ["~", "n", ""])
+_Loader.add_constructor(_NULL, lambda *_: None)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -50,7 +58,7 @@ def _read(path: Path) -> dict[str, Any]:
                 loader.dispose()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): check --config") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid YAML ({' '.join(str(error).split())})") from None
     if found is None:
         return {}
@@ -69,6 +77,11 @@ def load_defaults(context: typer.Context, path: Path | None) -> Path | None:
         for option in (*parameter.opts, *([parameter.name.replace("_", "-")] if parameter.name else []))
         if parameter.name not in ("config", "help")
     }
+    repeatable = {
+        parameter.name
+        for parameter in context.command.params
+        if getattr(parameter, "multiple", False) or parameter.nargs == -1
+    }
     given: dict[str, tuple[str, Any]] = {}
     for name, value in _read(Path(path)).items():
         key = str(name).replace("_", "-")
@@ -78,19 +91,19 @@ def load_defaults(context: typer.Context, path: Path | None) -> Path | None:
             raise ConfigError(f"{path}: {context.command.name} has no option {name}: {hint}")
         if isinstance(value, Mapping):
             raise ConfigError(f"{path}: {name} has nested names: write one value after it")
+        if isinstance(value, list) and (
+            fields[key] not in repeatable or not all(isinstance(item, str) for item in value)
+        ):
+            raise ConfigError(f"{path}: {name} has a list that it does not take: write one value after it")
         if fields[key] in given:
             raise ConfigError(f"{path}: {given[fields[key]][0]} and {name} set the same option: leave one of them out")
         given[fields[key]] = str(name), value
     if any(field in given for field in _SECRET):
         check_private(path, "--config")
-    repeatable = {parameter.name for parameter in context.command.params if getattr(parameter, "multiple", False)}
-
-    def default(field: str, value: Any) -> Any:
-        if isinstance(value, bool | list) or value is None:
-            return value
-        return [str(value)] if field in repeatable else str(value)
-
-    context.default_map = {field: default(field, value) for field, (_, value) in given.items()}
+    context.default_map = {
+        field: [value] if field in repeatable and isinstance(value, str) else value
+        for field, (_, value) in given.items()
+    }
     return path
 
 

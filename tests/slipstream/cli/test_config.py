@@ -97,6 +97,17 @@ def test_one_value_of_an_option_that_may_be_repeated_needs_no_list(file: Path) -
     assert shown("gateway", "--config", file)["sglang"] == (["http://a"], "file")
 
 
+@pytest.mark.parametrize("value", ["012345670123", "1.10", "no", "0x1F", "1_000", "1:30", "2026-01-02", "!!int 007"])
+def test_a_value_is_taken_as_it_is_written(file: Path, value: str) -> None:
+    """As on the command line: YAML itself would read most of these as other numbers, or as False."""
+    file.write_text(f"model: M\nname: {value}\nshare-groups: no\ncapture: yes\nslots:\nseed: null\nport: 08001\n")
+    said = shown("serve", "--config", file)
+    assert said["name"] == (value.removeprefix("!!int "), "file")
+    assert (said["share-groups"][0], said["capture"][0], said["port"][0]) == (False, True, 8001)
+    assert said["slots"][0] == shown("serve", "--model", "M")["slots"][0]
+    assert said["seed"][0] is None
+
+
 def test_a_folder_at_home_by_flag_variable_or_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     file.write_text("model: M\nlearn: true\ndata-dir: ~/data\nstore: ~/drafts\n")
@@ -123,6 +134,10 @@ def test_an_option_by_either_of_its_names(file: Path) -> None:
         ("model: M\nslots: 3\nslots: 4\n", "'slots' appears twice"),
         ("model: M\nname: a\nserved-model-name: b\n", "name and served-model-name set the same option"),
         ("model: {a: 1}\n", "model has nested names"),
+        ("model: [M, N]\n", "model has a list that it does not take"),
+        ("model: M\nsglang-arguments: [[--tp, 2]]\n", "sglang-arguments has a list that it does not take"),
+        ("model: " + "[" * 3000, "not valid YAML"),
+        ("<<: {model: M}\n", "no option <<"),
         ("- model\n", "not a mapping of options"),
         ("model: [\n", "not valid YAML"),
         ("config: other.yaml\nmodel: M\n", "no option config"),
