@@ -143,8 +143,14 @@ class Supervisor:
         """
         with suppress(OSError):
             if self._log_path.stat().st_size > self._max_log_bytes:
-                shutil.copy(self._log_path, self._log_path.with_suffix(".log.1"))
-                os.truncate(self._log_path, 0)
+                before = self._log_path.with_suffix(".log.1")
+                try:
+                    shutil.copy(self._log_path, before)
+                except OSError:
+                    # On a full disk the space is worth more than the part that was copied.
+                    before.unlink(missing_ok=True)
+                finally:
+                    os.truncate(self._log_path, 0)
 
     def _last_line(self) -> str:
         lines = self._log_path.read_text(errors="replace").splitlines()

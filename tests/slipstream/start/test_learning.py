@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -257,6 +258,21 @@ def test_the_log_of_a_trainer_is_bounded(tmp_path: Path) -> None:
     keeper.stop()
     assert {path.name for path in tmp_path.iterdir()} == {"train.log", "train.log.1"}
     assert all(path.stat().st_size < 500 for path in tmp_path.iterdir())
+
+
+def test_a_log_for_whose_copy_the_disk_has_no_room_is_truncated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "train.log"
+    log.write_text("a line\n" * 100)
+
+    def copy(_: Path, to: Path) -> None:
+        to.write_text("a li")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("slipstream.start.learning.shutil.copy", copy)
+    Supervisor("trainer", lambda: Short(0), log, max_log_bytes=150)._truncate_log()
+    assert {path.name: path.stat().st_size for path in tmp_path.iterdir()} == {"train.log": 0}
 
 
 def test_a_full_disk_ends_the_start(refused: Refused, toy_model: Path) -> None:
