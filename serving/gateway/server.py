@@ -16,6 +16,7 @@ import errno
 import gc
 import math
 import resource
+import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
@@ -231,6 +232,8 @@ async def serve_until_signal(
 ) -> None:
     """Serve until one of `stop_signals` or the end of `background`, then drain; raises what `background` raised.
 
+    Further ones but SIGINT have no effect, also afterwards: the exits of what the caller opened are still to run.
+
     `on_serving` is called with the address once requests are accepted; it must not block.
     """
     ends: list[asyncio.Task[Any]] = [] if background is None else [asyncio.create_task(background)]
@@ -238,7 +241,12 @@ async def serve_until_signal(
     loop = asyncio.get_running_loop()
     # Before `on_serving`: a signal right after it would otherwise kill the process without a shutdown.
     for number in stop_signals():
-        loop.add_signal_handler(number, stopping.set)
+        if number == signal.SIGINT:
+            # With it, every signal wakes the loop.
+            loop.add_signal_handler(number, stopping.set)
+        else:
+            # The loop would restore the default, which kills the process, when it closes.
+            signal.signal(number, lambda *_: stopping.set())
     await server.start()
     # Freeze the objects made so far: a full garbage collection that walks them would delay every answer.
     gc.collect()

@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from ipaddress import IPv4Address
 
 import httpx
@@ -89,7 +89,16 @@ def test_stop_lets_a_running_answer_finish_and_takes_no_new_one() -> None:
     asyncio.run(run())
 
 
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    yield
+    for number, kept in before.items():
+        signal.signal(number, kept)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.usefixtures("handlers")
 def test_a_signal_ends_it_with_a_shutdown(number: int) -> None:
     stopped: list[str] = []
 
@@ -102,6 +111,11 @@ def test_a_signal_ends_it_with_a_shutdown(number: int) -> None:
     end = lambda _: os.kill(os.getpid(), number)  # noqa: E731
     asyncio.run(serve_until_signal(server, model="double", draft_version=0, on_serving=end))
     assert stopped == [server.url]
+    if number == signal.SIGINT:
+        assert signal.getsignal(number) is signal.default_int_handler
+    else:
+        assert callable(signal.getsignal(number)), "not the default, which would kill this process"
+        os.kill(os.getpid(), number)
 
 
 async def refusal(server: GatewayServer) -> None:
