@@ -24,7 +24,10 @@ KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRES
 kernel, which clears each page again: ten thousand page faults a step. See mallopt(3)."""
 
 KEYS_FILE = "SLIPSTREAM_GATEWAY_KEYS_FILE"
-_NOT_INHERITED = (KEYS_FILE, "SLIPSTREAM_API_KEY", "SLIPSTREAM_GATEWAY_AUTH_ELSEWHERE", "SLIPSTREAM_CAPTURE")
+_NOT_INHERITED = (
+    *(KEYS_FILE, "SLIPSTREAM_API_KEY", "SLIPSTREAM_GATEWAY_ADMIN_KEY", "SLIPSTREAM_GATEWAY_ADMIN_KEY_FILE"),
+    *("SLIPSTREAM_GATEWAY_AUTH_ELSEWHERE", "SLIPSTREAM_CAPTURE"),
+)
 """Server settings that children do not inherit from this shell: their keys, and whether they capture, are passed
 explicitly."""
 

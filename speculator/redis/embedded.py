@@ -63,6 +63,13 @@ def _version(binary: str) -> tuple[int, ...]:
     return (0,)
 
 
+def _environment() -> dict[str, str]:
+    # Without our own variables: keys and passwords are among them.
+    others = {name: value for name, value in os.environ.items() if not name.startswith("SLIPSTREAM_")}
+    # Redis 7.2 and newer end at once where the environment names a locale that this system lacks.
+    return {**others, "LC_ALL": "C"}
+
+
 def socket_url(directory: Path) -> str:
     """URL of the server in a directory, running or not."""
     return f"unix://{quote(str(directory.resolve() / _SOCKET))}?db=0"
@@ -89,8 +96,7 @@ class EmbeddedRedis:
             # The child inherits the lock and holds it for as long as it lives, also if this process is killed.
             self._process = subprocess.Popen(
                 [binary, *self._arguments()],
-                # Redis 7.2 and newer end at once where the environment names a locale that this system lacks.
-                env={**os.environ, "LC_ALL": "C"},
+                env=_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

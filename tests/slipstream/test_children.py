@@ -43,6 +43,16 @@ def test_a_paused_child_computes_nothing_and_can_be_stopped(tmp_path: Path) -> N
     assert child.returncode == -signal.SIGTERM, "it was told to end, not killed"
 
 
+def test_a_child_gets_no_key_of_this_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("API_KEY", "GATEWAY_ADMIN_KEY", "GATEWAY_ADMIN_KEY_FILE", "GATEWAY_KEYS_FILE"):
+        monkeypatch.setenv(f"SLIPSTREAM_{name}", "canary-of-a-key")
+    child = Child("help", ["--help"], log_path=tmp_path / "help.log")
+    try:
+        assert b"canary-of-a-key" not in Path(f"/proc/{child.pid}/environ").read_bytes()
+    finally:
+        child.stop()
+
+
 def test_a_child_that_does_not_end_when_told_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "stays").write_text("#!/bin/sh\ntrap '' TERM\necho ready\nexec sleep 60\n")
     (tmp_path / "stays").chmod(0o700)

@@ -134,6 +134,9 @@ def adaptive_config(depth: int, suffix_depth: int) -> dict[str, dict[str, list[i
     return {"1": {"candidate_steps": [0, *doubled, depth, *of_text]}}
 
 
+_OF_GATEWAY = ("SLIPSTREAM_GATEWAY_", "SLIPSTREAM_API_KEY")
+
+
 def environment(options: SglangOptions, inherited: Mapping[str, str]) -> dict[str, str]:
     # Imported here: `slipstream doctor` looks for an interpreter where PyTorch may be broken.
     from serving.sglang.settings import PREFIX, PluginSettings
@@ -148,7 +151,9 @@ def environment(options: SglangOptions, inherited: Mapping[str, str]) -> dict[st
         "no_proxy": _with_loopback(inherited.get("no_proxy") or inherited.get("NO_PROXY") or ""),
     }
     on_cpu = {"SGLANG_USE_CPU_ENGINE": "1"} if options.device == "cpu" else {}
-    return {**inherited, **on_cpu, **ours}
+    # The gateway's settings, its keys among them, are none of SGLang's.
+    others = {name: value for name, value in inherited.items() if not name.startswith(_OF_GATEWAY)}
+    return {**others, **on_cpu, **ours}
 
 
 def _word(value: object) -> str:

@@ -45,8 +45,10 @@ def test_kill_9_and_restart_keep_acknowledged_entries(tmp_path: Path) -> None:
         assert [entry.id for entry in stream.read(500, 0)] == ids[50:]
 
 
-def test_settings_are_safe(tmp_path: Path) -> None:
+def test_settings_are_safe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_GATEWAY_ADMIN_KEY", "canary-of-a-key")
     with EmbeddedRedis(tmp_path) as server, connect(server.url) as client:
+        assert b"canary-of-a-key" not in Path(f"/proc/{server.pid}/environ").read_bytes()
         wanted = {"port": "0", "appendonly": "yes", "appendfsync": "everysec", "maxmemory-policy": "noeviction"}
         assert {name: client.config_get(name)[name] for name in wanted} == wanted
         assert (tmp_path / "redis.sock").stat().st_mode & 0o777 == 0o700

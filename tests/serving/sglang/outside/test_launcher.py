@@ -58,7 +58,8 @@ def test_command_on_a_cpu_and_what_the_user_adds_comes_last(make_options: MakeOp
 
 
 def test_environment_for_the_plugin(make_options: MakeOptions) -> None:
-    made = environment(make_options(store=Path("drafts"), capture=True, capture_bytes_per_s=5), {"PATH": "/bin"})
+    inherited = {"PATH": "/bin", "SLIPSTREAM_GATEWAY_ADMIN_KEY": "a key", "SLIPSTREAM_API_KEY": "another"}
+    made = environment(make_options(store=Path("drafts"), capture=True, capture_bytes_per_s=5), inherited)
     assert made == {
         "PATH": "/bin",
         "SLIPSTREAM_ENABLED": "1",
