@@ -20,7 +20,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from docs import tables
-from slipstream import terminal
+from slipstream import __main__, terminal
 from slipstream.cli.main import app
 from slipstream.cli.panels import FIRST
 from slipstream.logs import configure_logs
@@ -45,6 +45,19 @@ WITHOUT_JSON = {
 def test_completion_starts_without_torch() -> None:
     code = "import sys, slipstream.cli.main; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_ctrl_c_while_modules_are_imported_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "slipstream.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "slipstream.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        __main__.main()
+    assert ended.value.code == 130
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
