@@ -52,7 +52,8 @@ def connect(url: str) -> redis.Redis:
         client.ping()
     except (exceptions.RedisError, OSError) as error:
         client.close()
-        raise StreamError(f"{RedisUrl.parse(url).shown}: {_explain(error)}") from error
+        parsed = RedisUrl.parse(url)
+        raise StreamError(f"{parsed.shown}: {_explain(error, parsed.path)}") from error
     except ValueError:
         raise ConfigError(_MALFORMED) from None
     return client
@@ -195,7 +196,7 @@ class ServerInfo:
         return now_ms() if time_us is None else int(time_us) // 1000
 
 
-def _explain(error: Exception) -> str:
+def _explain(error: Exception, socket: str = "") -> str:
     if isinstance(error, exceptions.AuthenticationError | exceptions.NoPermissionError):
         return f"Redis refuses the login: set the user and password in SLIPSTREAM_REDIS_URL or --redis-url ({error})"
     if isinstance(error, exceptions.OutOfMemoryError):
@@ -203,7 +204,11 @@ def _explain(error: Exception) -> str:
     if "MISCONF" in str(error):
         return f"Redis cannot write to its disk: free some space ({error})"
     if isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | OSError):
-        return f"Redis cannot be reached: start it, or set SLIPSTREAM_REDIS_URL or --redis-url ({error})"
+        fix = "start it, or set SLIPSTREAM_REDIS_URL or --redis-url"
+        # The lock of `EmbeddedRedis` stays when that ends.
+        if socket and os.access(Path(socket).with_name("redis.lock"), os.F_OK):
+            fix = f"it runs only while `slipstream serve --learn --data-dir {Path(socket).parent.parent}` does"
+        return f"Redis cannot be reached: {fix} ({error})"
     return f"Redis refuses the command: {error}"
 
 

@@ -153,8 +153,8 @@ class EmbeddedRedis:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise ConfigError(
-                    f"another Redis runs in {self.directory} (its pid is in redis.pid there): stop it, or choose "
-                    "another directory"
+                    f"another Redis runs in {self.directory} (its pid is in redis.pid there), as of another "
+                    "`slipstream serve --learn`: stop that, or choose another directory"
                 ) from error
             except OSError as error:
                 raise ConfigError(f"{self.directory} has no locks: choose another directory for Redis") from error

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from redis.exceptions import ResponseError
 
-from speculator.errors import ConfigError
+from speculator.errors import ConfigError, StreamError
 from speculator.redis.client import PASSWORD_FILE_VARIABLE, connect
 from speculator.redis.embedded import EmbeddedRedis, redis_server
 from speculator.redis.trace_stream import TraceStream
@@ -56,7 +56,7 @@ def test_settings_are_safe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_directory_belongs_to_one_server(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path) as server:
-        with pytest.raises(ConfigError, match="stop it, or choose another directory"):
+        with pytest.raises(ConfigError, match="serve --learn`: stop that, or choose another directory"):
             EmbeddedRedis(tmp_path)
         assert int((tmp_path / "redis.pid").read_text()) == server.pid
         with connect(server.url) as client:
@@ -69,6 +69,13 @@ def test_stopping_is_idempotent_and_ends_the_process(tmp_path: Path) -> None:
     server.stop()
     with pytest.raises(ProcessLookupError):
         os.kill(server.pid, 0)
+
+
+def test_who_asks_one_that_has_ended_is_told_what_runs_it(tmp_path: Path) -> None:
+    with EmbeddedRedis(tmp_path / "redis") as server:
+        pass
+    with pytest.raises(StreamError, match=f"it runs only while `slipstream serve --learn --data-dir {tmp_path}` does"):
+        connect(server.url)
 
 
 def test_a_paused_server_is_stopped_too(tmp_path: Path) -> None:
