@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from subprocess import SubprocessError
 from types import TracebackType
 from typing import Self
 
@@ -95,6 +96,8 @@ class Supervisor:
         """
         self._name, self._start, self._log_path, self._running = name, start, log_path, running
         self._first_pause_s, self._max_log_bytes = first_pause_s, max_log_bytes
+        self._log_start = 0
+        """Bytes of the log that are of earlier processes."""
         self.status = ProcessStatus()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._keep, name=f"{name}-keeper")
@@ -114,7 +117,7 @@ class Supervisor:
             began_s = time.monotonic()
             try:
                 code, said = self._run(), self._last_line()
-            except (OSError, ConfigError) as error:
+            except (OSError, SubprocessError, ConfigError) as error:
                 # For example no memory for another process.
                 code, said = None, str(error)
             if self._stopping.is_set():
@@ -129,6 +132,7 @@ class Supervisor:
 
     def _run(self) -> int | None:
         """Run one process until it ends, or end it once `stop` is called; returns its exit code."""
+        self._log_start = self._log_path.stat().st_size if self._log_path.exists() else 0
         process, self._running = self._running or self._start(), None
         self.status = replace(self.status, running=True)
         while process.returncode is None and not self._stopping.wait(_POLL_S):
@@ -151,9 +155,11 @@ class Supervisor:
                     before.unlink(missing_ok=True)
                 finally:
                     os.truncate(self._log_path, 0)
+                    self._log_start = 0
 
     def _last_line(self) -> str:
-        lines = self._log_path.read_text(errors="replace").splitlines()
+        """The last line that this process has logged; empty where it has logged none."""
+        lines = self._log_path.read_bytes()[self._log_start :].decode(errors="replace").splitlines()
         return lines[-1][:500] if lines else ""
 
 

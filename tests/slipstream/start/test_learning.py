@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from subprocess import SubprocessError
 from typing import Any
 
 import httpx
@@ -212,22 +213,28 @@ class Short(Child):
 def test_a_trainer_that_cannot_start_is_tried_less_and_less_often(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "train.log").write_text('{"event": "training"}\nerror: the store is on fire\n')
+    log = tmp_path / "train.log"
+    log.write_text("error: of an earlier process\n")
     started: list[Short] = []
 
     def start() -> Short:
         started.append(Short(2))
         if len(started) == 2:
             raise OSError("no memory for another process")
+        if len(started) == 3:
+            raise SubprocessError("Exception occurred in preexec_fn.")
+        if len(started) == 4:
+            with log.open("a") as file:
+                file.write('{"event": "training"}\nerror: the store is on fire\n')
         return started[-1]
 
-    keeper = Supervisor("trainer", start, tmp_path / "train.log", first_pause_s=0.01)
+    keeper = Supervisor("trainer", start, log, first_pause_s=0.01)
     assert keeper.status == ProcessStatus()
     keeper.start()
-    wait_until(lambda: len(started) == 4)
+    wait_until(lambda: len(started) == 5)
     keeper.stop()
     status = keeper.status
-    assert status.num_ended in (3, 4), "the last one may have been stopped"
+    assert status.num_ended in (4, 5), "the last one may have been stopped"
     assert status.exit_code == 2
     assert status.ended_ms is not None
     assert status.again_ms == status.ended_ms + 10 * 2 ** (status.num_ended - 1)
@@ -236,6 +243,8 @@ def test_a_trainer_that_cannot_start_is_tried_less_and_less_often(
     assert pauses[:3] == [0.01, 0.02, 0.04]
     assert "the store is on fire" in said.out + said.err
     assert "no memory for another process" in said.out + said.err
+    assert "Exception occurred in preexec_fn." in said.out + said.err
+    assert "of an earlier process" not in said.out + said.err
 
 
 def test_the_log_of_a_trainer_is_bounded(tmp_path: Path) -> None:
