@@ -115,6 +115,7 @@ def _configure_libraries(shared: list[Processor], renderer: Processor) -> None:
     root = logging.getLogger()
     root.handlers = [*(other for other in root.handlers if other.get_name() != HANDLER), handler]
     root.setLevel(logging.WARNING)
+    logging.captureWarnings(True)
 
 
 def _log_uncaught_exceptions() -> None:

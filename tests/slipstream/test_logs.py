@@ -205,6 +205,14 @@ print("served")
     assert done.stdout == "served\n"
 
 
+def test_a_librarys_python_warning_is_logged_like_everything_else() -> None:
+    code = "from slipstream.logs import configure_logs; configure_logs(); import warnings; warnings.warn('old')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    [line] = (json.loads(line) for line in done.stderr.splitlines())
+    assert line["event"].endswith("UserWarning: old")
+    assert line["level"] == "warning"
+
+
 def test_no_library_draws_progress_where_there_is_no_terminal() -> None:
     code = "from slipstream.logs import configure_logs; configure_logs(); from tqdm.auto import tqdm; [*tqdm(range(3))]"
     environment = {name: value for name, value in os.environ.items() if name != "TQDM_DISABLE"}
