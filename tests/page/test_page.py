@@ -693,8 +693,10 @@ def test_a_refusal_is_told_as_one(watched: Watched, gateway: Gateway) -> None:
     expect(page.locator("#versions-note")).to_have_text(
         "This gateway answers to addresses, not to names; trying again."
     )
+    page.route("**/slipstream/*", lambda route: route.fulfill(status=429, body="<html>Too Many Requests"))
+    expect(page.locator("#status")).to_have_text("refused with status 429")
     page.route("**/slipstream/*", lambda route: route.fulfill(status=502, body="<html>Bad Gateway"))
-    expect(page.locator("#status")).to_have_text("refused with status 502")
+    expect(page.locator("#status")).to_have_text("no answer from the gateway (status 502)")
     page.unroute_all()
     expect(page.locator("#status")).to_have_text("live")
     assert watched.expected()

@@ -108,12 +108,13 @@ export async function isLocked(response) {
   return locked;
 }
 
-/** Why the gateway, or what stands before it, refuses. */
+/** Why the gateway, or what stands before it, refuses. A proxy that gets no answer says 502 or 504, in no form of ours. */
 export async function refusal(response) {
   try {
     return (await response.json()).error.message;
   } catch {
-    return `refused with status ${response.status}`;
+    const { status } = response;
+    return [502, 504].includes(status) ? `no answer from the gateway (status ${status})` : `refused with status ${status}`;
   }
 }
 
