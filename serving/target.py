@@ -21,12 +21,13 @@ import structlog
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from transformers import AutoConfig
 
 from serving.engine import TargetReport, UpdatableTarget
 from serving.metrics import TargetMetrics
-from speculator.draft.checkpoint import is_finite, target_essentials
+from speculator.draft.checkpoint import TARGET_ESSENTIALS, is_finite, target_essentials
 from speculator.errors import ConfigError, EngineBusyError, RequestError, SlipstreamError, TargetError
-from speculator.target_folder import open_weights, reading, weight_files
+from speculator.target_folder import LM_HEAD, open_weights, reading, weight_files
 
 log = structlog.get_logger(__name__)
 
@@ -88,7 +89,7 @@ class TargetLayout:
     """What new weights must share with the target in service: tensor shapes, and config fields that affect results."""
 
     essentials: Mapping[str, Any]
-    """Fields of config.json that affect the computation."""
+    """Fields of config.json that affect the computation, as transformers resolves them."""
     shapes: Mapping[str, tuple[int, ...]]
 
 
@@ -96,7 +97,7 @@ def read_layout(model_dir: Path) -> TargetLayout:
     """The layout of the target in service; reads no weights. Raises ConfigError without a safetensors model."""
     with reading(model_dir):
         shapes = _shapes(set(weight_files(model_dir).values()))
-    return TargetLayout(essentials=target_essentials(model_dir), shapes=shapes)
+    return TargetLayout(essentials=_essentials(model_dir), shapes=shapes)
 
 
 def check_weights(folder: Path, layout: TargetLayout) -> None:
@@ -139,23 +140,38 @@ def _shapes(paths: Iterable[Path]) -> dict[str, tuple[int, ...]]:
 
 
 def _check_shapes(folder: Path, shapes: Mapping[str, tuple[int, ...]], layout: TargetLayout) -> None:
-    if difference := sorted(shapes.keys() ^ layout.shapes.keys()):
+    # A tied output layer is the embedding; transformers does not store it again.
+    optional = {LM_HEAD} if layout.essentials.get("tie_word_embeddings") else set()
+    if difference := sorted((shapes.keys() ^ layout.shapes.keys()) - optional):
         raise TargetError(f"{folder.name}: there are missing or extra tensors: {', '.join(difference[:5])}")
     for name, shape in shapes.items():
-        if shape != layout.shapes[name]:
+        if shape != layout.shapes.get(name, shape):
             raise TargetError(f"{folder.name}: {name} has shape {shape}, not {layout.shapes[name]}")
 
 
 def _check_essentials(folder: Path, layout: TargetLayout) -> None:
-    if (folder / "config.json").exists() and _essentials(folder) != layout.essentials:
+    if not (folder / "config.json").exists():
+        return
+    try:
+        essentials = _essentials(folder)
+    except ConfigError as error:
+        raise TargetError(f"{folder.name} has no readable config.json") from error
+    if essentials != layout.essentials:
         raise TargetError(f"{folder.name}: config.json is of another architecture than the target in service")
 
 
-def _essentials(folder: Path) -> dict[str, Any]:
+def _essentials(model_dir: Path) -> dict[str, Any]:
+    """`target_essentials` with defaults, in the form of transformers 5. What saves a model may be of another version
+    than what saved the one in service: the two write different fields for the same architecture. Raises ConfigError.
+    """
+    stored = target_essentials(model_dir)
     try:
-        return target_essentials(folder)
-    except ConfigError as error:
-        raise TargetError(f"{folder.name} has no readable config.json") from error
+        with reading(model_dir):
+            config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False).to_dict()
+    except ConfigError:
+        # An architecture that is unknown to transformers.
+        return stored
+    return {name: config[name] for name in TARGET_ESSENTIALS if config.get(name) is not None}
 
 
 def _files(folder: Path) -> list[Path]:

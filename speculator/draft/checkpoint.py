@@ -34,7 +34,7 @@ from speculator.target_folder import check_folder, open_weights, read_config, re
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 
 # The fields of config.json that affect what the target computes; the others may change freely.
-_TARGET_ESSENTIALS = (
+TARGET_ESSENTIALS = (
     "architectures",
     "hidden_act",
     "hidden_size",
@@ -191,7 +191,7 @@ def target_fingerprint(model_dir: Path) -> str:
 def target_essentials(model_dir: Path) -> dict[str, Any]:
     """The fields of config.json that affect the computation. Raises ConfigError where it cannot be read."""
     config = read_config(model_dir)
-    return {name: config[name] for name in _TARGET_ESSENTIALS if name in config}
+    return {name: config[name] for name in TARGET_ESSENTIALS if name in config}
 
 
 def model_name(model_dir: Path) -> str:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
+import safetensors.torch
 from prometheus_client import CollectorRegistry
+from transformers import AutoModelForCausalLM
 
 from serving.engine import TargetReport
 from serving.metrics import TargetMetrics
-from serving.target import TargetUpdater
+from serving.target import TargetUpdater, check_weights, read_layout, read_weights
 from speculator.errors import EngineBusyError, RequestError, SlipstreamError, TargetError
+from tests.fixtures.toy import WEIGHTS, make_toy_model
 
 
 @dataclass
@@ -128,3 +133,65 @@ def test_one_change_at_a_time() -> None:
     here.host.gate.set()
     first.join()
     assert here.desk.announce(2, None).previous == 1
+
+
+def with_stored_output_layer(folder: Path) -> Path:
+    """Store the tied output layer as well."""
+    weights = safetensors.torch.load_file(folder / WEIGHTS)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    safetensors.torch.save_file(weights, folder / WEIGHTS, {"format": "pt"})
+    return folder
+
+
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+
+
+def as_transformers_4(folder: Path, **values: Any) -> Path:
+    """Give config.json the form in which most published models have it."""
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("rope_parameters", "head_dim"):
+        config.pop(name, None)
+    (folder / "config.json").write_text(json.dumps({**config, "rope_theta": 5e5, **values}))
+    return folder
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("rope", [{}, {"rope_scaling": LLAMA_3}, {"rope_scaling": {"type": "linear", "factor": 2.0}}])
+def test_weights_may_come_from_another_version_of_transformers(
+    tmp_path: Path, family: str, rope: dict[str, Any]
+) -> None:
+    served = as_transformers_4(make_toy_model(tmp_path / "served", family=family), **rope)
+    layout, saved = read_layout(served), tmp_path / "saved"
+    AutoModelForCausalLM.from_pretrained(served).save_pretrained(saved)
+    check_weights(saved, layout)
+    assert read_weights(saved, layout).keys() == layout.shapes.keys()
+    as_transformers_4(saved, **rope, rope_theta=1e6)
+    with pytest.raises(TargetError, match="another architecture"):
+        check_weights(saved, layout)
+
+
+def test_an_architecture_that_transformers_does_not_know_is_compared_as_stored(tmp_path: Path) -> None:
+    served, new = (as_transformers_4(make_toy_model(tmp_path / name), model_type="own") for name in ("1", "2"))
+    check_weights(new, read_layout(served))
+    as_transformers_4(new, model_type="own", rope_theta=1e6)
+    with pytest.raises(TargetError, match="another architecture"):
+        check_weights(new, read_layout(served))
+
+
+def test_of_tied_weights_a_folder_may_have_one_copy_or_two(tmp_path: Path) -> None:
+    one = make_toy_model(tmp_path / "one")
+    two = with_stored_output_layer(make_toy_model(tmp_path / "two"))
+    for served, new in ((one, two), (two, one)):
+        check_weights(new, read_layout(served))
+        read_weights(new, read_layout(served))
+    for folder in (one, two):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    with pytest.raises(TargetError, match=r"missing or extra tensors: lm_head\.weight"):
+        check_weights(one, read_layout(two))

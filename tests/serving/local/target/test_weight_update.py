@@ -70,6 +70,20 @@ def test_moved_weights_compute_what_loaded_ones_do(
     assert torch.equal(computed(target), before)
 
 
+@pytest.mark.parametrize("stored_twice", ["served", "new"])
+def test_a_tied_output_layer_may_be_stored_or_not(tmp_path: Path, stored_twice: str) -> None:
+    served = make_toy_model(tmp_path / "served")
+    new = moved_model(served, tmp_path / "new")
+    edited(lambda weights: weights.update({"lm_head.weight": weights["model.embed_tokens.weight"].clone()}))(
+        tmp_path / stored_twice
+    )
+    target, fresh = (Target(folder, num_slots=1, context_length=16, cache_margin=1) for folder in (served, new))
+    target.install(target.stage(new))
+    hidden = torch.ones(1, 32, dtype=torch.bfloat16)
+    assert torch.equal(target.logits(hidden), fresh.logits(hidden))
+    assert torch.equal(target.embed, fresh.embed)
+
+
 def test_after_the_change_the_text_is_that_of_a_fresh_engine(
     model_dir: Path, new_dir: Path, old: Harness, new: Harness
 ) -> None:
@@ -156,7 +170,7 @@ def edited(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Pat
     def write(folder: Path) -> None:
         weights = safetensors.torch.load_file(folder / WEIGHTS)
         change(weights)
-        safetensors.torch.save_file(weights, folder / WEIGHTS)
+        safetensors.torch.save_file(weights, folder / WEIGHTS, {"format": "pt"})
 
     return write
 
