@@ -119,8 +119,10 @@ class GrammarVocabulary:
 
         Raises RequestError for a tokenizer that llguidance cannot read.
         """
+        # config.json may name end tokens beyond the vocabulary, which llguidance would refuse.
+        known_end_token_ids = sorted(set(backend.get_vocab(with_added_tokens=True).values()) & set(end_token_ids))
         try:
-            self._tokens = LLTokenizer(backend.to_str(), eos_token=sorted(end_token_ids) or None)
+            self._tokens = LLTokenizer(backend.to_str(), eos_token=known_end_token_ids or None)
         except ValueError as error:
             message = f"no answer can follow a grammar with this model's tokenizer: {error}"
             raise RequestError(message, code="unsupported_parameter") from None

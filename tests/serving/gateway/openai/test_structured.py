@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel, ConfigDict
 from tokenizers import AddedToken
 
-from serving.grammar import GrammarVocabulary, json_text
+from serving.grammar import GrammarVocabulary, json_grammar, json_text
 from serving.local.engine import LocalEngine
 from serving.tool_calls import OPENING, ToolCall, ToolCallReader, calls_grammar
 from tests.fixtures.doubles import DoubleEngine, says
@@ -171,6 +171,14 @@ def test_a_call_may_begin_with_the_token_that_the_vocabulary_has_for_it() -> Non
         grammar = calls_grammar(TOOLS[:1], must_call=False, several=True, answer=answer, lenient=False, has_token=True)
         forbidden = vocabulary.matcher(grammar).forbidden(backend.get_vocab_size())
         assert [ids for ids in (call, brace, letter) if not forbidden[ids[0]]] == [call, *texts]
+
+
+def test_end_tokens_that_the_tokenizer_lacks_are_no_hindrance() -> None:
+    backend = byte_tokenizer().backend_tokenizer
+    vocabulary = GrammarVocabulary(backend, end_token_ids=[2, -1, 10**6, 2**40], hidden_token_ids=[])
+    forbidden = vocabulary.matcher(json_grammar(Verdict.model_json_schema())).forbidden(backend.get_vocab_size())
+    brace, letter = (backend.encode(text, add_special_tokens=False).ids[0] for text in "{a")
+    assert [bool(forbidden[token]) for token in (brace, letter, 2)] == [False, True, True]
 
 
 def test_a_function_may_have_a_name_as_mcp_servers_give_it() -> None:
