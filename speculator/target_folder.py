@@ -58,7 +58,8 @@ class _Sizes(msgspec.Struct, kw_only=True):
     logit_scale: _Positive | None = None
     logits_scaling: _Positive | None = None
     dim_model_base: _Size | None = None
-    rms_norm_eps: _Positive | None = None
+    rms_norm_eps: _Positive | msgspec.UnsetType = msgspec.UNSET
+    """May be absent; transformers refuses null."""
     rope_theta: _Positive | None = None
     rope_parameters: _Rope | None = None
     rope_scaling: _Rope | None = None
@@ -129,7 +130,8 @@ def check_folder(model_dir: Path) -> dict[str, Any]:
 def read_config(model_dir: Path) -> dict[str, Any]:
     """A target's config.json, with the sizes that a draft takes from it. Raises ConfigError."""
     with reading(model_dir):
-        config = json.loads((model_dir / "config.json").read_bytes())
+        # As transformers reads it; from bytes, json would take other encodings, too.
+        config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     if not isinstance(config, dict):
         raise ConfigError(f"{model_dir}: config.json is not a JSON object: check --model")
     for name in ("hidden_size", "vocab_size"):
@@ -192,6 +194,9 @@ def output_scale(config: Mapping[str, Any]) -> float:
 def weight_files(model_dir: Path) -> dict[str, Path]:
     """The file of every tensor by name: model.safetensors, or the files in an index. Raises ConfigError."""
     with reading(model_dir):
+        others = sorted([*model_dir.glob("*.bin"), *model_dir.glob("*.gguf")])
+        if others and not any(model_dir.glob("*.safetensors*")):
+            raise ConfigError(f"{model_dir} has its weights in {others[0].name}: convert them to safetensors")
         return find_weights(model_dir)
 
 
@@ -199,10 +204,16 @@ def find_weights(folder: Path) -> dict[str, Path]:
     """As `weight_files`, for any folder; raises what the libraries raise."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     paths = [single]
-    # If there is a single file, transformers ignores an index, too.
-    if index.exists() and not single.exists():
+    if index.exists():
         # Only the file name: a path could point anywhere.
-        paths = sorted({folder / Path(file).name for file in json.loads(index.read_bytes())["weight_map"].values()})
+        named = sorted({folder / Path(file).name for file in json.loads(index.read_bytes())["weight_map"].values()})
+        if not single.exists():
+            paths = named
+        elif shards := [path for path in named if path != single and path.exists()]:
+            raise ConfigError(
+                f"{folder} has {single.name} and {shards[0].name}, and SGLang would load other weights than "
+                f"transformers: remove {single.name}, or {index.name} with its files"
+            )
     found: dict[str, Path] = {}
     for path in paths:
         with open_weights(path) as file:
@@ -228,6 +239,11 @@ def open_weights(path: Path) -> Iterator[Any]:
 def stored_name(model_dir: Path, name: str, config: dict[str, Any], files: dict[str, Path]) -> str:
     """The name under which a tensor is stored; a tied `lm_head.weight` is the embedding. Raises ConfigError."""
     if name == LM_HEAD and name not in files:
+        others = sorted(other for other in files if other.startswith("lm_head."))
+        if others and not config.get("tie_word_embeddings"):
+            raise ConfigError(
+                f"{model_dir} has {others[0]} but no {LM_HEAD}: take a model whose output layer is not quantised"
+            )
         if config.get("tie_word_embeddings") is False:
             raise ConfigError(
                 f"{model_dir} has no tensor {LM_HEAD}, and config.json says tie_word_embeddings false: check --model"

@@ -217,7 +217,7 @@ def read_target_tensor(model_dir: Path, name: str) -> Tensor:
     """Read one tensor of the target without the others; a tied `lm_head.weight` is the embedding. One that is quantized
     to float8 is multiplied by its scale, and bfloat16.
 
-    Raises ConfigError when the tensor is missing or not finite, or its scale is.
+    Raises ConfigError when the tensor is missing, of integers or not finite, or its scale is.
     """
     files = weight_files(model_dir)
     stored = stored_name(model_dir, name, read_config(model_dir), files)
@@ -228,7 +228,9 @@ def read_target_tensor(model_dir: Path, name: str) -> Tensor:
             if scale is None or (scaled := _scaled(tensor, scale)) is None:
                 raise ConfigError(f"{model_dir}: {stored} is {tensor.dtype}, with no scale that fits: check --model")
             tensor = scaled
-    if not tensor.is_floating_point() or not is_finite(tensor):
+    if not tensor.is_floating_point():
+        raise ConfigError(f"{model_dir}: {stored} is {tensor.dtype}: take a model where it is a floating-point tensor")
+    if not is_finite(tensor):
         raise ConfigError(f"{model_dir}: {stored} is not finite: check --model")
     return tensor
 

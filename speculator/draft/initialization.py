@@ -70,7 +70,10 @@ def count_tokens(model_dir: Path, texts: Iterable[Text], vocab_size: int) -> Ten
         return counts_V
     path = model_dir / "tokenizer.json"
     if not path.is_file():
-        raise ConfigError(f"the target in {model_dir} has no tokenizer.json")
+        raise ConfigError(
+            f"the target in {model_dir} has no tokenizer.json: save its tokenizer with transformers, or leave "
+            "--vocab-from out"
+        )
     with reading(model_dir):
         tokenizer = Tokenizer.from_file(str(path))
         check_vocabulary(model_dir, tokenizer, vocab_size)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from speculator.draft.checkpoint import read_target_tensor
 from speculator.draft.initialization import fresh_draft
@@ -48,6 +50,7 @@ def change(folder: Path, **values: object) -> None:
         ("max_position_embeddings", None),
         ("num_hidden_layers", 10**6),
         ("rms_norm_eps", 0),
+        ("rms_norm_eps", None),
         ("rope_theta", "10000"),
         ("rope_parameters", [1]),
     ],
@@ -90,6 +93,47 @@ def test_an_index_that_names_a_file_that_is_not_there(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "model-1.safetensors")
     with pytest.raises(ConfigError, match=r"No such file.*model-2\.safetensors"):
         check_folder(folder)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf"])
+def test_weights_in_another_format_are_named(folder: Path, name: str) -> None:
+    (folder / "model.safetensors").rename(folder / name)
+    with pytest.raises(ConfigError, match=f"{name}: convert them to safetensors"):
+        check_folder(folder)
+
+
+def test_weights_in_one_file_and_in_shards_are_refused(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-1.safetensors"}}))
+    shutil.copy(folder / "model.safetensors", folder / "model-1.safetensors")
+    with pytest.raises(ConfigError, match=r"model-1\.safetensors.*: remove model\.safetensors, or .*index"):
+        weight_files(folder)
+    (folder / "model.safetensors").unlink()
+    assert set(weight_files(folder).values()) == {folder / "model-1.safetensors"}
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_config_is_read_as_transformers_reads_it(folder: Path, encoding: str) -> None:
+    path = folder / "config.json"
+    path.write_text(path.read_text(), encoding=encoding)
+    with pytest.raises(ConfigError, match="utf-8"):
+        check_folder(folder)
+
+
+def test_an_output_layer_that_cannot_be_read_is_no_tied_one(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    for name, says in (
+        ("lm_head.qweight", "lm_head.qweight but no"),
+        ("lm_head.weight", "lm_head.weight is torch.int8"),
+    ):
+        save_file(
+            {**weights, name: torch.ones(47, 32, dtype=torch.int8)}, folder / "model.safetensors", {"format": "pt"}
+        )
+        with pytest.raises(ConfigError, match=says):
+            read_target_tensor(folder, "lm_head.weight")
 
 
 def test_an_index_may_name_tensors_that_no_file_has(folder: Path) -> None:
