@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 from speculator.draft.checkpoint import target_fingerprint
 from speculator.draft.eagle3 import aux_layer_ids
 from speculator.draft.sampling_params import SamplingParams
-from speculator.trace import Trace, TraceHeader, VerifyRounds
+from speculator.trace import NO_DRAFT, Trace, TraceHeader, VerifyRounds
 
 PROMPT_TOKENS, ANSWER_TOKENS, TOP_K = 6, 40, 16
 
@@ -65,6 +65,21 @@ def no_rounds() -> VerifyRounds:
         num_accepted=np.zeros(0, np.int8),
         draft_version=np.zeros(0, np.int32),
     )
+
+
+def by_text(trace: Trace) -> Trace:
+    """An answer all of whose tokens were proposed from earlier text, three at a time."""
+    starts = np.arange(PROMPT_TOKENS, len(trace.token_ids) - 4, 4)
+    shape = (len(starts), 3)
+    rounds = VerifyRounds(
+        position=starts.astype(np.int32),
+        draft_tokens=np.stack([trace.token_ids[start + 1 : start + 4] for start in starts]),
+        draft_logprobs=np.zeros(shape, np.float16),
+        draft_parents=np.broadcast_to(np.arange(-1, 2, dtype=np.int8), shape).copy(),
+        num_accepted=np.full(len(starts), 3, np.int8),
+        draft_version=np.full(len(starts), NO_DRAFT, np.int32),
+    )
+    return dataclasses.replace(trace, rounds=rounds)
 
 
 def renamed(trace: Trace, trace_id: str, **header: str | bool) -> Trace:

@@ -123,6 +123,7 @@ def test_a_candidate_that_was_judged_waits_for_something_new(
     trainer.publish()
     assert metric(trainer, "gate_decisions_total", outcome="hold") == 1.0, "there is no evidence"
     assert not trainer.candidates.due
+    assert len(trainer.training.curve.points) == 1
     trainer.step()
     assert trainer.candidates.due
     trainer.close()

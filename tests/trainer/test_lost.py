@@ -66,6 +66,7 @@ def test_an_empty_store_is_filled_with_what_the_checkpoint_learnt(
     # As `slipstream drafts init --if-missing` does; its draft is of the same vocabulary.
     assert ensure_lineage(store, model_dir, target_fingerprint(model_dir), draft_vocab_size=40) == 1
     trainer = start(**HOW)
+    assert trainer.training.version == 1
     learnt, found = published.learner.draft.fc.weight, trainer.learner.draft.fc.weight
     assert torch.equal(learnt, found)
     assert not torch.equal(found.bfloat16(), store.load(1)["fc.weight"])

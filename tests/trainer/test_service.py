@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import signal
 import subprocess
@@ -14,23 +13,25 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import redis
 
 from speculator.errors import ConfigError
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_stream import TraceStream
-from speculator.trace import NO_DRAFT, Trace, VerifyRounds
+from speculator.trace import Trace
 from speculator.versions.store import DraftStore
-from tests.fixtures.traces import send
+from tests.fixtures.traces import send, with_header
 from tests.fixtures.waiting import PATIENCE_S, wait_until
-from tests.trainer.answers import PROMPT_TOKENS, different, renamed
+from tests.trainer.answers import PROMPT_TOKENS, by_text, different, renamed
 from tests.trainer.examples import metric, promote
+from tests.trainer.learning.test_batch import with_trees
 from tests.trainer.trainers import MakeTrainer, learn, members, same_weights, waiting
 from trainer.checkpoint import Progress, load_checkpoint, save_checkpoint
 from trainer.config import MOST_KNOWN_TRACES, TrainerConfig, load_config
 from trainer.drift import LearningCurve
+from trainer.learning.batch import Batch
+from trainer.learning.optimizer_step import StepReport
 from trainer.loop import train_until
 from trainer.process import lock_state
 
@@ -134,7 +135,27 @@ def test_it_sleeps_when_there_is_nothing_new(start: MakeTrainer, stream: TraceSt
     assert 3 <= num_steps <= 6
     send(stream, traces[2:3])
     trainer.read(block_ms=0)
-    assert trainer.has_work
+    num_steps = 0
+    while trainer.has_work:
+        trainer.step()
+        num_steps += 1
+    assert 4 <= num_steps <= 6, "as many passes over all three"
+    trainer.close()
+
+
+def test_a_trace_that_needs_no_step_is_settled_by_a_checkpoint_of_its_own(
+    start: MakeTrainer, stream: TraceStream, traces: list[Trace]
+) -> None:
+    trainer = start(golden_traces=4, max_tenant_share=1.0, holdout_share=1e-3, checkpoint_interval_s=0.0)
+    assert not trainer.checkpoint_due
+    send(stream, traces[:1])
+    trainer.read(block_ms=0)
+    assert not trainer.has_work
+    assert trainer.checkpoint_due
+    trainer.checkpoint()
+    trainer.ack()
+    assert (stream.lag().acked, stream.lag().pending) == (1, 0)
+    assert not trainer.checkpoint_due
     trainer.close()
 
 
@@ -179,6 +200,8 @@ def test_the_memory_and_what_is_known_of_it_survive_a_restart(
         first.step()
     for number in range(300):
         first.admission.observe_acceptance("a", 20 + number % 5, 60)
+    first.replay.prioritise(first.replay.draw(1).batch[0], 1.5)
+    first.training.curve.mark()
     first.checkpoint()
     first.ack()
     first.close()
@@ -190,6 +213,7 @@ def test_the_memory_and_what_is_known_of_it_survive_a_restart(
     assert set(resumed.replay.num_bytes_by_domain()) == {"a", "b"}
     assert resumed.admission.num_repeated == first.admission.num_repeated == 3
     assert resumed.admission.drift.series == first.admission.drift.series
+    assert resumed.training.curve.points == first.training.curve.points
     assert not resumed.has_work, "it has learnt from them often enough"
     resumed.read(block_ms=0)
     assert resumed.admission.num_repeated == 4
@@ -219,6 +243,61 @@ def test_the_memory_survives_a_restart_without_the_stream(
     assert not (folder / "left-over.trace").exists()
     resumed.step()
     resumed.close()
+
+
+def test_a_trace_that_waits_while_a_checkpoint_is_written_survives_without_the_stream(
+    start: MakeTrainer, stream: TraceStream, traces: list[Trace], redis_client: redis.Redis
+) -> None:
+    send(stream, traces[:2])
+    first = start()
+    first.read(block_ms=0)
+    for num_waiting in (1, 0):
+        first.step()
+        assert waiting(first) == num_waiting
+        first.checkpoint()
+        first.ack()
+    first.close()
+    redis_client.flushall()
+    resumed = start()
+    assert members(resumed) == {"trace-0", "trace-1"}
+    resumed.close()
+
+
+def test_a_trace_beyond_the_drafts_window_is_set_aside(
+    start: MakeTrainer, stream: TraceStream, traces: list[Trace]
+) -> None:
+    trainer = start()
+    window = trainer.learner.draft.config.max_position_embeddings
+    for name, end in (("fits", window), ("too-long", window + 1)):
+        first = end - len(traces[0].token_ids)
+        positions = {"first_position": first, "num_prompt_tokens": first + PROMPT_TOKENS}
+        send(stream, [with_header(traces[0], trace_id=name, **positions)])
+    trainer.read(block_ms=0)
+    assert trainer.replay.waiting_trace_ids == ["fits"]
+    assert stream.lag().dead_lettered == 1
+    trainer.close()
+
+
+def test_verdicts_on_a_version_of_long_ago_are_not_learnt_from(
+    start: MakeTrainer, stream: TraceStream, traces: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = start(max_draft_lag=3)
+    send(stream, [with_trees(traces[0], seed=1)])
+    trainer.read(block_ms=0)
+    batches = list[Batch]()
+
+    def step(batch: Batch) -> StepReport:
+        batches.append(batch)
+        return StepReport()
+
+    monkeypatch.setattr(trainer.learner, "step", step)
+    for version in (1, 4, 7):
+        trainer.training.version = version
+        trainer.step()
+    trainer.close()
+    fresh, at_the_limit, stale = (len(batch.verdicts) for batch in batches)
+    assert fresh == at_the_limit > 0
+    assert stale == 0
 
 
 def test_an_idle_trainer_costs_nothing(start: MakeTrainer, stream: TraceStream, traces: list[Trace]) -> None:
@@ -277,21 +356,6 @@ def test_the_alarm_hears_of_the_draft_in_training_and_not_of_what_was_proposed_i
         assert len(recent) == 4
         assert max(recent) < 0.5
     trainer.close()
-
-
-def by_text(trace: Trace) -> Trace:
-    """An answer all of whose tokens were proposed from earlier text, three at a time."""
-    starts = np.arange(PROMPT_TOKENS, len(trace.token_ids) - 4, 4)
-    shape = (len(starts), 3)
-    rounds = VerifyRounds(
-        position=starts.astype(np.int32),
-        draft_tokens=np.stack([trace.token_ids[start + 1 : start + 4] for start in starts]),
-        draft_logprobs=np.zeros(shape, np.float16),
-        draft_parents=np.broadcast_to(np.arange(-1, 2, dtype=np.int8), shape).copy(),
-        num_accepted=np.full(len(starts), 3, np.int8),
-        draft_version=np.full(len(starts), NO_DRAFT, np.int32),
-    )
-    return dataclasses.replace(trace, rounds=rounds)
 
 
 def test_a_repeated_text_takes_one_place_and_holds_nothing_up(

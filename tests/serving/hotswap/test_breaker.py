@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from serving.engine import Proposed, Stratum, Verification, WatchedRound, stratum_of
-from serving.hotswap.breaker import LiveWatch, TrialOutcome, Verdict
+from serving.hotswap.breaker import MOVING_TARGET_PATIENCE_S, LiveWatch, TrialOutcome, Verdict, WatchRules
 from speculator.draft.sampling_params import SamplingParams
 from tests.serving.watching import CHAT, CODE, DEPTH, acceptance_for, rounds, run_trial, take_in
 
@@ -271,6 +271,65 @@ def test_it_is_ready_when_the_incumbent_is_known() -> None:
     assert not watch.is_ready()
 
 
+@pytest.mark.parametrize("num_known", [29, 30])
+def test_a_stratum_that_was_hardly_seen_is_compared_with_nothing(num_known: int) -> None:
+    rng, watch = random.Random(0), LiveWatch(1)
+    take_in(watch, rounds(rng, 1, {CHAT: 2.0}), 1000)
+    take_in(watch, rounds(rng, 1, {CODE: 2.0}), num_known)
+    watch.begin(2)
+    take_in(watch, rounds(rng, 2, {CODE: 2.0}), 50)
+    assert watch.trial_compared == (50 if num_known == 30 else 0)
+
+
+def test_a_version_under_suspicion_is_not_kept_yet() -> None:
+    rng, watch = random.Random(0), LiveWatch(1, WatchRules(enough_rounds=12, enough_compared=12))
+    take_in(watch, rounds(rng, 1, {CHAT: 2.0}), 1000)
+    for length, outcome in ((2.0, TrialOutcome.PROMOTED), (1.0, TrialOutcome.WATCHING)):
+        watch.begin(2)
+        take_in(watch, rounds(rng, 2, {CHAT: length}), 12)
+        assert watch.judge().outcome is outcome
+        watch.end(is_kept=False)
+
+
+def test_a_round_is_paired_with_one_control_round() -> None:
+    """A slow round and many control rounds after it are one case, and not many."""
+    rng, watch = random.Random(0), LiveWatch(1)
+    take_in(watch, rounds(rng, 1, {CHAT: 1.7}, control_share=0.05), 3000)
+    watch.begin(2)
+    take_in(watch, rounds(rng, 2, {CHAT: 1.7}, round_s=0.2), 1)
+    take_in(watch, rounds(rng, 2, {CHAT: 1.7}, control_share=1.0), 40)
+    verdict = watch.judge()
+    assert (verdict.numbers["draft_rounds"], verdict.numbers["rounds"]) == (1, 41)
+    assert float(verdict.numbers["time_change"] or 0) > 1
+    assert verdict.outcome is TrialOutcome.WATCHING
+
+
+def test_rounds_count_for_the_version_that_made_them() -> None:
+    rng, watch = random.Random(0), LiveWatch(1)
+    take_in(watch, rounds(rng, 1, {CHAT: 3.0}), 100)
+    watch.begin(2)
+    take_in(watch, rounds(rng, 1, {CHAT: 3.0}), 50)
+    assert watch.judge().numbers["rounds"] == 0, "it was launched before the swap"
+    take_in(watch, rounds(rng, 2, {CHAT: 1.5}), 400)
+    assert watch.accept_length == pytest.approx(1.5, abs=0.2), "of the version in service"
+    watch.end(is_kept=True)
+    assert watch.is_ready(), "its trial is part of what is known of it"
+    take_in(watch, rounds(rng, 2, {CHAT: 1.5}), 50)
+    assert watch.baseline_verifications == 550
+
+
+def test_patience_with_a_moving_target_begins_with_its_next_move_once_the_incumbent_was_known() -> None:
+    now_s = [0.0]
+    rng, watch = random.Random(0), LiveWatch(1, clock=lambda: now_s[0])
+    take_in(watch, rounds(rng, 1, {CHAT: 2.0}, target_version=1), 1000)
+    assert watch.is_ready()
+    now_s[0] = 2 * MOVING_TARGET_PATIENCE_S
+    take_in(watch, rounds(rng, 1, {CHAT: 2.0}, target_version=2), 10)
+    assert not watch.is_ready()
+    now_s[0] += MOVING_TARGET_PATIENCE_S
+    assert watch.is_ready()
+
+
 @pytest.mark.parametrize(("length", "is_kept"), [(1.7, True), (1.0, False)])
 def test_a_version_that_looks_no_worse_makes_room_for_a_newer_one(length: float, is_kept: bool) -> None:
     for seed in range(10):
@@ -295,6 +354,11 @@ def test_a_version_that_is_never_asked_is_neither_taken_back_nor_found_as_good()
         assert watch.judge().outcome is TrialOutcome.WATCHING
     verdict = watch.judge(is_successor_waiting=True)
     assert verdict.outcome is TrialOutcome.WITHDRAWN, "there is no use for more of its time, and nothing confirms it"
+    for _ in range(1000):
+        watch.observe(WatchedRound(2, 1, True, 0.06, 1, ()))
+    watch.update()
+    verdict = watch.judge()
+    assert (verdict.outcome, verdict.reason) == (TrialOutcome.PROMOTED, "nothing to compare its accept length with")
 
 
 def rarely(source: Iterator[WatchedRound], every: int) -> Iterator[WatchedRound]:

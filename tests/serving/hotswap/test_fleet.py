@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -13,9 +14,9 @@ import redis
 
 from serving.engine import SwapReport, WatchedRound
 from serving.hotswap.breaker import LiveWatch, WatchRules
-from serving.hotswap.canary import INSTALL_S, PATIENCE_S, PROBATION_S, YIELD_S
+from serving.hotswap.canary import INSTALL_S, PATIENCE_S, PROBATION_S, SLOT_S, YIELD_S
 from serving.hotswap.follower import DraftFollower
-from speculator.errors import EngineBusyError, StoreError, StreamError
+from speculator.errors import DraftFileError, EngineBusyError, StoreError, StreamError
 from speculator.redis.client import RedisKeys
 from speculator.redis.control_plane import CanaryHolder, CanarySlot, DraftPointer
 from speculator.versions.lifecycle import VersionState
@@ -67,11 +68,13 @@ class Line(DraftPointer):
 
 
 class RankedEngine(DoubleEngine):
-    """Its ranks cannot agree on a swap while they are idle."""
+    """Its ranks cannot agree on a swap while they are idle; it cannot read the `damaged` version."""
 
-    is_idle = False
+    is_idle, damaged = False, 0
 
     def install_draft(self, version: int) -> SwapReport:
+        if version == self.damaged:
+            raise DraftFileError("fc.weight is not finite")
         if self.is_idle:
             raise EngineBusyError("the server is idle and its ranks cannot agree on a step")
         return super().install_draft(version)
@@ -80,7 +83,7 @@ class RankedEngine(DoubleEngine):
 class Member:
     """One engine's process."""
 
-    def __init__(self, scene: Scene, name: str) -> None:
+    def __init__(self, scene: Scene, name: str, *, poll_s: float = 0) -> None:
         self.name, self._scene, self._rng = name, scene, random.Random(name)
         self.engine = RankedEngine(draft_version=scene.states.last_good() or 1)
         self.watch = LiveWatch(self.engine.draft_version, WatchRules(enough_rounds=1000))
@@ -89,7 +92,7 @@ class Member:
             self.engine,
             self.line,
             engine_id=name,
-            poll_s=0,
+            poll_s=poll_s,
             watch=self.watch,
             lifecycle=scene.states,
             clock=lambda: scene.now_s,
@@ -464,6 +467,23 @@ def test_engines_that_stop_in_order_before_the_trial_are_not_held_against_the_ve
     assert third.draft == 2
 
 
+def test_engines_that_go_on_to_a_newer_version_are_not_held_against_the_one_before(scene: Scene) -> None:
+    """They had the slot, and could not install the one before the newer one came."""
+    for name in ("a", "b"):
+        member = Member(scene, name)
+        member.serve()
+        member.engine.is_idle = True
+        for version in (2, 3):
+            scene.pointer.publish(version)
+            with pytest.raises(EngineBusyError):
+                member.follower.poll()
+        scene.client.delete(KEYS.canary)
+    scene.pointer.publish(2)
+    (third,) = scene.start("c")
+    scene.follow()
+    assert (third.draft, scene.states.state(2)) == (2, VersionState.LIVE)
+
+
 def store_is_away(version: int) -> VersionState | None:
     raise StoreError("the store is away")
 
@@ -573,6 +593,33 @@ def test_an_engine_that_cannot_swap_holds_nobody_for_long(scene: Scene) -> None:
     assert a.draft == 1
 
 
+def test_a_canary_that_cannot_read_the_version_gives_its_slot_back(scene: Scene) -> None:
+    (a,) = scene.start("a")
+    a.engine.damaged = 2
+    scene.pointer.publish(2)
+    scene.follow(2)
+    assert (a.draft, a.role, scene.canary) == (1, "settled", None)
+    assert scene.states.state(2) is VersionState.QUARANTINED
+
+
+def test_the_slot_is_asked_for_and_renewed_now_and_then_and_expires_soon(scene: Scene) -> None:
+    """Engines look twice a second, and each request is a write in Redis."""
+    scene.members += [Member(scene, name, poll_s=0.5) for name in "ab"]
+    asked = Counter[str]()
+    for member in scene.members:
+        member.serve()
+        member.line.on_hold = lambda name=member.name: asked.update([name])
+    scene.pointer.publish(2)
+    scene.follow()
+    assert 1000 * SLOT_S < scene.client.pttl(KEYS.canary) <= 1000 * INSTALL_S, "an installation may take long"
+    for _ in range(8):
+        scene.now_s += 0.5
+        scene.follow()
+    assert scene.drafts == [2, 1]
+    assert asked == {"a": 3, "b": 3}, "every two seconds, and as soon as it is installed"
+    assert 0 < scene.client.pttl(KEYS.canary) <= 1000 * SLOT_S
+
+
 def test_a_version_that_is_barred_before_it_could_be_installed_is_not_installed(scene: Scene) -> None:
     (a,) = scene.start("a")
     a.engine.is_idle = True
@@ -619,6 +666,24 @@ def test_a_verdict_does_not_wait_for_redis(scene: Scene, is_bad: bool) -> None:
     a.line.is_cut = False
     scene.follow()
     assert (scene.canary, scene.pointer.desired()) == (None, 1 if is_bad else 2)
+
+
+def test_a_canary_that_was_cut_off_keeps_what_another_has_promoted_meanwhile(scene: Scene) -> None:
+    a, b = scene.start("a", "b")
+    scene.pointer.publish(2)
+    scene.follow()
+    a.line.is_cut = True
+    scene.client.delete(KEYS.canary)  # it expires
+    b.follower.poll()
+    b.serve(1000)
+    b.follower.poll()
+    assert scene.states.state(2) is VersionState.PROMOTED
+    scene.pointer.publish(3)
+    b.follower.poll()
+    assert (scene.drafts, scene.canary) == ([2, 3], "b")
+    a.line.is_cut = False
+    a.follower.poll()
+    assert (a.installed, a.role) == ([2], "needs traffic")
 
 
 def test_an_operator_who_publishes_a_version_again_has_the_last_word(scene: Scene) -> None:

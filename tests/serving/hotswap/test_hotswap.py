@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,11 +12,11 @@ import torch
 
 from serving.engine import SwapReport, WatchedRound
 from serving.hotswap.breaker import MOVING_TARGET_PATIENCE_S, LiveWatch, WatchRules
-from serving.hotswap.follower import DraftFollower
+from serving.hotswap.follower import DraftFollower, SwapLog
 from serving.sglang.report import swap_fields
 from speculator.errors import DraftFileError, EngineBusyError, StoreError, StreamError, UnknownDraftError
 from speculator.redis.control_plane import CanaryHolder, CanarySlot
-from speculator.versions.lifecycle import Lifecycle, Number, VersionState
+from speculator.versions.lifecycle import Lifecycle, Number, Transition, VersionState
 from tests.fixtures.doubles import DoubleEngine
 from tests.fixtures.waiting import wait_until
 from tests.serving.watching import CHAT, rounds, serve
@@ -79,9 +80,12 @@ class SwappingEngine(DoubleEngine):
         self.asked: list[int] = []
         self.refusal: Exception | None = None
         self.removed: int | None = None
+        self.damaged: int | None = None
 
     def install_draft(self, version: int) -> SwapReport:
         self.asked.append(version)
+        if version == self.damaged:
+            raise DraftFileError("the weights are truncated or altered")
         if version == self.removed:
             raise UnknownDraftError(f"draft version {version} is not in the store")
         if self.refusal is not None:
@@ -149,6 +153,43 @@ def test_an_engine_whose_ranks_have_not_met_is_asked_again_at_once() -> None:
     assert follower.log.num_failed == 0
 
 
+class Pauses(threading.Event):
+    """Waits for nothing, and notes for how long it should have."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.seconds: list[float | None] = []
+        self._count = count
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if len(self.seconds) == self._count:
+            self.set()
+        else:
+            self.seconds.append(timeout)
+        return self.is_set()
+
+
+def pauses_of(follower: DraftFollower, count: int) -> list[float | None]:
+    """Before each of its first looks."""
+    follower._stop = pauses = Pauses(count)
+    follower.start()
+    wait_until(pauses.is_set)
+    follower.stop()
+    return pauses.seconds
+
+
+def test_pauses_that_grew_are_short_again_for_ranks_that_have_not_met() -> None:
+    class Engine(SwappingEngine):
+        def install_draft(self, version: int) -> SwapReport:
+            self.refusal = StoreError("disk away") if len(self.asked) < 3 else EngineBusyError("no step is agreed on")
+            return super().install_draft(version)
+
+    pointer = FakePointer()
+    pointer.version = 2
+    follower = DraftFollower(Engine(), pointer, engine_id="e", poll_s=1.0)
+    assert pauses_of(follower, 7) == [1.0, 2.0, 4.0, 8.0, 1.0, 1.0, 1.0]
+
+
 @pytest.mark.parametrize("part", ["desired", "report_engine", "status"])
 def test_whatever_fails_beside_an_attempt_it_follows_on(part: str) -> None:
     engine, pointer = SwappingEngine(), FakePointer()
@@ -174,6 +215,14 @@ def test_whatever_fails_beside_an_attempt_it_follows_on(part: str) -> None:
     follower.start()
     wait_until(lambda: pointer.status.get("version") == 2)
     follower.stop()
+
+
+def test_the_last_hundred_swaps_are_known_and_all_are_counted() -> None:
+    swaps, engine = SwapLog(), SwappingEngine()
+    for version in range(2, 130):
+        swaps.add(engine.install_draft(version))
+    assert [report.version for _, report in swaps.installed] == list(range(30, 130))
+    assert swaps.num_installed == 128
 
 
 def test_without_redis_the_version_stays() -> None:
@@ -274,6 +323,8 @@ def test_a_bad_version_is_taken_back_and_barred(scene: Scene) -> None:
     scene.pointer.version = 3
     scene.follower.poll()
     assert scene.engine.draft_version == 3, "the incumbent is still known"
+    scene.follower.poll()
+    assert (scene.engine.draft_version, scene.watch.watched) == (3, 3), "the verdict was about the other one"
 
 
 def test_a_draft_is_not_blamed_for_a_new_target(scene: Scene) -> None:
@@ -356,6 +407,56 @@ def test_the_rollback_waits_for_nothing(scene: Scene) -> None:
     assert scene.engine.asked == [2, 1]
 
 
+def test_a_trial_is_looked_at_as_often_while_redis_is_away(scene: Scene) -> None:
+    scene.pointer.away = True
+    assert pauses_of(scene.follower, 4) == [0.5, 1.0, 2.0, 4.0]
+    scene.pointer.away = False
+    scene.start()
+    scene.on_trial()
+    scene.pointer.away = True
+    assert pauses_of(scene.follower, 4) == [0.5] * 4
+
+
+def test_a_store_that_cannot_be_read_keeps_no_bad_version_in_service(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is barred once the store is back."""
+    scene.on_trial()
+    scene.serve(1.0, 200)
+    with monkeypatch.context() as broken:
+        broken.setattr(scene.states, "history", store_is_away)
+        scene.follower.poll()
+    assert scene.engine.draft_version == 1
+    scene.follower.poll()
+    assert scene.states.state(2) is VersionState.QUARANTINED
+
+
+def test_a_store_that_cannot_be_read_takes_no_version_out_of_service(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.on_trial()
+    monkeypatch.setattr(scene.states, "history", store_is_away)
+    scene.follower.poll()
+    assert (scene.engine.draft_version, scene.watch.watched) == (2, 2)
+
+
+def store_is_away(version: int) -> list[Transition]:
+    raise StoreError("the store is away")
+
+
+def test_without_a_store_too_the_pointer_is_moved_once_redis_is_back(scene: Scene) -> None:
+    """There, nothing else says that the version is bad."""
+    scene.follower = DraftFollower(scene.engine, scene.pointer, engine_id="e", watch=scene.watch)
+    scene.on_trial()
+    scene.serve(1.0, 200)
+    scene.pointer.away = True
+    with pytest.raises(StreamError):
+        scene.follower.poll()
+    scene.pointer.away = False
+    scene.follower.poll()
+    assert (scene.engine.draft_version, scene.pointer.version) == (1, 1)
+
+
 def test_a_rollback_that_fails_is_tried_again(scene: Scene) -> None:
     scene.on_trial()
     scene.serve(1.0, 200)
@@ -365,12 +466,33 @@ def test_a_rollback_that_fails_is_tried_again(scene: Scene) -> None:
     assert scene.engine.draft_version == 2
     assert scene.states.state(2) is VersionState.QUARANTINED, "so that no other engine tries it"
     assert scene.pointer.version == 1
+    scene.serve(4.0, 3000)
     with pytest.raises(EngineBusyError):
         scene.follower.poll()
     scene.engine.refusal = None
     scene.follower.poll()
     assert scene.engine.draft_version == 1
     assert scene.states.state(2) is VersionState.QUARANTINED
+    assert scene.follower.log.verdicts == {"promoted": 0, "rolled_back": 1, "withdrawn": 0}, "it stands"
+
+
+def test_a_verdict_that_was_not_carried_out_says_nothing_of_the_next_version(scene: Scene) -> None:
+    scene.on_trial()
+    scene.serve(1.0, 200)
+    scene.engine.refusal = EngineBusyError("the ranks cannot agree")
+    with pytest.raises(EngineBusyError):
+        scene.follower.poll()
+    scene.engine.refusal = None
+    scene.serve(2.0, 10, target_version=1)
+    scene.follower.poll()
+    assert scene.engine.draft_version == 1, "barred, though the trial ended as the target moved"
+    scene.serve(2.0, target_version=1)
+    scene.pointer.version = 3
+    scene.follower.poll()
+    assert scene.watch.watched == 3
+    scene.follower.poll()
+    assert (scene.engine.draft_version, scene.watch.watched) == (3, 3)
+    assert scene.states.state(3) is VersionState.LIVE
 
 
 def test_a_rollback_passes_over_an_incumbent_that_was_removed(scene: Scene) -> None:
@@ -388,6 +510,35 @@ def test_a_rollback_passes_over_an_incumbent_that_was_removed(scene: Scene) -> N
     scene.serve()
     scene.follower.poll()
     assert scene.watch.baseline_verifications > 0
+
+
+def test_a_rollback_passes_over_an_incumbent_that_cannot_be_read(scene: Scene) -> None:
+    """Also while the store cannot note that it is barred."""
+    scene.pointer.pin = 3
+    scene.follower.poll()
+    scene.pointer.pin = None
+    scene.on_trial()
+    scene.engine.damaged, scene.states.is_full = 3, True
+    scene.serve(1.0, 200)
+    for _ in range(2):
+        scene.follower.poll()
+    assert scene.engine.asked == [3, 2, 3, 1]
+    scene.states.is_full = False
+    scene.follower.poll()
+    assert [scene.states.state(version) for version in (2, 3)] == [VersionState.QUARANTINED] * 2
+
+
+def test_a_trial_that_others_ended_goes_back_past_an_incumbent_that_was_removed(scene: Scene) -> None:
+    scene.pointer.pin = 3
+    scene.follower.poll()
+    scene.pointer.pin = None
+    scene.on_trial()
+    assert scene.states.forget(3)
+    scene.states.bar(2, actor="trainer:review", reason="accepts less")
+    scene.follower.poll()
+    assert (scene.engine.draft_version, scene.watch.watched) == (1, None)
+    assert scene.follower.log.verdicts["withdrawn"] == 1
+    assert scene.watch.baseline_verifications == 0, "what is known is of the one that was removed"
 
 
 def test_a_version_that_is_barred_in_service_gives_way_to_the_last_good_one(scene: Scene) -> None:
@@ -422,6 +573,7 @@ def test_a_version_that_is_pinned_during_its_trial_stays(scene: Scene) -> None:
     scene.serve(1.0)
     scene.follower.poll()
     assert (scene.engine.draft_version, scene.watch.watched) == (2, None)
+    assert scene.watch.baseline_verifications == 0, "what is known is of the one before it, too"
 
 
 def test_a_promoted_version_comes_at_once(scene: Scene) -> None:
@@ -455,6 +607,18 @@ def test_a_barred_version_is_not_taken(scene: Scene) -> None:
     scene.follower.poll()
     assert scene.engine.asked == []
     assert scene.pointer.version == 1
+
+
+def test_instead_of_a_barred_version_the_last_good_one_is_published(scene: Scene) -> None:
+    """Which this engine has not got yet."""
+    for state in (VersionState.LIVE, VersionState.PROMOTED):
+        scene.states.move(3, state, actor="engine:f")
+    scene.states.move(2, VersionState.QUARANTINED, actor="operator:o")
+    scene.pointer.version = 2
+    scene.follower.poll()
+    assert scene.pointer.version == 3
+    scene.follower.poll()
+    assert scene.engine.draft_version == 3
 
 
 def test_a_damaged_version_is_quarantined(scene: Scene) -> None:

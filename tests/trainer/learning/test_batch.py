@@ -15,11 +15,13 @@ from transformers import LlamaForCausalLM
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.sampling_params import SamplingParams
 from speculator.draft.verification import served_logits
+from speculator.errors import TraceError
 from speculator.trace import Trace
 from tests.fixtures.traces import with_rounds
 from tests.trainer.answers import PROMPT_TOKENS
 from tests.trainer.examples import batch_of, example_of
-from trainer.learning.batch import Batch, Window, pack
+from trainer.learning.batch import Batch, Window, make_example, pack
+from trainer.learning.labels import draft_ids_by_target_id
 from trainer.learning.ttt import unroll
 
 DEPTH = 3
@@ -207,3 +209,23 @@ def test_a_nearly_greedy_trace_is_learned_from_as_a_greedy_one(traces: list[Trac
     assert cold.labels.greedy.all()
     assert torch.equal(cold.labels.probs, greedy.labels.probs)
     assert (cold.labels.temperature == 1).all()
+
+
+def test_a_trace_may_fill_the_drafts_window_and_not_exceed_it(traces: list[Trace], draft: Eagle3Draft) -> None:
+    """Its end counts, and not its length: the span of a long answer begins late."""
+    trace = part_of(traces[0], 3, 40)
+    fits = {
+        "draft_ids_V": draft_ids_by_target_id(draft.d2t, draft.config.vocab_size),
+        "feature_width": draft.fc.in_features,
+    }
+    assert make_example(trace, **fits, window=40).first_position == 3
+    with pytest.raises(TraceError, match="ends at position 40, beyond the draft's window of 39"):
+        make_example(trace, **fits, window=39)
+
+
+def test_a_distribution_without_a_finite_probability_is_refused(traces: list[Trace], draft: Eagle3Draft) -> None:
+    """Its label would not be a number."""
+    logprobs = traces[0].target_topk_logprobs.copy()
+    logprobs[20] = -np.inf
+    with pytest.raises(TraceError, match="no finite probability"):
+        example_of(dataclasses.replace(traces[0], target_topk_logprobs=logprobs), draft)

@@ -75,6 +75,7 @@ def test_broken_weights_are_taken_back_and_cost_no_trace(
         assert all(torch.equal(good[name], tensor) for name, tensor in trainer.learner.state().items())
     for _ in range(GOOD_STEPS):
         trainer.step()
+    assert len(members(trainer)) == 4, "good steps show that no trace was at fault"
     assert trainer.candidates.due
     trainer.publish()
     assert metric(trainer, "published_version") == 2.0
@@ -97,6 +98,22 @@ def test_weights_that_only_overflow_are_taken_back_after_a_few_steps(
     trainer.close()
 
 
+def test_weights_that_are_given_up_with_their_version_accuse_no_trace(
+    start: MakeTrainer, stream: TraceStream, traces: list[Trace]
+) -> None:
+    trainer = start()
+    send(stream, traces[:2])
+    learn(trainer, 2)
+    trainer.learner.draft.fc.weight.data.fill_(3e38)
+    trainer.step()
+    assert metric(trainer, "restored_total") == 0.0, "so far it may be the traces"
+    trainer.training.restart_from(1)
+    trainer.step()
+    assert metric(trainer, "steps_total", outcome="skipped") == 1.0
+    assert len(members(trainer)) == 2
+    trainer.close()
+
+
 def test_traces_that_no_weights_can_learn_from_are_thrown_out_in_the_end(
     start: MakeTrainer, stream: TraceStream, traces: list[Trace]
 ) -> None:
@@ -114,6 +131,30 @@ def test_traces_that_no_weights_can_learn_from_are_thrown_out_in_the_end(
     send(stream, traces[1:2])
     learn(trainer, GOOD_STEPS)
     assert metric(trainer, "healthy") == 1.0
+    trainer.close()
+
+
+def test_a_step_without_a_trace_is_not_a_bad_one(start: MakeTrainer) -> None:
+    trainer = start()
+    trainer.step()
+    assert metric(trainer, "healthy") == 1.0
+    trainer.close()
+
+
+def test_weights_that_are_taken_back_do_not_bring_back_the_memory_of_an_older_target(
+    start: MakeTrainer, stream: TraceStream, traces: list[Trace]
+) -> None:
+    trainer = start()
+    send(stream, traces[:2])
+    learn(trainer, 2)
+    trainer.learner.history = 5000
+    trainer.checkpoint()
+    trainer.learner.after_target_update()
+    history = trainer.learner.history
+    trainer.learner.draft.fc.weight.data[0, 0] = float("nan")
+    trainer.step()
+    assert metric(trainer, "restored_total") == 1.0
+    assert trainer.learner.history == history
     trainer.close()
 
 
@@ -170,6 +211,18 @@ def test_a_checkpoint_of_a_draft_of_another_architecture_is_refused(
     ensure_lineage(store, model_dir, target_fingerprint(model_dir), draft_vocab_size=40, **changes)
     with pytest.raises(DraftMismatchError, match="STATE_DIR"):
         start(store_dir=store.root)
+
+
+def test_a_checkpoint_of_a_draft_of_another_vocabulary_is_refused(start: MakeTrainer, tmp_path: Path) -> None:
+    """Of the same size."""
+    trainer = start()
+    trainer.checkpoint()
+    trainer.close()
+    state, progress = load_checkpoint(tmp_path / "state") or pytest.fail("no checkpoint")
+    state["d2t"][-1] += 1
+    save_checkpoint(tmp_path / "state", state, progress)
+    with pytest.raises(DraftMismatchError, match="STATE_DIR"):
+        start()
 
 
 def test_a_damaged_checkpoint_is_refused(start: MakeTrainer, tmp_path: Path) -> None:

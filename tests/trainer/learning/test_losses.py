@@ -237,6 +237,18 @@ def test_a_recorded_verdict_weighs_by_what_the_draft_says_now_over_what_it_said_
     assert loss(f"{term},correction=tis") == pytest.approx(ratio * loss(term), rel=1e-4)
 
 
+@pytest.mark.parametrize("term", ["discard", "policy_gradient", "margin"])
+def test_a_fresh_verdict_weighs_the_same_with_and_without_correction(term: str) -> None:
+    """The draft in training has proposed the token itself."""
+    logits_1D = random_logits(1).float()
+    labels, verdict = rejection(logits_1D[0], SamplingParams(), logprob=0.0)
+    corrected, plain = (
+        float(sum(LossMix.parse(f"{term},verdicts=fresh{how}").on_proposals(logits_1D, labels, verdict, baseline=0.3)))
+        for how in (",correction=tis", "")
+    )
+    assert corrected == plain != 0
+
+
 def test_a_greedy_rejection_of_the_likeliest_token_teaches_nothing() -> None:
     """A tie: the target emitted the other of two tokens that weigh the same."""
     labels, verdict = rejection(torch.zeros(D), SamplingParams(temperature=0.0))

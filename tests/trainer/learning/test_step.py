@@ -45,10 +45,13 @@ def test_the_embedding_and_the_vocabulary_are_never_trained(
     assert learner.averaged.embed is learner.draft.embed
 
 
+@pytest.mark.parametrize("num_dead", [0, 1])
 def test_what_is_learnt_does_not_depend_on_the_size_of_the_features(
-    model_dir: Path, tmp_path: Path, traces: list[Trace]
+    model_dir: Path, tmp_path: Path, traces: list[Trace], num_dead: int
 ) -> None:
-    """A feature twice as large, under half the weight, is the same to the draft, and so it is after some steps."""
+    """A feature twice as large, under half the weight, is the same to the draft, and so it is after some steps; also
+    beside a feature that is always 0.
+    """
     config = config_for(model_dir, tmp_path, max_gradient_norm=1e9)
     learner, other = (Learner(fresh_draft(model_dir, draft_vocab_size=40, seed=0), config) for _ in range(2))
     sizes_w = 2.0 ** torch.randint(-4, 5, (learner.draft.fc.in_features,), generator=torch.Generator().manual_seed(0))
@@ -56,6 +59,8 @@ def test_what_is_learnt_does_not_depend_on_the_size_of_the_features(
         other.draft.fc.weight.div_(sizes_w)
     start_dw = learner.draft.fc.weight.detach().clone()
     batch = batch_of(traces[:3], learner.draft)
+    for aux in (batch.aux, batch.context.aux):
+        aux[:, :num_dead] = 0
     context = dataclasses.replace(batch.context, aux=batch.context.aux * sizes_w.bfloat16())
     resized = dataclasses.replace(batch, aux=batch.aux * sizes_w.bfloat16(), context=context)
     for _ in range(4):

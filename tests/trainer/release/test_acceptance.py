@@ -22,8 +22,9 @@ from speculator.trace import Trace, Verification
 from tests.fixtures.decoding import emitted as reference
 from tests.fixtures.toy import random_draft
 from tests.serving.local.harness import fixed_engine
-from tests.trainer.answers import answer_traces
+from tests.trainer.answers import answer_traces, by_text
 from tests.trainer.examples import batch_of, config_for
+from tests.trainer.learning.test_batch import part_of
 from tests.trainer.learning.test_labels import round_trace
 from trainer.learning.batch import make_example
 from trainer.learning.labels import Labels, draft_ids_by_target_id, make_labels
@@ -222,6 +223,19 @@ def test_under_shared_noise_tokens_below_the_kept_ones_count_as_if_p_were_propor
     assert float(acceptance) == pytest.approx(float(by_hand), rel=2e-3)
 
 
+def test_the_drafts_first_token_is_not_taken_for_one_that_it_cannot_propose() -> None:
+    """Kept are a token that it cannot propose, whose draft id stands as 0, and its token 1; its token 0 was emitted."""
+    p, q = torch.tensor([0.15, 0.2, 0.075, 0.075, 0.5]), torch.tensor([0.1, 0.8, 0.05, 0.05, 0.0])
+    logprobs = p[None, [4, 1]].log().half()
+    is_constrained = torch.zeros(1, dtype=torch.bool)
+    draft_ids_V = torch.tensor([0, 1, 2, 3, -1])
+    labels = make_labels(torch.tensor([[4, 1]]), logprobs, is_constrained, SamplingParams(), draft_ids_V)
+    tables = (q[None, :4].log(), labels, torch.tensor([0]))
+    by_hand = 1 / torch.maximum(p, q * p[0] / q[0]).sum()
+    assert float(coupled_acceptance(*tables)) == pytest.approx(float(by_hand), rel=5e-3)
+    assert float(rejection_acceptance(*tables)) == pytest.approx(float(q[0] / p[0]), rel=5e-3)
+
+
 DEPTH = 4
 
 
@@ -324,6 +338,18 @@ def test_shallower_chains_commit_less_and_each_depth_is_what_it_would_be_alone(
 
 def test_windows_of_a_long_answer_add_up_to_the_whole(draft: Eagle3Draft, traces: list[Trace]) -> None:
     assert predicted(draft, traces, [3], max_bases=7) == predicted(draft, traces, [3])
+
+
+def test_beside_text_a_draft_that_is_never_right_commits_what_text_did(
+    model_dir: Path, draft: Eagle3Draft, traces: list[Trace]
+) -> None:
+    useless = float32_copy(draft, model_dir)
+    useless.fc.weight.data.fill_(3e38)
+    trace = by_text(part_of(traces[0], 0, 43))  # nothing behind the last round
+    served, found = recorded_rounds(trace), predicted(useless, [trace], [DEPTH], beside_text=True)[DEPTH]
+    assert served.length == 4
+    assert (found.num_committed, found.num_rounds) == (served.num_committed, served.num_rounds)
+    assert predicted(useless, [trace], [DEPTH])[DEPTH].length == 1.0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

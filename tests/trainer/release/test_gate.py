@@ -108,17 +108,17 @@ class GateScene:
     def __init__(self, root: Path) -> None:
         self.held_out = HeldOut(share=0.5, max_traces=100, max_bytes=1e9, max_tenant_share=1.0, seed=0)
         self.golden = GoldenSet(max_traces=100, max_bytes=1e9, max_tenant_share=1.0)
-        incumbents, self._candidate = {1: make_draft(1), 2: make_draft(2)}, make_draft(3)
+        incumbents, self.candidate = {1: make_draft(1), 2: make_draft(2)}, make_draft(3)
 
         def score(draft: Eagle3Draft, one: Stored, _: TrainerConfig) -> AcceptanceCounts:
             return accepted(1, one.trace_id, {incumbents[1]: 0.0, incumbents[2]: 0.2}.get(draft, 0.1))
 
         sets, config = (self.held_out, self.golden), config_for(root, root)
-        self._gate = CandidateGate(*sets, config, Ranks(), load_draft=incumbents.__getitem__, score=score)
+        self.gate = CandidateGate(*sets, config, Ranks(), load_draft=incumbents.__getitem__, score=score)
 
     def judge(self, incumbent: int = 1) -> tuple[int, GateOutcome]:
         """(number of fresh prompts, outcome)."""
-        judged = self._gate.judge(self._candidate, incumbent=incumbent)
+        judged = self.gate.judge(self.candidate, incumbent=incumbent)
         assert judged is not None
         assert judged.fresh is not None
         return judged.fresh.num_traces, judged.outcome
@@ -150,6 +150,16 @@ def test_another_incumbent_is_scored_anew(tmp_path: Path) -> None:
         scene.held_out.keep(stored_of(f"{prompt}", prompt_hash=b"%d" % prompt))
     assert scene.judge() == (MIN_TRACES, GateOutcome.PROMOTE)
     assert scene.judge(incumbent=2) == (MIN_TRACES, GateOutcome.REFUSE)
+
+
+def test_a_candidate_that_is_not_finite_is_refused_however_it_decodes(tmp_path: Path) -> None:
+    scene = GateScene(tmp_path)
+    for prompt in range(MIN_TRACES):
+        scene.held_out.keep(stored_of(f"{prompt}", prompt_hash=b"%d" % prompt))
+    scene.candidate.fc.weight.data[0, 0] = math.inf
+    found = scene.gate.judge(scene.candidate, incumbent=1)
+    assert found is not None
+    assert (found.outcome, found.reason, found.fresh) == (GateOutcome.REFUSE, "not finite", None)
 
 
 def test_one_trace_or_none_bounds_nothing() -> None:
@@ -194,6 +204,7 @@ def decision(fresh: Comparison, golden: Comparison | None = None) -> GateDecisio
 def test_what_is_decided(fresh: Comparison, golden: Comparison | None, outcome: GateOutcome) -> None:
     found = decision(fresh, golden)
     assert found.outcome is outcome
+    assert found.is_vetoed is (outcome is GateOutcome.REFUSE and golden is not None)
     assert found.reason
     assert found.incumbent == 7
 

@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 
 from speculator.redis.trace_stream import TraceStream
 from speculator.trace import Trace
+from speculator.versions.lifecycle import VersionState
 from speculator.versions.store import DraftStore
 from tests.fixtures.traces import send
 from tests.trainer.examples import config_for, promote, record
@@ -127,6 +128,7 @@ def test_drafts_are_judged_by_the_newest_target_alone(
     trainer.read(block_ms=0)
     assert versions_of(trainer.replay.waiting) <= {5}
     assert trainer.metrics.registry.get_sample_value("slipstream_trainer_target_version") == 5
+    assert set(trainer.source.unused_trace_ids) <= set(trainer.replay.waiting_trace_ids), "the others can be acked"
     trainer.close()
 
 
@@ -170,6 +172,24 @@ def test_the_version_is_in_the_manifest_and_survives_a_restart(
     assert versions_of(again.replay.waiting) <= {3}
     assert versions_of([*again.admission.held_out, *again.admission.golden]) == {3}
     again.close()
+
+
+def test_a_version_in_service_is_reviewed_on_the_newest_target_alone(
+    start: MakeTrainer, stream: TraceStream, traces: list[Trace], tmp_path: Path
+) -> None:
+    trainer = start(decide=promote)
+    send(stream, of_version(traces[1:], 1))
+    trainer.read(block_ms=0)
+    trainer.step()
+    trainer.publish()
+    DraftStore(tmp_path / "store").lifecycle.move(2, VersionState.LIVE, actor="engine:0")
+    trainer.review.take_turn()
+    assert trainer.review.version == 2
+    for version, is_reviewed_on in ((0, False), (1, True)):
+        send(stream, of_version(traces[:1], version))
+        trainer.read(block_ms=0)
+        assert trainer.review.has_work is is_reviewed_on
+    trainer.close()
 
 
 def test_a_count_that_begins_again_is_noticed_and_not_repeated_with_every_trace(

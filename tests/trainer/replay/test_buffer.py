@@ -168,6 +168,18 @@ def test_a_flood_of_different_texts_gets_its_share_of_the_mix_and_no_more(num_ot
     assert replay.room > 0
 
 
+def test_new_traces_of_tenants_below_their_share_are_not_passed_over() -> None:
+    replay = replay_of()
+    fill(replay, (stored_of(f"old-{i}", tenant="xy"[i % 2]) for i in range(20)))
+    num_passed_over = 0
+    for number in range(60):
+        replay.add(stored_of(f"{number}", tenant="xy"[number % 2]), domain="default")
+        drawn = draw(replay, 4)
+        if number >= 20:  # the mix of the first steps is left to chance
+            num_passed_over += len(drawn.passed_over)
+    assert num_passed_over == 0
+
+
 def test_a_single_trace_of_another_is_not_learnt_by_heart() -> None:
     replay = replay_of()
     fill(replay, (stored_of(f"{i}", tenant="large") for i in range(999)))

@@ -18,6 +18,7 @@ from speculator.redis.control_plane import DraftPointer, machine_id
 from speculator.redis.trace_deletion import ErasureOrders, TraceRemover
 from speculator.redis.trace_stream import TraceStream
 from speculator.trace import Trace
+from speculator.versions.lifecycle import VersionState
 from speculator.versions.lineage import MAX_TENANTS, TenantCounts, counts_of, joined_counts
 from speculator.versions.store import DraftStore
 from tests.fixtures.traces import send, with_header
@@ -66,23 +67,32 @@ def ids(traces: list[Trace], tenant: str) -> set[str]:
     return {trace.header.trace_id for trace in traces if trace.header.tenant == tenant}
 
 
+class Erasures:
+    """Orders, and a clock, that Redis may not tell."""
+
+    def __init__(self) -> None:
+        self.is_away, self.now_ms = False, 0
+        self.ordered = dict[str, int]()
+
+    def orders(self) -> dict[str, int]:
+        if self.is_away:
+            raise StreamError("Redis is away")
+        return self.ordered
+
+    def time_ms(self) -> int:
+        return self.now_ms
+
+    def report(self, *_: object) -> None:
+        self.orders()
+
+
+def policy_of(erasures: Erasures, metrics: TrainerMetrics, *, ttl_s: float = 0) -> RetentionPolicy:
+    return RetentionPolicy(erasures, None, name="t", ttl_s=ttl_s, metrics=metrics)  # type: ignore[arg-type]
+
+
 def test_an_outage_of_redis_is_a_line_however_long_it_lasts() -> None:
-    class Erasures:
-        is_away = True
-
-        def orders(self) -> dict[str, int]:
-            if self.is_away:
-                raise StreamError("Redis is away")
-            return {}
-
-        def time_ms(self) -> int:
-            return 0
-
-        def report(self, *_: object) -> None:
-            self.orders()
-
     erasures, metrics = Erasures(), TrainerMetrics(CollectorRegistry())
-    policy = RetentionPolicy(erasures, None, name="t", ttl_s=0, metrics=metrics)  # type: ignore[arg-type]
+    policy = policy_of(erasures, metrics)
     with capture_logs() as logs:
         for is_away in (True, True, False, True, True):
             erasures.is_away = is_away
@@ -90,6 +100,29 @@ def test_an_outage_of_redis_is_a_line_however_long_it_lasts() -> None:
             policy.report()
     assert len(logs) == 2
     assert metrics.stream_errors.labels("erasures")._value.get() == 8
+
+
+def test_what_comes_right_after_a_long_outage_is_not_old_by_the_clock_of_before() -> None:
+    erasures = Erasures()
+    policy = policy_of(erasures, TrainerMetrics(CollectorRegistry()), ttl_s=HOUR_S)
+    new = stored_of("new", created_ms=int(2000 * HOUR_S)).provenance
+    policy.poll()
+    assert policy.reason(new) == "expired"
+    erasures.is_away = True
+    policy.poll()
+    assert policy.reason(new) is None
+
+
+def test_once_an_order_is_carried_out_newer_traces_of_the_tenant_are_welcome() -> None:
+    erasures = Erasures()
+    policy = policy_of(erasures, TrainerMetrics(CollectorRegistry()))
+    policy.poll()
+    erasures.ordered = {"anna": 5}
+    policy.poll()
+    new = stored_of("new", tenant="anna", created_ms=6).provenance
+    assert policy.reason(new) == "erased", "the clock of its engine may be ahead"
+    policy.report()
+    assert policy.reason(new) is None
 
 
 @pytest.mark.parametrize(
@@ -125,6 +158,26 @@ def test_an_erased_tenant_is_forgotten_wherever_its_traces_are(
     again = start(**how)
     assert kept(again) == ids(asked, "bo")
     again.close()
+
+
+def test_a_review_does_not_decode_what_was_erased_while_it_waited(
+    start: MakeTrainer, stream: TraceStream, traces: list[Trace], redis_client: redis.Redis, tmp_path: Path
+) -> None:
+    asked = mixed(traces[:3])
+    trainer = start(decide=promote)
+    send(stream, asked[:2])
+    trainer.read(block_ms=0)
+    trainer.step()
+    trainer.publish()
+    DraftStore(tmp_path / "store").lifecycle.move(2, VersionState.LIVE, actor="engine:0")
+    trainer.review.take_turn()
+    send(stream, asked[2:])
+    trainer.read(block_ms=0)
+    assert trainer.review.has_work
+    ErasureOrders(redis_client, "toy").order("anna")
+    trainer.read(block_ms=0)
+    assert not trainer.review.has_work
+    trainer.close()
 
 
 def test_a_trainer_that_rests_beside_a_busy_engine_forgets_and_reports_meanwhile(
