@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sglang.srt.server_args import prepare_server_args
 
-from serving.sglang.plugin.checks import check_draft_options, resolved
+from serving.sglang.plugin.checks import check_draft_options, check_server, resolved
 from serving.sglang.settings import PluginSettings
 from slipstream.doctor.finding import Level
 from slipstream.doctor.machine import check_hooks
@@ -20,10 +21,15 @@ from speculator.versions.store import DraftStore
 from tests.sglang.server import DEVICE_FLAGS, environment, speculative_flags
 
 
-def check(model_dir: Path, draft_dir: Path, *flags: str) -> None:
+def of_server(model_dir: Path, draft_dir: Path, *flags: str) -> Any:
+    """The arguments of a server with these flags, once SGLang has decided on all of them."""
     args = prepare_server_args(["--model-path", str(model_dir), *DEVICE_FLAGS, *speculative_flags(draft_dir), *flags])
     args.resolve_once()
-    check_draft_options(resolved(args), PluginSettings())
+    return resolved(args)
+
+
+def check(model_dir: Path, draft_dir: Path, *flags: str) -> None:
+    check_draft_options(of_server(model_dir, draft_dir, *flags), PluginSettings())
 
 
 @pytest.mark.parametrize("flags", [(), ("--quantization", "w8a8_int8", "--load-format", "pt")])
@@ -45,6 +51,14 @@ def test_what_would_reach_the_draft_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=advice):
         check(model_dir, draft_dir, *flags)
+
+
+@pytest.mark.parametrize("flags", [("--dp-size", "2", "--enable-dp-attention"), ("--attn-dp-size", "2")])
+def test_dp_attention_is_refused_by_either_name(
+    model_dir: Path, draft_store: DraftStore, draft_dir: Path, flags: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError, match="DP attention"):
+        check_server(of_server(model_dir, draft_dir, "--tp-size", "2", *flags), PluginSettings(store=draft_store.root))
 
 
 _IN_SGLANGS_PROCESS = """

@@ -113,7 +113,9 @@ def check_server(args: Any, settings: PluginSettings) -> str:
         if threshold != 1.0:
             flag = f"--speculative-accept-threshold-{name}"
             raise ConfigError(f"{flag} is {threshold}: below 1.0 the text changes, leave it at 1.0")
-    if args.pp_size != 1 or args.disaggregation_mode != "null" or args.enable_dp_attention:
+    # SGLang turns --enable-dp-attention into --attn-dp-size, which 0.5.17 does not have.
+    shares_attention = args.enable_dp_attention or getattr(args, "attn_dp_size", 1) != 1
+    if args.pp_size != 1 or args.disaggregation_mode != "null" or shares_attention:
         raise ConfigError("pipeline parallelism, disaggregation and DP attention are not supported: turn them off")
     if args.dp_size != 1:
         raise ConfigError(f"--dp-size is {args.dp_size}: start one server for each, and put sglang-router in front")

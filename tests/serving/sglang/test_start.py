@@ -91,6 +91,7 @@ def test_a_draft_of_the_whole_vocabulary_may_be_drawn_from(model_dir: Path, tmp_
         ({"speculative_accept_threshold_acc": 0.5}, "--speculative-accept-threshold-acc is 0.5"),
         ({"pp_size": 2}, "pipeline parallelism"),
         ({"disaggregation_mode": "decode"}, "disaggregation"),
+        ({"enable_dp_attention": True}, "DP attention"),
         ({"dp_size": 2}, "put sglang-router in front"),
         (
             {"speculative_use_rejection_sampling": True},
