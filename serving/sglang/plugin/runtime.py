@@ -125,6 +125,8 @@ class EngineRuntime:
             forget += [] if self.text is None else [self.text.forget]
             self._erasures = ErasureWatch(ErasureOrders(client, key).orders, forget)
         self._target = RankTarget(self._on_target_update)
+        # As --weight-version names them, or none.
+        self._target.labelled(args.weight_version)
         self._follower = self._new_follower(settings, store, watch)
         log.info("slipstream: draft version %d in service, engine %s, model %s", manifest.version, self._engine_id, key)
 

@@ -36,7 +36,7 @@ SERVED = object()
 """What SGLang's own function returns."""
 
 
-REJECTING, REMEMBERING = -1, -2
+REJECTING, REMEMBERING, LABELLED = -1, -2, -3
 
 
 class Mode:
@@ -131,7 +131,7 @@ def unstarted(
 ) -> Iterator[Scene]:
     """One rank, on a CPU, with depths 0 and 2; a chain, or a tree of as many branches as the parameter. It captures,
     but for the parameter 0. With `REJECTING` it verifies a chain by rejection sampling, with `REMEMBERING` it proposes
-    earlier text, too, up to depth 8, and shares that of groups.
+    earlier text, too, up to depth 8, and shares that of groups. With `LABELLED` it starts with weights of version 7.
     """
     asked = getattr(request, "param", 1)
     store = DraftStore(tmp_path / "drafts")
@@ -155,6 +155,7 @@ def unstarted(
         "speculative_use_rejection_sampling": asked == REJECTING,
         "enable_deterministic_inference": False,
         "random_seed": 1,
+        "weight_version": "7" if asked == LABELLED else "default",
         "disable_overlap_schedule": True,
     }
     worker = SimpleNamespace(
@@ -462,6 +463,16 @@ def test_every_part_is_told_of_another_target(scene: Scene, monkeypatch: pytest.
     scene.runtime.target_updated("7")
     assert scene.runtime._traces is not None
     assert (told, scene.runtime.depth.target_version) == ([7], 7)
+    assert scene.runtime._traces.capture.assembler.target_version == 7
+
+
+@pytest.mark.parametrize("unstarted", [LABELLED], indirect=True)
+def test_a_server_may_start_with_later_weights(scene: Scene) -> None:
+    """SGLang calls them 7 from its start on, so an update to 7 sends it nothing and waits for its report."""
+    wait_until(lambda: "process" in scene.report())
+    report = EngineReport.parse(scene.report())
+    assert (report.target_version, report.target_label, scene.runtime.label) == (7, 7, 7)
+    assert scene.runtime._traces is not None
     assert scene.runtime._traces.capture.assembler.target_version == 7
 
 
