@@ -137,6 +137,10 @@ def check_server(args: Any, settings: PluginSettings) -> str:
             f"SGLang {sglang_version()} shares between tenants what --hicache-storage-backend and --enable-lmcache "
             f"store: leave them out, or {INSTALL}"
         )
+    if args.enable_flexkv:
+        raise ConfigError(
+            "--enable-flexkv shares what it stores between tenants, and between versions of the target: leave it out"
+        )
     if settings.share_groups and settings.capture_filter:
         raise ConfigError(
             f"{PREFIX}SHARE_GROUPS sends answers to Redis as they come, but {PREFIX}CAPTURE_FILTER needs "

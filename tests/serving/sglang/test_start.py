@@ -60,6 +60,7 @@ def arguments(model_dir: Path, store: DraftStore, **changes: Any) -> SimpleNames
         "enable_memory_saver": False,
         "hicache_storage_backend": None,
         "enable_lmcache": False,
+        "enable_flexkv": False,
         "context_length": None,
     }
     return SimpleNamespace(**values | changes)
@@ -103,6 +104,7 @@ def test_a_draft_of_the_whole_vocabulary_may_be_drawn_from(model_dir: Path, tmp_
         ({"grpc_mode": True}, "--grpc-mode"),
         ({"smg_grpc_mode": True}, "--smg-grpc-mode"),
         ({"enable_memory_saver": True}, "--enable-memory-saver"),
+        ({"enable_flexkv": True}, "--enable-flexkv shares what it stores between tenants"),
         ({"speculative_draft_model_path": "/somewhere/else"}, "no version of the draft store"),
     ],
 )
