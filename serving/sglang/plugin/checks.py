@@ -31,6 +31,12 @@ _NOT_OF_CLIENTS = ("input_text", "input_ids", "mm_inputs", "positional_embed_ove
 """Fields of SGLang's messages that it makes itself; most are large."""
 _TRUE = ("true", "1", "yes", "y")
 """How SGLang's variables say yes, in any case."""
+_UNSET = {
+    "SGLANG_RUST_SERVER": "starts an HTTP server without hooks",
+    "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND": "skips the draft's reading without telling the plugin",
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "leaves the temperature out of the logprobs of rollouts",
+}
+"""SGLang's variables that may not say yes, and why."""
 VERSIONS = ("0.5.17", "0.5.22", "0.5.23")
 """Versions of SGLang that have everything that the plugin uses. On a CPU only the last one is tested."""
 INSTALL = f"install sglang=={VERSIONS[-1]}"
@@ -128,8 +134,9 @@ def check_server(args: Any, settings: PluginSettings) -> str:
         raise ConfigError(f"--tokenizer-worker-num is {number}: workers run without hooks, leave it out")
     if args.use_ray or args.grpc_mode or args.smg_grpc_mode:
         raise ConfigError("--use-ray, --grpc-mode and --smg-grpc-mode run processes without hooks: leave them out")
-    if os.environ.get("SGLANG_RUST_SERVER", "").lower() in _TRUE:
-        raise ConfigError("SGLANG_RUST_SERVER starts an HTTP server without hooks: unset it")
+    for name, reason in _UNSET.items():
+        if os.environ.get(name, "").lower() in _TRUE:
+            raise ConfigError(f"{name} {reason}: unset it")
     if args.enable_memory_saver:
         raise ConfigError("--enable-memory-saver releases weights that draft swaps write: leave it out")
     if (args.hicache_storage_backend is not None or args.enable_lmcache) and not separates_tenants_in_storage():

@@ -114,12 +114,14 @@ def test_unsafe_or_unsupported_starts(model_dir: Path, store: DraftStore, change
 
 
 @pytest.mark.parametrize(("value", "is_refused"), [("1", True), ("True", True), ("0", False), ("", False)])
-def test_sglangs_server_in_rust_has_no_hooks(
-    model_dir: Path, store: DraftStore, value: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "name", ["SGLANG_RUST_SERVER", "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND", "SGLANG_RETURN_ORIGINAL_LOGPROB"]
+)
+def test_variables_of_sglang_that_may_not_say_yes(
+    model_dir: Path, store: DraftStore, name: str, value: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SGLANG_RUST_SERVER", value)
-    expected = pytest.raises(ConfigError, match="SGLANG_RUST_SERVER") if is_refused else contextlib.nullcontext()
-    with expected:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=name) if is_refused else contextlib.nullcontext():
         check_server(arguments(model_dir, store), PluginSettings(store=store.root))
 
 
