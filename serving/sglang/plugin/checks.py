@@ -217,6 +217,8 @@ def check_draft_options(args: Any, settings: PluginSettings) -> None:
                 f"--model-loader-extra-config is meant for --load-format {args.load_format}, and the draft's loader "
                 "reads it, too: leave it out"
             )
+    if args.decrypted_draft_config_file:
+        raise ConfigError("--decrypted-draft-config-file hides the config.json of the store's draft: leave it out")
     if _is_given(args.json_model_override_args):
         raise ConfigError(
             "--json-model-override-args changes the draft, too, and the trainer does not see it: change config.json in "
