@@ -16,7 +16,7 @@ from torch import Tensor
 
 from speculator.draft.checkpoint import read_target_tensor
 from speculator.draft.eagle3 import Eagle3Draft
-from speculator.errors import ConfigError, DraftMismatchError
+from speculator.errors import ConfigError, DraftMismatchError, StoreError
 from speculator.versions.lineage import TenantCounts, counts_of, ensure_lineage, load_draft
 from speculator.versions.store import DraftStore
 from trainer.checkpoint import Progress, load_checkpoint
@@ -47,7 +47,8 @@ class Training:
         device: torch.device,
         rng: random.Random,
     ) -> None:
-        """Begins with the newest version that may be served, or stores a fresh draft as the first version.
+        """Begins with the newest version that may be served, or stores a fresh draft as the first version; not in an
+        empty store where a checkpoint descends from a version.
 
         Raises ConfigError, StoreError, DraftFileError or DraftMismatchError.
         """
@@ -208,13 +209,21 @@ class Training:
         return Learner(self.load_draft(self.version), self._config, self._ranks)
 
     def _ensure_lineage(self) -> int:
+        newest, config = self._store.latest(), self._config
+        # A fresh draft there would move engines to versions that have these numbers in the store that they have.
+        if newest is None and (saved := load_checkpoint(config.state_dir)) is not None and saved[1].version:
+            raise StoreError(
+                f"{config.store_dir} holds no draft versions, and the checkpoint in {config.state_dir} descends from "
+                f"version {saved[1].version} of it: mount it, begin it with `slipstream drafts init --store`, or empty "
+                "--state"
+            )
         return ensure_lineage(
             self._store,
-            self._config.model_dir,
+            config.model_dir,
             self._fingerprint,
-            draft_vocab_size=self._config.draft_vocab_size,
+            draft_vocab_size=config.draft_vocab_size,
             # The seed also sets the order of learning, so an existing draft need not have been made with it.
-            seed=self._config.seed if self._store.latest() is None else None,
+            seed=config.seed if newest is None else None,
         )
 
 

@@ -11,6 +11,7 @@ import redis
 import torch
 
 from speculator.draft.checkpoint import target_fingerprint
+from speculator.errors import StoreError
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.trace_stream import TraceStream
 from speculator.trace import Trace
@@ -73,6 +74,22 @@ def test_an_empty_store_is_filled_with_what_the_checkpoint_learnt(
     send(stream, traces[4:])
     _learn_and_publish(trainer)
     assert store.versions() == [1, 2], "numbers begin anew"
+    trainer.close()
+
+
+def test_a_store_that_is_not_mounted_is_not_begun_anew(
+    published: Trainer, start: MakeTrainer, redis_client: redis.Redis, tmp_path: Path
+) -> None:
+    """Its second version would move engines, which have the store, back to the second one there."""
+    (tmp_path / "store").rename(tmp_path / "elsewhere")
+    (tmp_path / "store").mkdir()
+    with pytest.raises(StoreError, match="descends from version 2 of it: mount it"):
+        start(**HOW)
+    assert not list((tmp_path / "store").iterdir())
+    (tmp_path / "store").rmdir()
+    (tmp_path / "elsewhere").rename(tmp_path / "store")
+    trainer = start(**HOW)
+    assert trainer.training.version == DraftPointer(redis_client, "toy").desired() == 2
     trainer.close()
 
 
