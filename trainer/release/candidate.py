@@ -236,8 +236,8 @@ class Candidates:
         if not decision.is_vetoed:
             return False
         now_s = self._clock()
-        if self.vetoed_since_s is None:
-            self.vetoed_since_s = now_s
+        # The clock may be set back meanwhile.
+        self.vetoed_since_s = now_s if self.vetoed_since_s is None else min(self.vetoed_since_s, now_s)
         return self._config.golden is None and now_s - self.vetoed_since_s >= self._config.golden_patience_s
 
     def _renew_golden(self) -> None:

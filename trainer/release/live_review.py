@@ -373,8 +373,9 @@ class RollbackWatch:
         rollbacks = self._lifecycle.rollbacks_in_a_row()
         if self._seen_s is None:
             # A pause survives a restart, and where a clock is ahead begins anew.
-            self._seen_s = {one.sequence: min(one.at_ms / 1000, now_s) for one in rollbacks}
-        self._seen_s = {one.sequence: self._seen_s.get(one.sequence, now_s) for one in rollbacks}
+            self._seen_s = {one.sequence: one.at_ms / 1000 for one in rollbacks}
+        # A clock that is set back must not lengthen a pause by as much.
+        self._seen_s = {one.sequence: min(self._seen_s.get(one.sequence, now_s), now_s) for one in rollbacks}
         until_s = 0.0
         if len(rollbacks) >= 2:
             until_s = self._seen_s[rollbacks[-1].sequence] + pause_s(len(rollbacks), self._first_pause_s)
@@ -407,6 +408,6 @@ class RollbackWatch:
         except StreamError:
             return True
         # The trial begins when the pointer first names the version.
-        if self._trial[0] != version:
+        if self._trial[0] != version or now_s < self._trial[1]:
             self._trial = (version, now_s)
         return now_s - self._trial[1] <= max(pause_s(num_rollbacks, self._first_pause_s), MIN_TRIAL_S)

@@ -97,6 +97,21 @@ def test_a_veto_that_lasts_too_long_ends_with_a_new_golden_set(
     trainer.close()
 
 
+def test_patience_is_no_longer_where_the_clock_is_set_back(
+    settings: Callable[..., TrainerConfig], stream: TraceStream, traffic: list[Trace]
+) -> None:
+    now_s = [1_000_000.0]
+    config = settings(golden_patience_s=3600.0)
+    trainer = Trainer(config, CollectorRegistry(), decide=veto, clock=lambda: now_s[0])
+    read(trainer, stream, traffic[:4])
+    for passed_s in (0, -6 * 3600, 3600):
+        assert golden(trainer) == ["0", "1"]
+        now_s[0] += passed_s
+        trainer.publish()
+    assert golden(trainer) == []
+    trainer.close()
+
+
 def test_an_operators_recording_is_not_given_up(
     settings: Callable[..., TrainerConfig],
     stream: TraceStream,

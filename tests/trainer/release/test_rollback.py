@@ -235,6 +235,29 @@ def test_a_pause_is_as_long_where_an_engines_clock_is_wrong(
     assert not desk.watch.paused
 
 
+def test_a_pause_is_no_longer_where_the_clock_is_set_back(desk: Desk) -> None:
+    desk.roll_back(2)
+    desk.roll_back(3)
+    desk.poll(1)
+    desk.poll(1, after_s=-6 * 3600)
+    assert desk.watch.paused
+    desk.poll(1, after_s=PAUSE_S + 20)
+    assert not desk.watch.paused
+
+
+def test_a_trial_holds_up_publishing_no_longer_where_the_clock_is_set_back(desk: Desk) -> None:
+    desk.roll_back(2)
+    desk.roll_back(3)
+    desk.poll(1)
+    desk.make(4, VersionState.LIVE)
+    desk.published = 4
+    desk.poll(4, after_s=PAUSE_S + 20)
+    desk.poll(4, after_s=-6 * 3600)
+    assert desk.watch.paused
+    desk.poll(4, after_s=PAUSE_S + 20)
+    assert not desk.watch.paused
+
+
 def test_a_pause_survives_a_restart(desk: Desk) -> None:
     desk.roll_back(2)
     desk.roll_back(3)
