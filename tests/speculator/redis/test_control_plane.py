@@ -231,7 +231,7 @@ def test_engine_reports_expire(redis_client: redis.Redis) -> None:
     assert redis_client.zrange(KEYS.engines, 0, -1) == [b"engine-0", b"engine-2"]
 
 
-@pytest.mark.parametrize("skew_s", [-600, 600])
+@pytest.mark.parametrize("skew_s", [-14 * 3600, -600, 600, 14 * 3600])
 def test_engines_with_other_clocks_do_not_remove_each_other(
     redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch, skew_s: int
 ) -> None:
