@@ -20,7 +20,7 @@ import redis
 from redis.exceptions import ResponseError
 
 from speculator.errors import ConfigError, StreamError, TraceError
-from speculator.host import now_ms, replacing
+from speculator.host import replacing
 from speculator.recording import RecordingReader, RecordingWriter
 from speculator.redis.client import RedisKeys, ServerInfo, redis_errors, until_unraced
 from speculator.redis.stream_accounting import LAST_ID, StreamAccounts, index_of, member_of, size_member
@@ -69,8 +69,8 @@ class ErasureOrders:
                 # Else an order made at the same time could get a later one, and a report of it would pass for this one.
                 transaction.watch(self._orders)
                 newest = max(self.orders().values(), default=0)
-                # This machine's clock may be behind those of the engines: later traces would be kept.
-                at_ms = max(now_ms(), self._server.time_ms(), newest + 1)
+                # Not by this machine's clock: one that is ahead would also erase what tenants send in the time to come.
+                at_ms = max(self._server.time_ms(), newest + 1)
                 transaction.multi()
                 transaction.hset(self._orders, tenant, at_ms)
                 transaction.execute()

@@ -20,7 +20,6 @@ from speculator.errors import ConfigError, StreamError, TraceError
 from speculator.host import now_ms
 from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
 from speculator.redis import client as redis_of_ours
-from speculator.redis import trace_deletion
 from speculator.redis.client import RedisKeys, connect
 from speculator.redis.embedded import EmbeddedRedis
 from speculator.redis.stream_accounting import StreamLag
@@ -252,8 +251,7 @@ def test_whoever_reports_is_found_whatever_this_machines_clock_says(
     orders.report("trainer-0", TrainerReport(erased_ms=5))
     redis_client.xadd(RedisKeys(model_key="toy").gateways, {"gateway": "stopped", "erased_ms": 5}, id="1-1")
     orders.report_gateway("gateway-0", 5)
-    for module in (redis_of_ours, trace_deletion):
-        monkeypatch.setattr(module, "now_ms", lambda: int(1000 * time.time()) + skew_ms)
+    monkeypatch.setattr(redis_of_ours, "now_ms", lambda: int(1000 * time.time()) + skew_ms)
     orders.report("trainer-1", TrainerReport(erased_ms=5))
     assert set(orders.trainers()) == {"trainer-0", "trainer-1"}
     assert orders.gateways() == {"gateway-0": 5}
@@ -262,13 +260,14 @@ def test_whoever_reports_is_found_whatever_this_machines_clock_says(
     assert "stopped" not in orders.trainers()
 
 
-def test_an_order_covers_what_was_captured_before_it_though_this_machines_clock_is_behind(
-    redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("skew_s", [5 * 3600, -5 * 3600])
+def test_an_order_covers_what_was_captured_before_it_whatever_this_machines_clock_says(
+    redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch, skew_s: int
 ) -> None:
-    created_ms = int(1000 * time.time())
-    for module in (redis_of_ours, trace_deletion):
-        monkeypatch.setattr(module, "now_ms", lambda: created_ms - 5000)
-    assert ErasureOrders(redis_client, "toy").order("anna") >= created_ms
+    created_ms = now_ms()
+    monkeypatch.setattr(time, "time_ns", lambda: 10**6 * created_ms + 10**9 * skew_s)
+    at_ms = ErasureOrders(redis_client, "toy").order("anna")
+    assert created_ms <= at_ms < created_ms + 3600 * 1000
 
 
 def test_of_two_orders_made_at_once_the_later_one_is_newer(
@@ -283,8 +282,7 @@ def test_of_two_orders_made_at_once_the_later_one_is_newer(
             first[0] = ErasureOrders(redis_client, "toy").order("anna")
         return 0
 
-    monkeypatch.setattr(trace_deletion, "now_ms", read_slowly)
-    monkeypatch.setattr(redis_of_ours.ServerInfo, "time_ms", lambda _: 0)
+    monkeypatch.setattr(redis_of_ours.ServerInfo, "time_ms", lambda _: read_slowly())
     at_ms = orders.order("bo")
     assert orders.orders() == {"anna": first[0], "bo": at_ms}
     assert at_ms > first[0]
