@@ -3,8 +3,9 @@
     def keep(text: str, tenant: str) -> bool: ...
 
 `text` is what the trace holds of the prompt, and the answer, decoded without special tokens. The recorder's thread
-calls the function, so serving never waits for it: one that is slower than the traffic makes the recorder's queue grow
-to its bound. A trace of which the function says False is dropped, and so is one at which it fails; both are counted.
+calls the function: one that is slower than the traffic makes the recorder's queue grow to its bound. Serving waits for
+it only while it holds Python's lock, which one search by a regular expression does to its end. A trace of which the
+function says False is dropped, and so is one at which it fails; both are counted.
 """
 
 from __future__ import annotations
