@@ -255,7 +255,8 @@ class UpdatableTarget(Protocol):
 
     def update_target(self, version: int, folder: Path | None) -> TargetReport:
         """Serve the target in this version: load the weights in `folder`; without a folder, the weights are already in
-        place. Blocks the calling thread, never the decode loop.
+        place. Blocks the calling thread, never the decode loop. The version in service may come again, for servers
+        that lack it.
 
         Raises RequestError where this engine needs a folder or cannot use one, TargetError for weights that it cannot
         serve, and EngineError; the target in service then stays.

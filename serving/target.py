@@ -65,7 +65,8 @@ class TargetUpdater:
 
     def _move(self, version: int, path: str | None) -> TargetReport:
         in_service = self._host.target_version
-        if version <= in_service:
+        # The one in service may be repeated: the engine knows whether a server still lacks its weights.
+        if version < in_service:
             raise TargetError(f"version {version} is not newer than {in_service}, which is in service")
         folder = None if path is None else self._allowed(path)
         return self._host.update_target(version, folder)

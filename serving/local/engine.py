@@ -36,7 +36,7 @@ from serving.local.target.model import Target
 from serving.metrics import EngineMetrics
 from serving.speedup import AbSpeedup, EstimatedSpeedup, SpeedupMeter
 from speculator.draft.eagle3 import Eagle3Draft
-from speculator.errors import EngineDeadError, RequestError
+from speculator.errors import EngineDeadError, RequestError, TargetError
 from speculator.proposals.planner import RoundPlanner
 from speculator.proposals.suffix_drafter import SuffixDrafter
 from speculator.redis.control_plane import EngineLoad, gpu_id
@@ -208,6 +208,8 @@ class LocalEngine:
     def update_target(self, version: int, folder: Path | None) -> TargetReport:
         if folder is None:
             raise RequestError("this engine needs the path of the new weights", param="path")
+        if version == self.target_version:
+            raise TargetError(f"version {version} is in service already: send new weights as a newer one")
         with span("stage_target", version=version):
             staged = self._target.stage(folder)
         return self._inbox.add_task(lambda: self._loop.install_target(version, staged)).result()

@@ -220,6 +220,11 @@ def test_this_engine_needs_a_folder(old: Harness) -> None:
         old.engine.update_target(1, None)
 
 
+def test_this_engine_has_one_set_of_weights_for_a_version(old: Harness, new_dir: Path) -> None:
+    with pytest.raises(TargetError, match="0 is in service already"):
+        old.engine.update_target(0, new_dir)
+
+
 def test_half_a_target_never_serves(model_dir: Path, new_dir: Path) -> None:
     class Half(WatchedTarget):
         def stage(self, folder: Path) -> StagedTarget:

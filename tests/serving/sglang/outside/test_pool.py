@@ -21,12 +21,14 @@ from serving.gateway.app import create_passthrough_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.live.live import Live
 from serving.gateway.upstream import Upstream
+from serving.metrics import TargetMetrics
 from serving.request_metadata import HEADER, OTHER_TARGET
 from serving.sglang.gateway_metrics import PoolCollector, SglangCollector
 from serving.sglang.outside.pool import PoolClient, check_routers, list_servers
 from serving.sglang.outside.weights import update_weights
 from serving.sglang.report import MOST_SILENT, EngineReport, Pool, most_common
-from speculator.errors import ConfigError, EngineDeadError, EngineError, StreamError
+from serving.target import TargetUpdater
+from speculator.errors import ConfigError, EngineDeadError, EngineError, StreamError, TargetError
 from speculator.redis.client import RedisKeys
 from speculator.redis.control_plane import POOL_METRICS_TTL_S, DraftPointer
 from tests.serving.gateway.client import serve
@@ -364,6 +366,29 @@ def test_new_weights_go_to_every_server_that_a_router_lists(
     scene.fake.workers = []
     with pytest.raises(EngineError, match="no router"):
         scene.client.update_target(7, tmp_path)
+
+
+def test_an_update_whose_flush_a_server_refused_may_be_repeated(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = RolloutServer(20, refuses_weights="the cache was not flushed")
+    url, stop = in_background(server)
+    monkeypatch.setattr(scene.fake, "workers", [url])
+    updater = TargetUpdater(scene.client, TargetMetrics(CollectorRegistry()), folder=tmp_path)
+    (tmp_path / "step").mkdir()
+    with pytest.raises(EngineError, match=r"flushed\. Repeat the update"):
+        updater.announce(6, "step")
+    for name in ("a", "b", "c"):
+        # The plugin counts the version from then on, and SGLang's HTTP server keeps the old label.
+        scene.engine(name, target_version=6, target_label=6)
+    scene.client.poll()
+    assert (scene.client.target_version, server.label) == (6, "default")
+    server.refuses_weights = ""
+    assert updater.announce(6, "step").version == 6
+    assert server.label == "6"
+    with pytest.raises(TargetError, match="5 is not newer than 6"):
+        updater.announce(5, "step")
+    stop()
 
 
 def test_a_router_that_has_just_started_hides_no_servers() -> None:
