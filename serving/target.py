@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import stat
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,10 @@ from serving.engine import TargetReport, UpdatableTarget
 from serving.metrics import TargetMetrics
 from speculator.draft.checkpoint import TARGET_ESSENTIALS, is_finite, target_essentials
 from speculator.errors import ConfigError, EngineBusyError, RequestError, SlipstreamError, TargetError
-from speculator.target_folder import LM_HEAD, open_weights, reading, weight_files
+from speculator.target_folder import INDEX, LM_HEAD, open_weights, reading, weight_files
 
 log = structlog.get_logger(__name__)
+_FIX = "check the path"
 
 
 class TargetUpdater:
@@ -102,16 +104,18 @@ def read_layout(model_dir: Path) -> TargetLayout:
 
 
 def check_weights(folder: Path, layout: TargetLayout) -> None:
-    """Check that the safetensors model in `folder` has the layout's tensors and shapes; reads no values.
+    """Check that the safetensors model in `folder` has the layout's tensors and shapes, and that SGLang would load
+    these alone; reads no values.
 
     Raises TargetError, with the reason, if not.
     """
     _check_essentials(folder, layout)
-    try:
-        with reading(folder):
-            shapes = _shapes(_files(folder))
-    except ConfigError as error:
-        raise TargetError(f"{folder.name} has no readable safetensors weights") from error
+    files = _files(folder)
+    # Without an index SGLang loads every file.
+    if (others := sorted({*folder.glob("*.safetensors")}.difference(files))) and not (folder / INDEX).exists():
+        raise TargetError(f"{folder.name}: SGLang would load {others[0].name}, too: move it out of the folder")
+    with _refusing(folder):
+        shapes = _shapes(files)
     _check_shapes(folder, shapes, layout)
 
 
@@ -175,11 +179,19 @@ def _essentials(model_dir: Path) -> dict[str, Any]:
     return {name: config[name] for name in TARGET_ESSENTIALS if config.get(name) is not None}
 
 
-def _files(folder: Path) -> list[Path]:
+@contextmanager
+def _refusing(folder: Path) -> Iterator[None]:
+    """Convert any exception of a library that reads weights into a TargetError with what to do."""
     try:
-        paths = sorted(set(weight_files(folder).values()))
+        with reading(folder, fix=_FIX):
+            yield
     except ConfigError as error:
-        raise TargetError(f"{folder.name} has no readable safetensors weights") from error
+        raise TargetError(f"{folder.name} has no usable safetensors weights: {error}") from error
+
+
+def _files(folder: Path) -> list[Path]:
+    with _refusing(folder):
+        paths = sorted(set(weight_files(folder, fix=_FIX).values()))
     for path in paths:
         # An index may name any file, and a link may point anywhere.
         if path.resolve().parent != folder.resolve():

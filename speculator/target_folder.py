@@ -23,6 +23,7 @@ from speculator.errors import ConfigError, SlipstreamError
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
+INDEX = "model.safetensors.index.json"
 
 _READ = (
     *("config.json", "generation_config.json", "tokenizer*.json", "tokenizer.model", "special_tokens_map.json"),
@@ -191,9 +192,9 @@ def output_scale(config: Mapping[str, Any]) -> float:
     return 1 / scaling if kind.startswith("granite") else scaling if kind.startswith("hyperclovax") else 1.0
 
 
-def weight_files(model_dir: Path) -> dict[str, Path]:
+def weight_files(model_dir: Path, fix: str = "check --model") -> dict[str, Path]:
     """The file of every tensor by name: model.safetensors, or the files in an index. Raises ConfigError."""
-    with reading(model_dir):
+    with reading(model_dir, fix=fix):
         others = sorted([*model_dir.glob("*.bin"), *model_dir.glob("*.gguf")])
         if others and not any(model_dir.glob("*.safetensors*")):
             raise ConfigError(f"{model_dir} has its weights in {others[0].name}: convert them to safetensors")
@@ -202,7 +203,7 @@ def weight_files(model_dir: Path) -> dict[str, Path]:
 
 def find_weights(folder: Path) -> dict[str, Path]:
     """As `weight_files`, for any folder; raises what the libraries raise."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    index, single = folder / INDEX, folder / "model.safetensors"
     paths = [single]
     if index.exists():
         # Only the file name: a path could point anywhere.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from serving.engine import TargetReport
 from serving.metrics import TargetMetrics
-from serving.target import TargetUpdater, check_weights, read_layout, read_weights
+from serving.target import TargetLayout, TargetUpdater, check_weights, read_layout, read_weights
 from speculator.errors import EngineBusyError, RequestError, SlipstreamError, TargetError
 from tests.fixtures.toy import WEIGHTS, make_toy_model
 
@@ -181,6 +183,41 @@ def test_an_architecture_that_transformers_does_not_know_is_compared_as_stored(t
     as_transformers_4(new, model_type="own", rope_theta=1e6)
     with pytest.raises(TargetError, match="another architecture"):
         check_weights(new, read_layout(served))
+
+
+def test_a_file_that_sglang_would_load_too_is_refused(tmp_path: Path) -> None:
+    """Its values would replace those of the model, or end SGLang where no parameter has its tensors' names."""
+    folder = make_toy_model(tmp_path / "model")
+    layout = read_layout(folder)
+    shutil.copy(folder / WEIGHTS, folder / "ema.safetensors")
+    with pytest.raises(TargetError, match=r"SGLang would load ema\.safetensors, too"):
+        check_weights(folder, layout)
+    index = {"weight_map": dict.fromkeys(layout.shapes, WEIGHTS)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    check_weights(folder, layout)
+
+
+@pytest.mark.parametrize("reads", [check_weights, read_weights])
+def test_a_folder_without_usable_weights_is_refused_with_what_to_do(
+    tmp_path: Path, reads: Callable[[Path, TargetLayout], object]
+) -> None:
+    folder = make_toy_model(tmp_path / "model")
+    layout = read_layout(folder)
+    # As where a model in shards is saved over one in a single file.
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="20KB")
+    with pytest.raises(
+        TargetError, match=r"model has no usable safetensors weights: .*: remove model\.safetensors, or"
+    ):
+        reads(folder, layout)
+    (folder / WEIGHTS).unlink()
+    reads(folder, layout)
+    for shard in folder.glob("*.safetensors*"):
+        shard.unlink()
+    with pytest.raises(TargetError, match=r"No such file or directory: .*model\.safetensors\): check the path"):
+        reads(folder, layout)
+    (folder / "pytorch_model.bin").touch()
+    with pytest.raises(TargetError, match=r"pytorch_model\.bin: convert them to safetensors"):
+        reads(folder, layout)
 
 
 def test_of_tied_weights_a_folder_may_have_one_copy_or_two(tmp_path: Path) -> None:
