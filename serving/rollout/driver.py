@@ -136,7 +136,8 @@ class Driver:
         Engines must already serve the new target: samples that begin from now on carry its number. A version that is
         not newer changes nothing.
         """
-        self._end_all(self._scheduler.announce_target(version))
+        # Not for one that comes back later, perhaps with other weights.
+        self._end_all(self._scheduler.announce_target(version, self._engines.keys() - self._lost))
         self.dispatch()
 
     @property
@@ -160,11 +161,11 @@ class Driver:
 
     def tick(self) -> None:
         """Apply deadlines, find engines that are back, and those that died without ending their streams, as a machine
-        does that loses its power. Call it a few times a second while groups run.
+        does that loses its power. Call it a few times a second.
         """
         for name, engine in self._engines.items():
-            # An idle one, too: no sample may wait for it.
-            if self._works and not engine.is_alive and name not in self._lost:
+            # An idle one, too: no sample may wait for it, and it may come back with the weights that it began with.
+            if not engine.is_alive and name not in self._lost:
                 self._on_engine_lost(name)
         if any(work.request.deadline_s is not None for work in self._works.values()):
             self._end_all(self._scheduler.expire(self._clock()))

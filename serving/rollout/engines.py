@@ -48,7 +48,7 @@ class RolloutEngine(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Polled while groups run, and while it counts as lost: it may have come back."""
+        """Polled a few times a second."""
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """As `serving.engine.Engine.generate`."""
@@ -122,7 +122,7 @@ class EngineCapacity:
     num_read: int = 0
     """Tokens that its samples have read, each counted when its next token came."""
     target_version: int = 0
-    """The newest of the tokens that it has sent."""
+    """The newest that was announced for it, or that its tokens have had."""
 
     def end_of_chunk(self, sample: Sample) -> int:
         """The number of tokens at which a chunk ends that begins now."""

@@ -174,7 +174,7 @@ class Lease:
     seed: int
     max_tokens: int
     target_version: int
-    """The least that its tokens may have: announced for all engines, or seen of this one, when it began."""
+    """The least that its tokens may have: announced for its engine, or seen of it, when it began."""
 
 
 @dataclass(frozen=True, kw_only=True)

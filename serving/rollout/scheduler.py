@@ -48,8 +48,6 @@ class Scheduler:
         self._policy = policy
         self.target_version = 0
         """The newest that any engine has shown."""
-        self._announced = 0
-        """The newest target version that all engines serve."""
         self._groups: dict[str, Group] = {}
         self._num_groups = 0
         self._shares = FairShares()
@@ -246,11 +244,13 @@ class Scheduler:
 
     # -- versions and time --------------------------------------------------------------------------------------------
 
-    def announce_target(self, version: int) -> list[SampleEnd]:
-        """Move all engines to a target; end samples that are too old for it, with their tokens or without, as their
-        group asks. A version that is not newer changes nothing.
+    def announce_target(self, version: int, engines: Iterable[str]) -> list[SampleEnd]:
+        """Note that these engines serve a target; end samples that are too old for it, with their tokens or without, as
+        their group asks. A version that is not newer changes nothing.
         """
-        self._announced = max(self._announced, version)
+        for engine in engines:
+            capacity = self._capacities.setdefault(engine, self._new_capacity())
+            capacity.target_version = max(capacity.target_version, version)
         return self._move_target(version)
 
     def target_seen(self, lease: Lease, version: int) -> list[SampleEnd]:
@@ -349,7 +349,7 @@ class Scheduler:
         sample.lease = next(self._lease_numbers)
         self._leases[sample.lease] = sample
         self._shares.count_running(sample.job, 1)
-        served = max(self._announced, capacity.target_version)
+        served = capacity.target_version
         if not sample.tokens:
             sample.target_version = served
         request = sample.group.request

@@ -123,9 +123,9 @@ def test_samples_that_are_too_old_are_returned_or_aborted_as_asked() -> None:
     leases = scheduler.next_for("x", 3, ROOMY)
     for lease in leases:
         scheduler.progressed(lease, (1, 2))
-    assert scheduler.announce_target(1) == []
+    assert scheduler.announce_target(1, "x") == []
     scheduler.submit(request("d", samples=1, max_staleness=0))
-    ended = {one.sample_id.group_id: one for one in scheduler.announce_target(2)}
+    ended = {one.sample_id.group_id: one for one in scheduler.announce_target(2, "x")}
     assert {name: (one.state, one.reason) for name, one in ended.items()} == {
         "a": (SampleState.STALE, "stale"),
         "b": (SampleState.ABORTED, "stale"),
@@ -164,7 +164,7 @@ def test_a_sample_is_as_old_as_its_first_tokens() -> None:
 def test_what_an_engine_of_an_older_target_says_is_as_new_as_its_lease() -> None:
     """The lease was given under target 2, which the engine serves; its label may still say 1."""
     scheduler = divided()
-    scheduler.announce_target(2)
+    scheduler.announce_target(2, "x")
     scheduler.submit(request("a", samples=1, max_staleness=0))
     (lease,) = scheduler.next_for("x", 1, ROOMY)
     assert scheduler.target_seen(lease, 1) == []

@@ -92,7 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def new_target(self) -> None:
         self.version += 1
-        self.over(self.scheduler.announce_target(self.version))
+        self.over(self.scheduler.announce_target(self.version, ENGINES))
 
     @rule()
     def time_passes(self) -> None:

@@ -521,6 +521,33 @@ def test_a_dead_server_with_newer_weights_holds_up_no_other(tokenizer: LocalToke
     run(scene)
 
 
+def test_a_server_that_starts_again_is_not_taken_for_one_with_the_announced_weights(
+    tokenizer: LocalTokenizer, size: int
+) -> None:
+    server = RolloutServer(size, label="2", seed=2)
+
+    async def scene() -> None:
+        async with staged(wiring(tokenizer), server) as stage:
+            stage.driver.set_target_version(2)
+            stage.driver.submit([group("before", n=2)])
+            await stage.until(lambda: len(stage.results.by_sample) == 2)
+            server.is_down = True
+            await stage.until(lambda: stage.alive() == [False])
+            server.label, server.seed, server.is_down = "default", 0, False
+            await stage.until(lambda: stage.alive() == [True])
+            stage.driver.submit([group("after", n=2), group("fresh", n=2, alpha=0)])
+            await stage.until(lambda: len(stage.results.by_sample) >= 4)
+            server.label, server.seed = "2", 2
+            await stage.until(lambda: len(stage.results.by_sample) == 6)
+            versions = {name: result.target_version for name, result in stage.results.by_sample.items()}
+            assert versions == {
+                **dict.fromkeys(("before0", "before1", "fresh0", "fresh1"), 2),
+                **dict.fromkeys(("after0", "after1"), 0),
+            }
+
+    run(scene)
+
+
 def test_a_server_that_falls_behind_is_given_nothing_for_what_ends_there(tokenizer: LocalTokenizer, size: int) -> None:
     newer, older = (RolloutServer(size, label="1", most=4, pause_s=0.01) for _ in range(2))
 
