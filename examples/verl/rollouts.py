@@ -188,6 +188,8 @@ class WeightSender:
             raise EngineError(f"{settings.url} did not take the weights of step {version}: {error!r}") from error
         if not answer.is_success:
             raise EngineError(f"{settings.url} refused the weights of step {version}: {answer.text}")
+        if answer.json()["previous"] == version:
+            raise EngineError(f"{settings.url} has weights of step {version} already: restart it before you resume")
         shutil.rmtree(folder.with_name(f"verl-{self._version}"), ignore_errors=True)
         self._version = version
 

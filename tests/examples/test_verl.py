@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import pytest
 import safetensors.torch
 import torch
@@ -136,6 +137,20 @@ def test_samples_come_as_verl_asks_and_weights_go(server: Server, tmp_path: Path
     assert written is not None
     with pytest.raises(EngineError, match="weights of step 7"):
         wrong.send(7, written)
+
+
+def test_a_server_that_had_the_version_before_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang keeps the weights that it has under this version, which may be those of another run."""
+    model = make_toy_model(tmp_path / "toy")
+    settings = Settings(url="http://gone", targets=str(tmp_path / "targets"))
+    sender = WeightSender(settings, model, dtype=torch.float32, admin_key=ADMIN_KEY)
+    answer = httpx.Response(200, json={"version": 5, "previous": 5, "stall_ms": 0.0})
+    monkeypatch.setattr(httpx, "post", lambda *_, **__: answer)
+    written = sender.open(5)
+    assert written is not None
+    fill(written, model)
+    with pytest.raises(EngineError, match="has weights of step 5 already: restart it"):
+        sender.send(5, written)
 
 
 def fill(folder: WeightFolder, model: Path) -> None:
