@@ -43,6 +43,21 @@ def test_a_paused_child_computes_nothing_and_can_be_stopped(tmp_path: Path) -> N
     assert child.returncode == -signal.SIGTERM, "it was told to end, not killed"
 
 
+def test_a_paused_child_is_told_to_end_and_ends_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: exit(7))\nprint('ready', flush=True)\nsignal.pause()\n"
+    (tmp_path / "ends").write_text(f"#!{sys.executable}\n{ends}")
+    (tmp_path / "ends").chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "ends"))
+    child = Child("serve", ["serve"], log_path=tmp_path / "serve.log")
+    try:
+        wait_until(lambda: (tmp_path / "serve.log").read_text() == "ready\n")
+        child.pause()
+        wait_until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_STOPPED)
+    finally:
+        child.stop(timeout_s=10)
+    assert child.returncode == 7
+
+
 def test_a_child_gets_no_key_of_this_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("API_KEY", "GATEWAY_ADMIN_KEY", "GATEWAY_ADMIN_KEY_FILE", "GATEWAY_KEYS_FILE"):
         monkeypatch.setenv(f"SLIPSTREAM_{name}", "canary-of-a-key")

@@ -231,6 +231,18 @@ def test_what_cannot_work_is_said_in_one_line(
     assert out.read_text() == "{}\n"
 
 
+def test_a_stream_is_pruned_by_hours(
+    stream: TraceStream, cli: Callable[..., str], redis_client: redis.Redis, redis_url: str, toy_model: Path
+) -> None:
+    key = RedisKeys(model_key=model_key(toy_model, target_fingerprint(toy_model))).traces
+    for minutes in (90, 30):
+        redis_client.xadd(key, {"payload": b""}, id=f"{now_ms() - 60_000 * minutes}-0")
+    stream.append(b"", trace_id="young")
+    words = ("traces", "prune", "--older-than-hours", 1, "--model", toy_model, "--redis-url", redis_url, "--json")
+    assert json.loads(cli(*words)) == {"removed": {"stream": 1}}
+    assert stream.lag().length == 2
+
+
 def test_old_traces_are_pruned_from_recordings_and_the_stream(
     stream: TraceStream, filled: list[Trace], record: Callable[..., None], cli: Callable[..., str], redis_url: str,
     toy_model: Path, tmp_path: Path, refused: Refused,
@@ -249,6 +261,7 @@ def test_old_traces_are_pruned_from_recordings_and_the_stream(
     assert stream.lag().length == 7
     assert json.loads(cli("traces", "prune", "--older-than-hours", 1e-9, *both)) == {"removed": {"stream": 7}}
     assert (stream.lag().length, stream.lag().lost) == (0, 7)
+    assert json.loads(cli("traces", "prune", "--older-than-hours", 1e-9, *both)) == {"removed": {"stream": 0}}
     assert "6 traces removed" not in cli("traces", "prune", out, "--older-than-hours", 1)
     assert "--older-than-hours" in refused("traces", "prune", out)
     assert "nothing to prune" in refused("traces", "prune", "--older-than-hours", 1)

@@ -126,5 +126,6 @@ def test_who_still_asks_for_the_former_filter_is_told_before_anything_leaves(
     monkeypatch.setenv("SLIPSTREAM_DROP_PERSONAL_DATA", "1")
     with pytest.raises(ConfigError, match="SLIPSTREAM_CAPTURE_FILTER"):
         CaptureFilter.load(None, model_dir)
-    monkeypatch.setenv("SLIPSTREAM_DROP_PERSONAL_DATA", "0")
-    assert CaptureFilter.load(None, model_dir) is None
+    for off in ("0", "", "False", " no ", "OFF"):
+        monkeypatch.setenv("SLIPSTREAM_DROP_PERSONAL_DATA", off)
+        assert CaptureFilter.load(None, model_dir) is None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from serving.capture.sampling import DEFAULT_BRANCH_SHARE
 from serving.gateway.config import load_settings
 from slipstream.cli import effects
 from slipstream.logs import configure_logs
@@ -67,6 +68,8 @@ def test_of_capture_while_it_is_off_is_a_warning(
     assert found.keys() == {"SLIPSTREAM_CAPTURE_FLOOR", "SLIPSTREAM_BRANCH_SHARE", "--context-window"}
     assert "without --capture" in found["--context-window"]
     assert warned(*common, "--context-window", 64, "--capture") == {}
+    monkeypatch.setenv("SLIPSTREAM_BRANCH_SHARE", str(DEFAULT_BRANCH_SHARE))
+    assert warned(*common).keys() == {"SLIPSTREAM_CAPTURE_FLOOR"}, "a variable with the default changes nothing"
 
 
 def test_where_no_round_drafts_that_is_a_warning(warned: Warned, toy_model: Path, tmp_path: Path) -> None:
