@@ -44,7 +44,9 @@ def test_a_paused_child_computes_nothing_and_can_be_stopped(tmp_path: Path) -> N
 
 
 def test_a_paused_child_is_told_to_end_and_ends_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: exit(7))\nprint('ready', flush=True)\nsignal.pause()\n"
+    ends = (
+        "import signal\nsignal.signal(signal.SIGTERM, lambda *_: exit(7))\nprint('ready', flush=True)\nsignal.pause()\n"
+    )
     (tmp_path / "ends").write_text(f"#!{sys.executable}\n{ends}")
     (tmp_path / "ends").chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "ends"))

@@ -114,6 +114,14 @@ def test_what_cannot_be_is_refused(url: str, groups: list[Any], why: str) -> Non
         list(rollouts.start(groups))
 
 
+def test_no_rewards_at_all_are_refused_and_not_ignored(url: str) -> None:
+    with Rollouts(url) as rollouts:
+        rollout = rollouts.start([Group(prompt="a", max_tokens=2)])
+        assert len(list(rollout)) == 1
+        with pytest.raises(ConfigError, match="rewards"):
+            rollout.reward({})
+
+
 def test_what_is_cancelled_comes_as_aborted(engine: DoubleEngine, url: str) -> None:
     engine.hold_at = 1
     with Rollouts(url) as rollouts:
@@ -419,6 +427,57 @@ def test_many_groups_are_cancelled_by_several_requests(
     assert again == ("POST", {"a": 1})
 
 
+@pytest.mark.parametrize("hear", [hear_in_step, hear_on_a_loop])
+def test_a_stream_that_ends_before_the_last_sample_is_continued_and_gives_each_sample_once(
+    hear: Callable[..., list[SampleKey]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server ends it after the longest time of a request."""
+    end = msgspec.json.encode({"object": "rollout.end", "num_ended": 1, "num_samples": 2})
+    first = httpx.Response(200, content=said(("a", 0)).content + end)
+    gateway = ScriptedGateway([first, said(("a", 0), ("a", 1), is_all=True)], done())
+    assert hear(gateway, [Group(id="a", prompt="a", n=2)], {}, monkeypatch) == [("a", 0), ("a", 1)]
+
+
+@pytest.mark.parametrize("hear", [hear_in_step, hear_on_a_loop])
+def test_a_404_that_is_none_of_ours_loses_only_what_was_heard(
+    hear: Callable[..., list[SampleKey]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a proxy's while the server starts."""
+    groups = [Group(id="a", prompt="a", n=1)]
+    gateway = ScriptedGateway([said(), httpx.Response(404), said(("a", 0), is_all=True)], done())
+    assert hear(gateway, groups, {}, monkeypatch) == [("a", 0)]
+    assert gateway.asked == [("POST", {"a": 1})] * 2
+    with pytest.raises(EngineError, match="lost the rollout after 1"):
+        hear(ScriptedGateway([said(("a", 0)), httpx.Response(404)], done()), groups, {}, monkeypatch)
+
+
+def test_a_server_that_has_answered_and_is_not_there_for_a_moment_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    answers = iter([said(("a", 0)), None, said(("a", 0), ("a", 1), is_all=True)])
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if (found := next(answers)) is None:
+            raise httpx.ConnectError("refused", request=request)
+        return found
+
+    with Rollouts("http://gateway", model="m") as rollouts:
+        rollouts.http = httpx.Client(base_url="http://gateway", transport=httpx.MockTransport(answer))
+        rollout = rollouts.start([Group(id="a", prompt="a", n=2)])
+        assert [sample.key for sample in rollout] == [("a", 0), ("a", 1)]
+
+
+def test_a_server_that_answers_with_errors_alone_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    lines = b'{"object": "rollout"}\n{"error": {"message": "No engine runs."}}\n'
+    gateway = ScriptedGateway([httpx.Response(200, content=lines)] * 3, done())
+    with Rollouts("http://gateway", model="m", retry_s=0) as rollouts:
+        rollouts.http = httpx.Client(base_url="http://gateway", transport=httpx.MockTransport(gateway))
+        with pytest.raises(EngineError, match=r"is gone after 0 samples: No engine runs\."):
+            list(rollouts.start([Group(id="a", prompt="a", n=1)]))
+
+
 def test_a_rollout_that_may_be_about_to_begin_is_not_taken_for_cancelled() -> None:
     """The server does not know it yet, and would then run all of it."""
 
@@ -516,6 +575,16 @@ def test_a_reward_for_a_server_that_has_gone() -> None:
         rollouts.start(GROUPS).reward({("sum", 0): 1.0})
 
 
+def test_an_observation_for_a_server_that_is_not_there() -> None:
+    async def run() -> None:
+        async with AsyncRollouts("http://127.0.0.1:9", retry_s=0) as rollouts:
+            turn = Turn(number=0, group_id="0", sample=0, turn=0, finish_reason="stop", tokens=(), text="")
+            with pytest.raises(ConfigError, match="nothing answers"):
+                await rollouts.start(GROUPS).observe(turn, "go on")
+
+    asyncio.run(run())
+
+
 @WAYS
 def test_a_proxy_that_does_not_reach_the_server_is_asked_again(
     way: Callable[[str], tuple[list[Sample], str]], engine: DoubleEngine, monkeypatch: pytest.MonkeyPatch
@@ -567,18 +636,17 @@ def test_a_full_server_is_left_alone_for_as_long_as_it_says(monkeypatch: pytest.
     """Whoever asks again turns all prompts into tokens again."""
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
-    statuses = iter([429, 502])
+    answers = iter([(429, "7"), (429, "3600"), (502, "7"), (400, "7")])
 
     def answer(request: httpx.Request) -> httpx.Response:
-        if (status := next(statuses, 400)) == 400:
-            return httpx.Response(400)
-        return httpx.Response(status, headers={"retry-after": "7"}, json={})
+        status, wait_s = next(answers)
+        return httpx.Response(status, headers={"retry-after": wait_s})
 
     with Rollouts("http://full", model="m") as rollouts:
         rollouts.http = httpx.Client(base_url="http://full", transport=httpx.MockTransport(answer))
         with pytest.raises(ConfigError, match="status 400"):
             list(rollouts.start(GROUPS))
-    assert pauses == [7, 0.5]
+    assert pauses == [7, 10, 0.5], "but not for hours"
 
 
 def behind_a_proxy(engine: DoubleEngine, statuses: Iterator[int]) -> FastAPI:

@@ -135,7 +135,7 @@ def test_what_is_recorded_is_private_in_a_folder_that_is_not(data: Path) -> None
     with Learning(data, model="m", redis_url=None, store=None):
         lock_state(data / "new" / "state")
         TraceFiles(data / "alone" / "replay").put("a", b"words")
-    made = ("redis", "trainer-state", "new/state", "alone/replay")
+    made = ("redis", "trainer-state", "new/state", "alone/replay", "train.log")
     assert {name: (data / name).stat().st_mode & 0o077 for name in made} == dict.fromkeys(made, 0)
     assert data.stat().st_mode & 0o777 == 0o755, "its owner's choice"
 
@@ -157,6 +157,7 @@ def test_a_redis_that_ends_is_started_again_with_what_it_had(data: Path) -> None
         supervisor.stop()
     with client:
         assert answer(client) is None, "stopped on purpose, it stays so"
+    assert supervisor.status.num_ended == 2, "nor is that an end to report"
 
 
 def answer(client: redis.Redis) -> Any:
