@@ -21,7 +21,7 @@ from serving.gateway.config import GatewaySettings
 from slipstream.cli.main import app
 from slipstream.client import AsyncRollout, AsyncRollouts, Group, Rollouts, Sample, SampleKey
 from slipstream.rollout import Conversations, Step
-from speculator.errors import ConfigError
+from speculator.errors import ConfigError, EngineError
 from speculator.redis.trace_stream import GroupRewards
 from tests.fixtures.doubles import DoubleEngine
 from tests.hostile.api import running
@@ -241,6 +241,14 @@ def test_redundant_samples_without_an_environment(url: str, more: dict[str, Any]
     assert Counter(sample.finish_reason for sample in samples) == {"length": 2, "redundant": 3}
 
 
+def test_groups_are_for_the_environment_that_they_name(url: str) -> None:
+    group = Group(prompt="Say.", max_tokens=60, turn_tokens=6, environment="chess")
+    samples, _ = play(url, [group], lambda _: Talker(), name="chess")
+    assert [sample.finish_reason for sample in samples.values()] == ["done"]
+    with pytest.raises(ConfigError, match="names the environment 'chess', but this one is named 'go'"):
+        play(url, [group], lambda _: Talker(), name="go")
+
+
 def test_what_has_no_room_ends_the_sample(url: str) -> None:
     async def long(key: SampleKey, turn: int) -> Step | None:
         return Step(observation="x" * 200)
@@ -352,6 +360,32 @@ def test_an_environment_is_closed_once_its_sample_has_ended(
     assert len(played.failures) == (0 if kind == "talks" else 3)
 
 
+def test_an_environment_is_not_closed_under_its_step(url: str) -> None:
+    order: list[str] = []
+    begun = asyncio.Event()
+
+    class Working(Talker):
+        async def step(self, text: str) -> Step:
+            assert self.key is not None
+            if self.key.sample == 0:
+                await begun.wait()
+                return Step(done=True)
+            begun.set()
+            try:
+                await asyncio.sleep(NEVER_S)
+            finally:
+                await asyncio.sleep(0)
+                order.append("left")
+            return Step(done=True)
+
+        async def close(self) -> None:
+            if self.key is not None and self.key.sample == 1:
+                order.append("closed")
+
+    play(url, [Group(prompt="Say.", n=1, redundant=1, max_tokens=60, turn_tokens=6)], lambda _: Working())
+    assert order == ["left", "closed"]
+
+
 def test_environments_are_closed_where_the_client_leaves(engine: DoubleEngine, url: str) -> None:
     open_now = Counter[str]()
 
@@ -385,3 +419,18 @@ def test_a_rollout_whose_answers_are_refused_is_cancelled(url: str, monkeypatch:
 
     monkeypatch.setattr(AsyncRollout, "observe", refused)
     assert asyncio.run(asyncio.wait_for(run(), 30))["state"] == "cancelled"
+
+
+def test_why_a_rollout_ends_is_told_where_it_cannot_even_be_cancelled(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refused(*_: object, **__: object) -> None:
+        raise ConfigError("the key was revoked")
+
+    async def away(*_: object) -> None:
+        raise EngineError("nobody answers")
+
+    monkeypatch.setattr(AsyncRollout, "observe", refused)
+    monkeypatch.setattr(AsyncRollout, "cancel", away)
+    with pytest.raises(ConfigError, match="revoked"):
+        play(url, [Group(prompt="Say.", max_tokens=60, turn_tokens=6)], lambda _: Talker())
