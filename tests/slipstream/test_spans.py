@@ -144,6 +144,13 @@ def test_a_failure_is_told_without_its_message(seen: Seen) -> None:
     assert CANARY not in seen.everything()
 
 
+def test_a_request_that_is_refused_is_no_failure_of_the_server(seen: Seen) -> None:
+    ask(gateway(DoubleEngine()), lambda client: client.post(CHAT, json={"model": "another", "messages": HELLO}))
+    request = seen.one("request")
+    assert values(request)["http.response.status_code"] == 404
+    assert request.status.is_unset
+
+
 def test_sglang_is_told_which_span_its_own_belong_to(seen: Seen) -> None:
     fake, body = FakeSglang(), {"model": MODEL, "messages": HELLO}
     talk(fake, lambda client: client.post(CHAT, json=body, headers=SAMPLED), draft=host())

@@ -110,8 +110,12 @@ def test_body_limit_is_exact_and_holds_without_a_length() -> None:
     app = gateway(DoubleEngine(), max_body_bytes=2048)
     fits = b'{"model": "double", "messages": [{"role": "user", "content": "hello"}]}'.ljust(2048)
 
+    num_sent = []
+
     async def parts(body: bytes):
+        num_sent.append(0)
         for start in range(0, len(body), 500):
+            num_sent[-1] += 500
             yield body[start : start + 500]
 
     async def talk(client: httpx.AsyncClient) -> list[httpx.Response]:
@@ -126,6 +130,7 @@ def test_body_limit_is_exact_and_holds_without_a_length() -> None:
     error = error_of(responses[1])
     assert error["code"] == "body_too_large"
     assert "2048 bytes" in error["message"]
+    assert num_sent[-1] == 8500, "one without an end is not read on"
 
 
 def test_unread_field_names_are_cut() -> None:

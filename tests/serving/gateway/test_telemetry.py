@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+import structlog
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
@@ -141,6 +142,15 @@ def test_every_response_has_its_own_id_and_a_log_line() -> None:
     lines = [line for line in logs if line["event"] == "request"]
     assert [line["request_id"] for line in lines] == ids
     assert [(line["route"], line["status"]) for line in lines] == [(CHAT, 200), ("unmatched", 404)]
+
+
+def test_a_request_leaves_no_id_to_the_log_lines_behind_it() -> None:
+    async def talk(client: httpx.AsyncClient) -> dict[str, Any]:
+        assert (await client.get("/v1/models")).status_code == 200
+        return structlog.contextvars.get_contextvars()
+
+    with structlog.contextvars.bound_contextvars(request_id="of the caller"):
+        assert ask(gateway(DoubleEngine()), talk)["request_id"] == "of the caller"
 
 
 def test_a_clients_id_is_kept_where_it_is_one_and_never_names_two_requests_of_the_engine() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from textwrap import dedent
@@ -19,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from typer.testing import CliRunner
 
+from serving.engine import Chunk, GenerateRequest
 from serving.gateway.app import create_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.rollouts import registry, routes
@@ -104,6 +106,30 @@ def test_samples_are_printed_or_written_as_they_end(groups: Path, tmp_path: Path
         assert rollout(groups, "--url", url, "--out", out) == (0, [])
     written = [json.loads(line) for line in out.read_text().splitlines()]
     assert names(written) == ["10", "a0", "a1", "a2"]
+
+
+def test_a_sample_is_in_the_file_before_the_next_one_ends(tmp_path: Path) -> None:
+    """Whoever trains on them, or a crash, does not wait for the last."""
+    file, out, released = tmp_path / "groups.jsonl", tmp_path / "out.jsonl", threading.Event()
+    file.write_text('{"prompt": "a", "max_tokens": 4}\n{"prompt": "b", "max_tokens": 4}\n')
+
+    class OneWaits(DoubleEngine):
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+            if request.prompt_token_ids == (ord("b"),):
+                await asyncio.to_thread(released.wait)
+            async for chunk in super().generate(request):
+                yield chunk
+
+    with served(OneWaits()) as url:
+        running = threading.Thread(target=rollout, args=(file, "--url", url, "--out", out))
+        running.start()
+        try:
+            wait_until(lambda: out.exists() and out.read_text().endswith("\n"), timeout_s=20)
+            assert names([json.loads(line) for line in out.read_text().splitlines()]) == ["00"]
+        finally:
+            released.set()
+            running.join()
+    assert len(out.read_text().splitlines()) == 2
 
 
 def test_an_environment_is_a_class_whose_objects_need_nothing(
