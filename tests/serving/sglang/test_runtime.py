@@ -442,6 +442,15 @@ def test_the_penalties_of_an_answer_end_with_it(scene: Scene) -> None:
     assert not scene.runtime._penalties._answers
 
 
+def test_the_depth_is_told_of_an_answer_that_has_ended(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft reads one again that was only retracted, and then need no longer leave it alone."""
+    request, told = Request([4, 5, 6]), list[object]()
+    scene.prefill([request])
+    monkeypatch.setattr(scene.runtime.depth, "released", told.append)
+    scene.runtime.released(request)
+    assert told == [request]
+
+
 def test_the_depth_is_told_once_of_another_draft(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, told = DraftStore(tmp_path / "drafts"), list[int]()
     config = json.loads((store.root / "versions" / "000001" / "config.json").read_text())

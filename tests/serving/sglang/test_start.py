@@ -365,6 +365,8 @@ def test_a_second_server_under_the_same_name(redis_url: str, redis_client: redis
         refuse_second(redis_url, "m", "another")
         other.communicate(b"\n", timeout=30)
     refuse_second(redis_url, "m", "engine")  # it has ended; its report has not yet expired
+    reports.report_engine("engine", {"process": f"{socket.gethostname()}:{os.getpid()}"})
+    refuse_second(redis_url, "m", "engine")  # as in a container that was started again, where numbers come again
     reports.report_engine("engine", {"process": "elsewhere:1"})
     with pytest.raises(ConfigError, match="elsewhere"):
         refuse_second(redis_url, "m", "engine")
