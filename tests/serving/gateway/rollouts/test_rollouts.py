@@ -28,7 +28,7 @@ from tests.fixtures.doubles import DoubleEngine, says
 from tests.serving.gateway.client import CHAT, HELLO, FullEngine, ask, error_of, serve
 from tests.serving.gateway.keyfile import KeyFile
 from tests.serving.gateway.test_admin import KEY, KEYS
-from tests.serving.rollout.engines import SeededEngine, work
+from tests.serving.rollout.engines import SeededEngine, until, work
 
 ROLLOUTS = "/v1/rollouts"
 ENDS = ("stop", "length")
@@ -379,8 +379,39 @@ def test_a_rollout_of_which_a_group_was_cancelled_ends_as_any_other() -> None:
             engine.release.set()
             *_, last = [json.loads(line) async for line in response.aiter_lines() if line]
         assert (last["state"], last["samples"]) == ("ended", {"aborted": 1, "finished": 1})
+        assert (await client.delete(f"{ROLLOUTS}/r")).json()["state"] == "ended", "too late to cancel"
 
     talk(app_of(engine), with_client)
+
+
+def test_each_sample_is_counted_once_while_others_of_its_group_run() -> None:
+    engine = DoubleEngine(answer=lambda request: "one" if request.seed == 7 else "a longer one", hold_at=1)
+
+    async def with_client(client: httpx.AsyncClient) -> None:
+        group = {"prompt": "p", "seeds": [7, 8], "max_tokens": 20}
+        async with client.stream("POST", ROLLOUTS, json=body(group, id="r")) as response:
+            reading = response.aiter_lines()
+            assert [json.loads(await anext(reading))["object"] for _ in range(2)] == ["rollout", "rollout.sample"]
+            await engine.holding.wait()
+            said = (await client.get(f"{ROLLOUTS}/r")).json()
+            assert (said["num_ended"], said["samples"]) == (1, {"finished": 1, "running": 1})
+            engine.release.set()
+
+    talk(app_of(engine), with_client)
+
+
+def test_a_gateway_that_stops_ends_what_runs() -> None:
+    engine = SeededEngine("x", holds_after=0)
+
+    async def run() -> None:
+        registry = RolloutRegistry([engine], GatewaySettings())
+        async with registry.running():
+            registry.submit("t", "r", "key", {"a": work("key/a", samples=6)}, "")
+            await until(lambda: engine.num_open == 4)
+        assert engine.num_open == 0
+
+    asyncio.run(run())
+    assert len(engine.requests) == 4, "and begins nothing"
 
 
 def test_a_finished_rollout_is_kept_for_a_while_and_then_gone() -> None:
