@@ -93,7 +93,7 @@ def test_samples_come_back_with_everything_about_them() -> None:
     engine = DoubleEngine(answer=says("abcdefgh"))
     document = body(
         {"id": "text", "prompt": "hello", "seeds": [7, 8], "max_tokens": 5},
-        {"id": "tokens", "prompt": [104, 105], "temperature": 0.0},
+        {"id": "tokens", "prompt": [104, 105], "temperature": 0.0, "ignore_eos": True},
         {"messages": HELLO, "n": 3, "stop": "f"},
         id="step-1",
     )
@@ -125,6 +125,7 @@ def test_samples_come_back_with_everything_about_them() -> None:
     asked = {request.request_id.rpartition("/")[0].partition("/")[2]: request for request in engine.requests}
     assert (asked["text"].prompt_token_ids, asked["text"].logprobs) == (tuple(b"hello"), True)
     assert asked["tokens"].sampling.temperature == 0
+    assert {name: request.ignore_eos for name, request in asked.items()} == {"text": False, "tokens": True, "2": False}
     assert asked["2"].prompt_token_ids == tuple(b"<user>hello\n<assistant>")
     assert len({request.policy.group_id for request in engine.requests}) == 3, "suffixes are shared within a group"
 
@@ -639,6 +640,27 @@ def test_other_requests_get_the_slots_that_they_need() -> None:
     assert registry.get_sample_value("slipstream_rollout_leases_total", {"outcome": "resumed"}) == 2
     ends = [registry.get_sample_value("slipstream_rollout_ended_samples_total", {"reason": reason}) for reason in ENDS]
     assert sum(end or 0 for end in ends) == 8
+
+
+def test_a_slot_that_another_request_leaves_is_used_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.gateway.rollouts.registry._TICK_S", 1000)
+    engine = DoubleEngine(hold_at=1, num_slots=1)
+
+    async def with_client(client: httpx.AsyncClient) -> None:
+        chat = asyncio.create_task(client.post(CHAT, json={"model": "double", "messages": HELLO, "max_tokens": 9}))
+        await engine.holding.wait()
+        asking = asyncio.create_task(client.post(ROLLOUTS, json=body({"prompt": "a", "max_tokens": 9}, id="r")))
+
+        async def waits() -> bool:
+            said = (await client.get(f"{ROLLOUTS}/r")).json()
+            return said.get("samples") == {"waiting": 1}
+
+        await eventually(waits)
+        engine.release.set()
+        assert (await chat).status_code == 200
+        assert len(samples(lines(await asyncio.wait_for(asking, 10)))) == 1
+
+    talk(app_of(engine), with_client)
 
 
 def test_one_tenant_never_sees_anothers_rollouts(tmp_path: Path) -> None:
