@@ -6,14 +6,17 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+from structlog.testing import capture_logs
 
 from serving.rollout.driver import MAX_FAILURES, Driver
-from serving.rollout.engines import EngineCapacity
+from serving.rollout.engines import EngineCapacity, InProcessEngine
 from serving.rollout.order import ContextAware, Fifo
-from serving.rollout.samples import SampleState, Turn
+from serving.rollout.samples import SampleId, SampleState, Turn
 from serving.rollout.scheduler import Policy
+from serving.rollout.slots_share import SlotsShare
 from speculator.errors import EngineBusyError, EngineError, RequestError
 from tests.fixtures.clock import Clock
+from tests.fixtures.doubles import DoubleEngine
 from tests.serving.rollout.engines import PROMPT, Results, SeededEngine, check_whole, token_at, until, work
 
 LIMIT = 40
@@ -141,6 +144,7 @@ def test_a_conversation_goes_on_behind_what_its_environment_says() -> None:
         driver.end_conversation(second.sample_id, failure="it broke")
         await until(lambda: len(turns) == 3)
         assert driver.awaited_turn(second.sample_id) is None
+        assert driver.awaited_turn(SampleId("a", 2)) is None, "there is no such sample"
         driver.check()
         driver.observe(turns[2].sample_id, (8,) * 100)
         await results.wait_for(2)
@@ -239,6 +243,53 @@ def test_a_busy_engine_is_asked_again_at_the_next_tick() -> None:
         await results.wait_for(1)
 
     check_whole(drive(talk, engine).by_sample["a0"], limit=LIMIT)
+
+
+def test_a_busy_engine_keeps_its_sample_where_no_other_has_a_slot() -> None:
+    busy, full = SeededEngine("x", num_slots=1, failures=[EngineBusyError("full")]), SeededEngine("y", num_slots=1)
+    full.holds_after = 0
+
+    async def talk(driver: Driver, results: Results) -> None:
+        driver.submit([work("a", samples=2, max_tokens=LIMIT)])
+        await until(lambda: driver.counts[SampleState.WAITING])
+        driver.tick()
+        await results.wait_for(1)
+        assert results.by_sample["a0"].engine == "x"
+        full.release.set()
+        await results.wait_for(2)
+
+    drive(talk, busy, full)
+
+
+def test_a_sample_is_not_left_to_an_engine_that_takes_nothing_any_more() -> None:
+    failing, other = SeededEngine("x", failures=[EngineError("once")]), SeededEngine("y")
+
+    async def talk(driver: Driver, results: Results) -> None:
+        driver.submit([work("a", samples=1, max_tokens=LIMIT)])
+        other.takes_new = False
+        await until(lambda: driver.counts[SampleState.WAITING])
+        driver.tick()
+        await results.wait_for(1)
+
+    check_whole(drive(talk, failing, other).by_sample["a0"], limit=LIMIT)
+
+
+def test_an_engine_that_fails_because_it_has_died_is_lost_at_once_and_told_once() -> None:
+    engine = SeededEngine("x", failures=[EngineError("the connection broke off")])
+
+    async def talk(driver: Driver, results: Results) -> None:
+        driver.submit([work("a", samples=1, max_tokens=LIMIT)])
+        engine.is_alive = False
+        await until(lambda: driver.num_lost)
+        for _ in range(3):
+            driver.tick()
+        engine.is_alive = True
+        driver.tick()
+        await results.wait_for(1)
+
+    with capture_logs() as logs:
+        check_whole(drive(talk, engine).by_sample["a0"], limit=LIMIT)
+    assert [line["event"] for line in logs] == ["rollout_engine_lost", "rollout_engine_back"]
 
 
 def test_being_busy_is_no_failure_of_the_sample() -> None:
@@ -472,3 +523,10 @@ def test_a_group_id_is_free_again_when_the_group_has_ended() -> None:
         await results.wait_for(1)
 
     drive(talk, SeededEngine("x"))
+
+
+def test_a_share_of_less_than_a_slot_is_one_slot_with_the_memory_of_one() -> None:
+    engine = DoubleEngine(num_slots=2, context_length=100)
+    small, whole = (InProcessEngine("x", engine, SlotsShare(share)) for share in (0.25, 1.0))
+    assert (small.num_slots, small.memory_tokens) == (1, 100)
+    assert (whole.num_slots, whole.memory_tokens) == (2, 200)

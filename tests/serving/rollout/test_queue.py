@@ -37,6 +37,16 @@ def test_an_engine_takes_what_it_has_read_before_and_anything_rather_than_nothin
     assert take("y") is None
 
 
+def test_what_is_left_to_another_engine_is_not_taken_because_it_costs_little() -> None:
+    queue, order = WaitingQueue(), Fifo()
+    _, first, second = samples(0, 3)
+    for one in (first, second):
+        queue.put(one, order.rank(one))
+    taken = queue.take(lambda _: True, lambda _: False, lambda one: one is second, cost=lambda one: one is first)
+    assert taken is first
+    assert second in queue
+
+
 def test_a_group_stays_where_its_prompt_was_read() -> None:
     first, second = samples(0, 2)
     assert first.unread_at("x") == first.unread_elsewhere("x") == first.context

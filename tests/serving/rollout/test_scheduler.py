@@ -384,3 +384,16 @@ def test_a_chunk_ends_at_the_limit_at_the_latest() -> None:
     assert scheduler.reserved_tokens("x") == 10 + 64
     assert scheduler.progressed(lease, (0,) * 64) == "go on"
     assert scheduler.reserved_tokens("x") == 10 + 100
+
+
+def test_a_sample_that_failed_here_and_waits_for_another_engine_takes_nobodys_slot() -> None:
+    scheduler = divided()
+    scheduler.submit(request("a", samples=1, priority=1))
+    (lease,) = scheduler.next_for("x", 1, ROOMY)
+    scheduler.preempted(lease, has_failed=True)
+    scheduler.submit(request("c", samples=1, priority=2))
+    assert names(scheduler.next_for("y", 1, ROOMY)) == ["c0"]
+    scheduler.submit(request("b", samples=1))
+    (other,) = scheduler.next_for("x", 1, ROOMY)
+    assert names([other]) == ["b0"]
+    assert scheduler.progressed(other, (0,) * 20) == "go on"

@@ -64,6 +64,35 @@ def test_a_job_that_comes_late_gets_its_share_at_once_and_no_more() -> None:
     assert pool.tokens["a"] + pool.tokens["b"] == 8000
 
 
+def test_a_job_that_comes_back_has_saved_nothing_up() -> None:
+    pool = Pool()
+    pool.submit("a", 0, samples=4, max_tokens=20)
+    for _ in range(2):
+        pool.turn()
+    assert pool.tokens == {"a": 80, "b": 0}
+    for number in range(20):
+        pool.submit("b", number)
+    for _ in range(100):
+        pool.turn()
+    pool.tokens = dict.fromkeys("ab", 0)
+    for number in range(1, 21):
+        pool.submit("a", number)
+    for _ in range(50):
+        pool.turn()
+    assert pool.tokens["a"] == pytest.approx(1000, rel=0.15)
+
+
+def test_the_slots_of_an_engine_that_died_are_held_no_more() -> None:
+    scheduler = Scheduler(Policy(order=ContextAware(), chunk_tokens=20))
+    scheduler.submit(request("a", samples=2, job="a"))
+    assert names(scheduler.next_for("x", 2, ROOMY)) == ["a0", "a1"]
+    scheduler.engine_lost("x")
+    leases = scheduler.next_for("y", 2, ROOMY)
+    scheduler.submit(request("b", samples=1, job="b"))
+    verdicts = [scheduler.progressed(lease, (0,) * 20) for lease in leases]
+    assert verdicts == ["go on", "go on"], "two for one job are too few to give one up"
+
+
 def test_a_job_alone_has_everything_and_is_not_interrupted() -> None:
     pool = Pool()
     pool.submit("a", 0, samples=4)
