@@ -53,6 +53,7 @@ def test_a_group_stays_where_its_prompt_was_read() -> None:
     first.group.engines.add("x")
     assert second.unread_at("x") == 0
     assert second.unread_at("y") == second.context > second.unread_elsewhere("y")
+    assert second.unread_elsewhere("x") == second.context, "it has been read here alone"
 
 
 def test_samples_that_have_ended_are_let_go_while_a_better_one_waits() -> None:
