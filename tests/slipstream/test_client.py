@@ -433,7 +433,7 @@ def test_a_stream_that_ends_before_the_last_sample_is_continued_and_gives_each_s
 ) -> None:
     """A server ends it after the longest time of a request."""
     end = msgspec.json.encode({"object": "rollout.end", "num_ended": 1, "num_samples": 2})
-    first = httpx.Response(200, content=said(("a", 0)).content + end)
+    first = httpx.Response(200, content=said(("a", 0)).content + end + b"\n")
     gateway = ScriptedGateway([first, said(("a", 0), ("a", 1), is_all=True)], done())
     assert hear(gateway, [Group(id="a", prompt="a", n=2)], {}, monkeypatch) == [("a", 0), ("a", 1)]
 

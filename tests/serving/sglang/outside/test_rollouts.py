@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry
 
 from serving.answer_text import LocalTokenizer
-from serving.engine import CapturePolicy
+from serving.engine import CapturePolicy, GenerateRequest
 from serving.gateway.app import Rollouts, create_passthrough_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.upstream import Upstream
@@ -25,8 +26,9 @@ from serving.rollout.order import ContextAware
 from serving.rollout.samples import GroupRequest, GroupWork, SampleState
 from serving.rollout.scheduler import Policy
 from serving.rollout.slots_share import SlotsShare
-from serving.sglang.outside.rollouts import STREAM_INTERVAL, PoolSettings, ServerPool
+from serving.sglang.outside.rollouts import STREAM_INTERVAL, PoolSettings, ServerPool, SglangRolloutEngine
 from speculator.draft.sampling_params import SamplingParams
+from speculator.errors import EngineError
 from tests.fixtures.toy import toy_tokenizer
 from tests.serving.gateway.client import serve
 from tests.serving.gateway.passage import host
@@ -430,6 +432,63 @@ def test_greedy_tokens_have_logprob_0_and_rollouts_come_last(
     (body,) = server.bodies
     assert "sampling_seed" not in body["sampling_params"]
     assert body.get("priority") == (None if sign is None else sign * 10**6)
+
+
+def test_a_seed_of_64_bits_is_one_that_sglang_takes(tokenizer: LocalTokenizer, size: int) -> None:
+    server = RolloutServer(size)
+
+    async def scene() -> None:
+        async with staged(wiring(tokenizer), server) as stage:
+            work = group(n=1, max_tokens=8)
+            stage.driver.submit([replace(work, request=replace(work.request, seeds=(2**62 + 2**31 + 5,)))])
+            await stage.until(lambda: stage.results.by_sample)
+
+    run(scene)
+    assert [body["sampling_params"]["sampling_seed"] for body in server.bodies] == [5]
+
+
+@asynccontextmanager
+async def one_engine(server: RolloutServer, wires: PoolSettings) -> AsyncIterator[SglangRolloutEngine]:
+    """An engine that was polled once."""
+    async with serve(server.app(), grace_s=0) as behind:
+        engine = SglangRolloutEngine(behind.url, wires)
+        await engine.poll()
+        yield engine
+        await engine.close()
+
+
+def test_rollouts_have_their_share_of_a_servers_memory(tokenizer: LocalTokenizer, size: int) -> None:
+    async def scene() -> None:
+        server = RolloutServer(size, max_tokens=1000, num_ranks=2)
+        async with one_engine(server, wiring(tokenizer, share=SlotsShare(0.75))) as engine:
+            assert (engine.num_slots, engine.memory_tokens) == (12, 1500)
+
+    run(scene)
+
+
+def test_streams_that_break_off_together_ask_the_server_once(tokenizer: LocalTokenizer, size: int) -> None:
+    server = RolloutServer(size, breaks_on=PROMPT)
+
+    async def scene() -> None:
+        async with one_engine(server, wiring(tokenizer)) as engine:
+            server.is_silent = True
+
+            sampling = SamplingParams(temperature=1.0)
+            request = GenerateRequest(request_id="r", prompt_token_ids=PROMPT, max_tokens=9, sampling=sampling)
+
+            async def break_off() -> None:
+                async for _ in engine.generate(request):
+                    pass
+
+            streams = [asyncio.create_task(break_off()) for _ in range(8)]
+            while len(server.bodies) < 8 or server.running or server.num_polls < 2:  # noqa: ASYNC110 - a test's
+                await asyncio.sleep(0.001)
+            server.is_silent = False
+            failures = await asyncio.gather(*streams, return_exceptions=True)
+            assert {type(failure) for failure in failures} == {EngineError}
+            assert server.num_polls - 1 < 4, "and not each of the eight"
+
+    run(scene)
 
 
 def test_tokens_are_of_the_target_that_said_them(tokenizer: LocalTokenizer, size: int) -> None:
