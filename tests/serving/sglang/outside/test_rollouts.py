@@ -453,8 +453,10 @@ async def one_engine(server: RolloutServer, wires: PoolSettings) -> AsyncIterato
     async with serve(server.app(), grace_s=0) as behind:
         engine = SglangRolloutEngine(behind.url, wires)
         await engine.poll()
-        yield engine
-        await engine.close()
+        try:
+            yield engine
+        finally:
+            await engine.close()
 
 
 def test_rollouts_have_their_share_of_a_servers_memory(tokenizer: LocalTokenizer, size: int) -> None:
