@@ -66,7 +66,7 @@ def test_events_are_sent_when_they_come() -> None:
 
 @pytest.mark.parametrize("size", [1, 7, 64])
 def test_events_that_come_in_pieces_pass_whole(size: int) -> None:
-    raw = b"".join(EVENTS)
+    raw = b"".join(EVENTS) + b": a comment behind the last event\n\n"
     fake = FakeSglang(events=[raw[at : at + size] for at in range(0, len(raw), size)])
     assert chat(fake, stream=True).content == raw
 
