@@ -192,6 +192,7 @@ def test_a_gateway_exports_the_pool_where_redis_denies_the_key_or_is_away(
         raise StreamError("away") from ConnectionError()
 
     monkeypatch.setattr(scene.pointer, "hold_pool_metrics", away)
+    assert captured(scene.client) == [f"{CAPTURED} 0.0"], "who exports them goes on"
     monkeypatch.setattr(scene.pointer, "engines", away)
     scene.client._reported_s = float("-inf")
     assert captured(scene.client) == []
@@ -292,6 +293,8 @@ def test_a_pool_is_ready_while_one_of_its_routers_is(redis_client: redis.Redis) 
     assert poll(503, 503) == (False, [(away, other)])
     assert poll(503, 503) == (False, [])
     assert poll(200, 503) == (True, [(back, one)])
+    assert poll(200, 503) == (True, [])
+    assert poll(503, 503) == (False, [(away, one)])
     client.stop()
     stop_one()
     stop_other()
