@@ -248,6 +248,13 @@ def test_no_report_yet(scene: Scene) -> None:
     assert "slipstream_traces" not in text
 
 
+def test_a_report_without_a_version_leaves_the_one_that_is_known(scene: Scene) -> None:
+    scene.pointer.report_engine(ENGINE, {name: value for name, value in REPORT.items() if name != "version"})
+    scene.client.poll()
+    assert scene.client.report is not None
+    assert scene.client.draft_version == 4
+
+
 def test_a_report_becomes_metrics(scene: Scene) -> None:
     scene.pointer.report_engine("another", {"version": 99})
     scene.pointer.report_engine(ENGINE, REPORT)
