@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import safetensors.torch
 import torch
@@ -362,8 +363,9 @@ def test_temporary_folders_of_the_living_stay(store: DraftStore) -> None:
     beside, reused = (versions / f".tmp-{socket.gethostname()}-{os.getppid()}-{number}" for number in range(2))
     for folder in (own, foreign, old, before_restart, beside, reused):
         folder.mkdir()
-    for folder in (old, before_restart, reused):
+    for folder in (old, reused):
         os.utime(folder, (0, 0))
+    os.utime(before_restart, (psutil.Process().create_time() - 1,) * 2)
     write(store)
     assert own.exists()
     assert foreign.exists()

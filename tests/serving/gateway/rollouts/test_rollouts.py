@@ -401,6 +401,25 @@ def test_each_sample_is_counted_once_while_others_of_its_group_run() -> None:
     talk(app_of(engine), with_client)
 
 
+def test_an_engine_has_a_while_to_come_back_from_when_it_was_last_there() -> None:
+    now_s, engine = 0.0, SeededEngine("x", num_slots=0)
+
+    async def run() -> None:
+        nonlocal now_s
+        registry = RolloutRegistry([engine], GatewaySettings(), clock=lambda: now_s)
+        rollout = registry.submit("t", "r", "key", {"a": work("key/a", samples=1)}, "")
+        with registry.reading(rollout):
+            now_s = 1000.0
+            registry.tick()
+            engine.is_alive = False
+            for seconds, is_gone in ((29, False), (2, True)):
+                now_s += seconds
+                registry.tick()
+                assert registry.has_no_engine is is_gone
+
+    asyncio.run(run())
+
+
 def test_a_gateway_that_stops_ends_what_runs() -> None:
     engine = SeededEngine("x", holds_after=0)
 

@@ -157,6 +157,9 @@ def test_one_of_two_gateways_exports_the_pool(scene: Scene, redis_client: redis.
     assert "slipstream_pool_engines 3.0" in metrics_of(other)
     lease = RedisKeys(model_key="target-abc").pool_metrics
     assert 0 < redis_client.ttl(lease) <= POOL_METRICS_TTL_S
+    redis_client.expire(lease, 1)
+    scene.client.poll()
+    assert redis_client.ttl(lease) > 1, "who holds it renews it"
     redis_client.delete(lease)  # as once the first has ended
     assert captured(other, scene.client) == [f"{CAPTURED} 0.0"]
     scene.engine("b", captured=12)
