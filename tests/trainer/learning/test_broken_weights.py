@@ -180,10 +180,11 @@ def test_a_draft_that_is_not_finite_is_not_published(start: MakeTrainer, tmp_pat
     trainer.close()
 
 
-def test_a_checkpoint_of_another_lineage_is_refused(start: MakeTrainer, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_lineage_is_refused(start: MakeTrainer, model_dir: Path, tmp_path: Path) -> None:
     trainer = start()
     trainer.checkpoint()
     trainer.close()
+    ensure_lineage(DraftStore(tmp_path / "other"), model_dir, target_fingerprint(model_dir), draft_vocab_size=20)
     with pytest.raises(DraftMismatchError, match="STATE_DIR"):
         start(store_dir=tmp_path / "other", draft_vocab_size=20)
 
