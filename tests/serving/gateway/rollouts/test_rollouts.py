@@ -834,12 +834,16 @@ def test_a_busy_engine_loses_nothing() -> None:
 
 
 def test_what_a_dead_engine_had_waits_for_it_and_nothing_new_is_taken() -> None:
-    engine = DoubleEngine(failure=EngineDeadError("gone"), alive=False)
+    engine = DoubleEngine(hold_at=0)
 
     async def with_client(client: httpx.AsyncClient) -> None:
         async with client.stream("POST", ROLLOUTS, json=body()) as response:
             reading = response.aiter_lines()
             await anext(reading)
+            await engine.holding.wait()
+            engine.failure, engine.alive = EngineDeadError("gone"), False
+            engine.release.set()
+            await engine.abort_seen.wait()
             refused = await client.post(ROLLOUTS, json=body())
             assert (refused.status_code, error_of(refused)["code"]) == (503, "engine_unavailable")
             engine.failure, engine.alive = None, True
