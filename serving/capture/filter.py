@@ -64,9 +64,9 @@ class CaptureFilter:
         except BaseException as error:
             # Also SystemExit, and a panic in Rust, which is no Exception: either would end the recorder's thread.
             # Without its message, which may quote the text.
-            log.error("the capture filter failed, its trace is dropped: %s", type_and_place(error))
+            log.error("the capture filter failed, its trace is dropped", error=type_and_place(error))
             return "filter_failed"
         if not isinstance(is_kept, bool):
-            log.error("the capture filter answered with %s, its trace is dropped", type(is_kept).__name__)
+            log.error("the capture filter answered with no bool, its trace is dropped", type=type(is_kept).__name__)
             return "filter_failed"
         return None if is_kept else "filtered"

@@ -177,11 +177,13 @@ class TraceRecorder:
             try:
                 self._record(trace)
             except TraceError as error:
-                log.warning("trace %s does not encode: %s", trace.header.trace_id, error)
+                log.warning("trace dropped, it does not encode", trace_id=trace.header.trace_id, error=str(error))
                 self._drop(trace, "invalid")
             except BaseException as error:
                 # Also a panic in Rust, which is no Exception.
-                log.error("trace %s could not be recorded: %s", trace.header.trace_id, type_and_place(error))
+                log.error(
+                    "trace dropped, recording it failed", trace_id=trace.header.trace_id, error=type_and_place(error)
+                )
                 self._drop(trace, "failed")
 
     def _next(self) -> Trace | None:
@@ -223,10 +225,10 @@ class TraceRecorder:
             except StreamError as error:
                 num_lost = num_lost + 1 if isinstance(error, LostTransactionError) else 0
                 if num_lost == _MOST_LOST:
-                    log.warning("trace of %d bytes dropped, Redis never takes it: %s", len(payload), error)
+                    log.warning("trace dropped, Redis never takes it", num_bytes=len(payload), error=str(error))
                     self._drop(trace, "too_large")
                     return
-                log.warning("cannot record traces for now: %s (next attempt in %.1f s)", error, pause_s)
+                log.warning("cannot record traces for now", error=str(error), retry_in_s=round(pause_s, 1))
             pause_s = self._pause(pause_s)
 
     def _append(self, trace: Trace, payload: bytes) -> None:
@@ -309,7 +311,7 @@ class ErasureWatch:
             orders = self._orders()
         except StreamError as error:
             if not self._is_away:
-                log.warning("orders to erase tenants cannot be read for now: %s", error)
+                log.warning("orders to erase tenants cannot be read for now", error=str(error))
             self._is_away = True
         else:
             self._is_away = False

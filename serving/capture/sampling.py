@@ -199,9 +199,9 @@ class CaptureSampler:
             if decides:
                 self._decide(lag, self._stream.max_bytes, self._stream.memory_share(), now_s)
         except StreamError as error:
-            log.debug("the capture share is not updated: %s", error)
+            log.debug("the capture share is not updated", error=str(error))
         except Exception as error:
-            log.error("the capture share is not updated, the stream cannot be read: %s", type_and_place(error))
+            log.error("the capture share is not updated, the stream cannot be read", error=type_and_place(error))
 
     def _decide(self, lag: StreamLag, max_bytes: int, memory_share: float | None, now_s: float) -> None:
         self._measure_trainer(lag, now_s)

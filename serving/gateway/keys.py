@@ -180,12 +180,12 @@ class Keyring:
             # would stay valid for ever. Logged once.
             failure = identity, str(error)
             if failure != self._failure:
-                log.error("keys_not_read", reason=str(error), kept=len(self._keys))
+                log.error("keys not read", reason=str(error), kept=len(self._keys))
             self._failure = failure
         else:
             # The identity from before the read: a change during it is read at the next request.
             self._seen, self._failure = identity, None
-            log.info("keys_read", num_keys=len(self._keys))
+            log.info("keys read", num_keys=len(self._keys))
 
     def _identity(self) -> tuple[int, ...]:
         """Identity of the file's content: changes if it is written in place or replaced by a rename."""

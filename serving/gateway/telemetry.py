@@ -97,7 +97,12 @@ class Exchange:
         error = describe(failure)
         self.status, self.error_code = error.status, error.code
         if error is not failure and error.status >= 500:
-            log.error("request_failed", request_id=self.shown_id, error=type(failure).__name__, at=_frames(failure))
+            log.error(
+                "request failed, unexpected error",
+                request_id=self.shown_id,
+                error=type(failure).__name__,
+                at=_frames(failure),
+            )
         return error
 
 

@@ -293,10 +293,12 @@ class GroupSharing:
                     self._read()
                 pause_s = self._interval_s
             except StreamError as error:
-                log.warning("text of prompt groups is not shared for now: %s (next attempt in %.1f s)", error, pause_s)
+                log.warning(
+                    "text of prompt groups is not shared for now", error=str(error), retry_in_s=round(pause_s, 1)
+                )
                 pause_s = min(2 * pause_s, _LAST_RETRY_S)
             except Exception as error:
-                log.error("group text could not be shared: %s", type_and_place(error))
+                log.error("text of prompt groups could not be shared", error=type_and_place(error))
                 pause_s = min(2 * pause_s, _LAST_RETRY_S)
 
     def _wait(self, pause_s: float) -> bool:
@@ -377,7 +379,7 @@ class GroupSharing:
                 if self._is_wanted(group, piece):
                     pieces.append(piece)
         except GroupTextError as error:
-            log.warning("a group's text is unreadable, the rest of it is skipped: %s", error)
+            log.warning("a prompt group's text is unreadable, the rest of it is skipped", error=str(error))
             group.place = ReadPosition(place.head, _BEYOND)
             self.metrics.unreadable += 1
         with self._changed:

@@ -167,10 +167,10 @@ class Canary:
             if self._record.is_promoted(held.version):
                 self.release()
                 return 0
-            log.warning("leaving draft version %d: another engine has become its canary", held.version)
+            log.warning("draft version left: another engine has become its canary", version=held.version)
             self._is_leaving = True
         elif slot.is_awaited and self._learns_too_little(held.version, now_s):
-            log.info("leaving draft version %d to another engine: too little traffic to judge it", held.version)
+            log.info("draft version left to another engine: too little traffic to judge it", version=held.version)
             self._num_yields[held.version] += 1
             self._is_leaving = True
         return held.version if self._is_leaving else 0
@@ -208,7 +208,9 @@ class Canary:
         """Bar the version. The crashes are forgotten once the store has it, so that an operator may have it tried
         again.
         """
-        log.error("draft version %d barred: %d engines crashed while they tried it", holder.version, num_crashed)
+        log.error(
+            "draft version barred: engines crashed while they tried it", version=holder.version, engines=num_crashed
+        )
         numbers = {"engines_that_ended": num_crashed, "within_s": PROBATION_S}
         self._record.bar(holder.version, "engines ended as they tried it", numbers)
         self._to_release = holder, True
@@ -236,7 +238,7 @@ class VersionRecord:
         try:
             return self.may_serve(version)
         except StoreError as error:
-            log.warning("state of draft version %d not read: %s", version, error)
+            log.warning("state of a draft version not read, it may serve", version=version, error=str(error))
             return True
 
     def is_promoted(self, version: int) -> bool:
@@ -248,7 +250,7 @@ class VersionRecord:
         try:
             return self._lifecycle is not None and self._lifecycle.state(version) in BARRED
         except StoreError as error:
-            log.warning("state of draft version %d not read: %s", version, error)
+            log.warning("state of a draft version not read, it stays", version=version, error=str(error))
             return False
 
     def last_good(self, *, other_than: int) -> int | None:
@@ -256,7 +258,7 @@ class VersionRecord:
         try:
             return self._lifecycle.last_good(other_than=other_than) if self._lifecycle is not None else None
         except StoreError as error:
-            log.warning("last good draft version not read: %s", error)
+            log.warning("last good draft version not read", error=str(error))
             return None
 
     def promoted_since(self, version: int, *, other_than: int) -> int | None:
@@ -323,8 +325,8 @@ class VersionRecord:
         try:
             write()
         except LifecycleError as error:
-            log.warning("state of a draft version not written: %s", error)
+            log.warning("state of a draft version not written", error=str(error))
         except (StoreError, StreamError) as error:
-            log.warning("state of a draft version not written, will be tried again: %s", error)
+            log.warning("state of a draft version not written yet", error=str(error))
             return False
         return True

@@ -145,7 +145,7 @@ class DraftFollower:
         try:
             self._canary.close()
         except StreamError as error:
-            log.warning("the canary's slot is not released at the stop: %s", error)
+            log.warning("the canary's slot is not released at the stop", error=str(error))
 
     def _run(self) -> None:
         pause_s = self._poll_s
@@ -156,12 +156,12 @@ class DraftFollower:
             except EngineBusyError as error:
                 # All ranks must offer the version at the same time, so it is offered again soon.
                 pause_s = self._poll_s
-                log.info("the desired draft version is not installed yet: %s", error)
+                log.info("the desired draft version is not installed yet", reason=str(error))
             except Exception as error:
                 # Any error: memory to stage a version may be free at the next look.
-                reason = error if isinstance(error, SlipstreamError) else type_and_place(error)
+                reason = str(error) if isinstance(error, SlipstreamError) else type_and_place(error)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-                log.warning("cannot follow the desired draft version: %s (next look in %.1f s)", reason, pause_s)
+                log.warning("cannot follow the desired draft version", error=reason, retry_in_s=round(pause_s, 1))
 
     def poll(self) -> None:
         """One look at the trial and at the pointer, and a swap where one of them asks for it.
@@ -219,7 +219,7 @@ class DraftFollower:
         """Refuse a version that is barred or that nobody has verified; move the pointer away from a barred one."""
         if version not in self._refused:
             self._refused.add(version)
-            log.warning("draft version %d may not serve, `slipstream drafts show` says why", version)
+            log.warning("draft version may not serve, `slipstream drafts show` says why", version=version)
         if self._record.is_barred(version):
             good = self._record.last_good(other_than=version) or self._engine.draft_version
             self._record.bar_and_replace(version, good, "barred before it came into service")
@@ -290,7 +290,7 @@ class Installer:
             self._log.end_trial(version, "promoted", verdict.reason)
             self._record.mark_promoted(version, verdict.reason, verdict.numbers)
             self._canary.release()
-            log.info("draft version %d kept: %s, %s", version, verdict.reason, verdict.numbers)
+            log.info("draft version kept", version=version, reason=verdict.reason, **verdict.numbers)
         elif verdict.outcome is TrialOutcome.WITHDRAWN:
             watch.end(is_kept=True)
             self._withdraw(verdict.reason)
@@ -337,10 +337,10 @@ class Installer:
                 self._record.bar_and_replace(version, good, verdict.reason, numbers)
             raise
         if good is None or not is_back:
-            log.error("draft version %d %s, and no other can be installed", version, verdict.reason)
+            log.error("draft version is bad, and no other can be installed", version=version, reason=verdict.reason)
             return
         self._verdict = None
-        log.warning("draft version %d rolled back, %d in service: %s", version, good, verdict.reason)
+        log.warning("draft version rolled back", version=version, in_service=good, reason=verdict.reason)
         if good == self._incumbent:
             watch.end(is_kept=False)
         else:
@@ -383,7 +383,7 @@ class Installer:
         except DraftError as error:
             self._log.num_failed += 1
             self._log.refused[version] = str(error)
-            log.error("draft version %d refused, the one before stays in service: %s", version, error)
+            log.error("draft version refused, the one before stays in service", version=version, error=str(error))
             self._record.bar_and_replace(version, self._engine.draft_version, str(error))
             return False
         except EngineBusyError:
@@ -392,5 +392,7 @@ class Installer:
             self._log.num_failed += 1
             raise
         self._log.add(report)
-        log.info("draft version %d in service at step %d, %.2f ms", report.version, report.step, report.stall_ms)
+        log.info(
+            "draft version in service", version=report.version, step=report.step, stall_ms=round(report.stall_ms, 2)
+        )
         return True

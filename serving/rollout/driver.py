@@ -171,7 +171,7 @@ class Driver:
             self._end_all(self._scheduler.expire(self._clock()))
         self._resting.clear()
         for name in [name for name in self._lost if self._engines[name].is_alive]:
-            log.info("rollout_engine_back", engine=name)
+            log.info("rollout engine back", engine=name)
             self._lost.discard(name)
         self.dispatch()
 
@@ -345,7 +345,7 @@ class Driver:
         elif isinstance(failure, EngineDeadError) or not self._engines[lease.engine].is_alive:
             self._on_engine_lost(lease.engine)
         elif not isinstance(failure, EngineBusyError) and self._has_failed_too_often(lease.sample_id):
-            log.error("rollout_sample_failed", error=type_and_place(failure))
+            log.error("rollout sample failed too often", error=type_and_place(failure))
             refused = self._scheduler.refuse(lease.sample_id)
             self._end_all(refused, detail="the engine failed on it repeatedly")
         else:
@@ -361,7 +361,7 @@ class Driver:
 
     def _on_engine_lost(self, name: str) -> None:
         """Handle an engine that died: its samples go on elsewhere from the tokens that were reported."""
-        log.warning("rollout_engine_lost", engine=name, num_samples=len(self._leases_on(name)))
+        log.warning("rollout engine lost", engine=name, num_samples=len(self._leases_on(name)))
         self._lost.add(name)
         self._scheduler.engine_lost(name)
         for lease in self._leases_on(name):
@@ -414,4 +414,4 @@ class Driver:
 def _report(task: asyncio.Task[None]) -> None:
     """Log an unexpected error of a task, which nobody awaits."""
     if not task.cancelled() and (failure := task.exception()) is not None:
-        log.error("rollout_task_failed", error=type_and_place(failure))
+        log.error("rollout task failed", error=type_and_place(failure))

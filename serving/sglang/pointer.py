@@ -123,7 +123,7 @@ class RankTarget:
             return
         self.version = version
         self._on_version(version)
-        log.info("slipstream: target version %d in service", version)
+        log.info("slipstream: target version in service", version=version)
 
     def status(self) -> dict[str, str | int | float]:
         """Fields of the engine's report."""

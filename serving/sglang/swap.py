@@ -165,7 +165,7 @@ class SglangDraft:
         self._in_use = end = self._device.record_event()
         if not is_agreed:
             reason = failure or "another rank could not copy it"
-            log.error("draft version %d could not be copied into service: %s", version, reason)
+            log.error("draft version could not be copied into service", version=version, error=reason)
             done.set_exception(EngineError(f"draft version {version} could not be copied: {reason}"))
             return None
         made = WeightExchange(version, self._version, step, begin, end)

@@ -127,7 +127,14 @@ class Supervisor:
             num_ended, ended_ms = self.status.num_ended + 1, now_ms()
             again_ms = ended_ms + round(1000 * pause_s)
             self.status = ProcessStatus(num_ended=num_ended, exit_code=code, ended_ms=ended_ms, again_ms=again_ms)
-            log.error(f"{self._name} ended", exit_code=code, said=said, again_in_s=pause_s, log=str(self._log_path))
+            log.error(
+                "process ended",
+                process=self._name,
+                exit_code=code,
+                said=said,
+                again_in_s=pause_s,
+                log=str(self._log_path),
+            )
             self._stopping.wait(pause_s)
 
     def _run(self) -> int | None:

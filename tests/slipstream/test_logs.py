@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
 import os
@@ -218,3 +219,27 @@ def test_no_library_draws_progress_where_there_is_no_terminal() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TQDM_DISABLE"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert done.stderr == ""
+
+
+def test_every_event_is_constant_words_and_its_data_are_fields() -> None:
+    """So that a line is found by its event, and its numbers are read without a pattern."""
+    root = Path(__file__).parents[2]
+    packages = ("serving", "speculator", "trainer", "slipstream")
+    calls = [
+        (f"{path.relative_to(root)}:{node.lineno}", node.args)
+        for path in (path for package in packages for path in root.glob(f"{package}/**/*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if isinstance(node.func.value, ast.Name) and node.func.value.id == "log"
+    ]
+    assert len(calls) > 100
+    assert not [place for place, args in calls if not _are_constant_words(args)]
+
+
+def _are_constant_words(args: list[ast.expr]) -> bool:
+    match args:
+        case [ast.IfExp(body=one, orelse=other)]:
+            return _are_constant_words([one]) and _are_constant_words([other])
+        case [ast.Constant(value=str(event))]:
+            return "%" not in event and (" " in event or "_" not in event)
+    return False

@@ -218,7 +218,7 @@ class Live:
                 self.sample()
             except Exception:
                 # The page sees by the points' times that they are old; the next reading may succeed.
-                log.exception("live_figures_not_read")
+                log.exception("live figures not read")
             await asyncio.sleep(SAMPLE_S)
 
     def _positions(self) -> list[dict[str, Any]] | None:

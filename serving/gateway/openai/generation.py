@@ -61,7 +61,7 @@ class Gateway:
         new = (ignored or set()) - self.ignored
         if new and len(self.ignored) < _MOST_IGNORED_NAMES:
             self.ignored |= new
-            log.info("fields_ignored", fields=sorted(new), hint=f"{ENV_PREFIX}STRICT_FIELDS=1 refuses them")
+            log.info("fields ignored", fields=sorted(new), hint=f"{ENV_PREFIX}STRICT_FIELDS=1 refuses them")
         return body
 
     @contextmanager

@@ -145,7 +145,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             working.cancel()
             await asyncio.wait((working,))
             if not working.cancelled() and (failure := working.exception()) is not None:
-                log.warning("abort_failed", error=type(failure).__name__)
+                log.warning("request of a client that left not aborted", error=type(failure).__name__)
             raise ClientDisconnect
         return working.result()
     finally:

@@ -178,7 +178,7 @@ class RolloutRegistry:
                 if now_s - rollout.ended_s > self._settings.rollout_keep_s and not rollout.num_readers:
                     self._forget(rollout)
             elif not rollout.num_readers and now_s - rollout.seen_s > self._settings.rollout_grace_s:
-                log.info("rollout_abandoned", rollout=rollout.key, num_ended=len(rollout.ends))
+                log.info("rollout abandoned", rollout=rollout.key, num_ended=len(rollout.ends))
                 self.cancel(rollout)
         self.driver.tick()
         if self.driver.has_engine:
@@ -191,7 +191,7 @@ class RolloutRegistry:
                 self.tick()
             except Exception:
                 # A bug here; the next tick does the rest.
-                log.exception("rollout_tick_failed")
+                log.exception("rollouts not looked after, will retry")
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

@@ -292,7 +292,7 @@ class TraceAssembler:
 
     def _fail(self, ticket: CaptureState, error: Exception) -> None:
         ticket.dropped = "inconsistent" if isinstance(error, InconsistentSpanError) else "failed"
-        log.error("a trace is dropped: %s", type_and_place(error))
+        log.error("trace dropped, it could not be assembled", error=type_and_place(error))
 
 
 def _copied(step: Prefill | CopiedVerification) -> dict[str, Tensor]:

@@ -310,7 +310,7 @@ class SglangRolloutEngine:
             await self._http.post("/abort_request", json={"rid": rid})
         except httpx.HTTPError as error:
             # Closing the connection aborts the request, too, a little later.
-            log.info("rollout_abort_failed", engine=self.name, error=type_and_place(error))
+            log.info("rollout sample not aborted", engine=self.name, error=type_and_place(error))
 
 
 _LAST = 10**6
@@ -445,7 +445,7 @@ class ServerPool:
         for engine in self._engines.values():
             engine.check_weights(newest)
         if gone or new:
-            log.info("rollout_servers", servers=sorted(engine.name for engine in self._engines.values()))
+            log.info("rollout servers", servers=sorted(engine.name for engine in self._engines.values()))
             on_change(self._engines.values())
         for task in self._polls.values():
             if task.done():
@@ -462,5 +462,5 @@ class ServerPool:
             try:
                 await self.poll(on_change)
             except Exception as error:
-                log.error("rollout_servers_not_polled", error=type_and_place(error))
+                log.error("rollout servers not polled", error=type_and_place(error))
             await asyncio.sleep(max(self.poll_s - (time.monotonic() - began_s), 0.05))

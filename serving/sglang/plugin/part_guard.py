@@ -43,14 +43,20 @@ class PartGuard:
         except Exception as error:
             self.reason = type(error).__name__
             if not self._holds:
-                log.critical("slipstream: %s failed on one rank, the server ends: %s", self.part, type_and_place(error))
+                log.critical(
+                    "slipstream: a part failed on one rank, the server ends",
+                    part=self.part,
+                    error=type_and_place(error),
+                )
                 raise
-            log.error("slipstream: %s is off from now on, serving goes on: %s", self.part, type_and_place(error))
+            log.error(
+                "slipstream: a part is off from now on, serving goes on", part=self.part, error=type_and_place(error)
+            )
         # Outside the handler, so that the tensors of the failed call are free.
         try:
             self._off()
         except Exception as error:
-            log.error("slipstream: %s could not free what it held: %s", self.part, type_and_place(error))
+            log.error("slipstream: a part could not free what it held", part=self.part, error=type_and_place(error))
         return None
 
 

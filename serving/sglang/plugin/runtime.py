@@ -128,7 +128,7 @@ class EngineRuntime:
         # As --weight-version names them, or none.
         self._target.labelled(args.weight_version)
         self._follower = self._new_follower(settings, store, watch)
-        log.info("slipstream: draft version %d in service, engine %s, model %s", manifest.version, self._engine_id, key)
+        log.info("slipstream: draft version in service", version=manifest.version, engine_id=self._engine_id, model=key)
 
     # -- called by the hooks, on the scheduler's thread -------------------------------------------------------------
 

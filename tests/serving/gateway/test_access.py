@@ -303,10 +303,10 @@ def test_a_running_gateway_sees_new_and_revoked_keys_and_survives_a_broken_file(
         assert status("new") == 401
         keys.path.write_bytes(good)
         assert status("new") == 200
-    said = [each["reason"] for each in logs if each["event"] == "keys_not_read"]
+    said = [each["reason"] for each in logs if each["event"] == "keys not read"]
     assert len(said) == 5
     assert all(str(keys.path) in reason for reason in said)
-    assert [each["num_keys"] for each in logs if each["event"] == "keys_read"] == [0, 3]
+    assert [each["num_keys"] for each in logs if each["event"] == "keys read"] == [0, 3]
 
 
 def test_a_read_that_failed_is_repeated(keys: KeyFile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +323,7 @@ def test_a_read_that_failed_is_repeated(keys: KeyFile, monkeypatch: pytest.Monke
         full.setattr(Path, "open", no_descriptor)
         assert [status(), status()] == [200, 200]
     assert status() == 401
-    assert [each["event"] for each in logs if each["event"].startswith("keys_")] == ["keys_not_read"]
+    assert [each["event"] for each in logs if each["event"].startswith("keys ")] == ["keys not read"]
 
 
 def test_a_file_that_is_not_usable_ends_the_start(tmp_path: Path) -> None:

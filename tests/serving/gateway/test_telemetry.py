@@ -204,7 +204,7 @@ def test_no_prompt_and_no_answer_in_logs_or_metrics(capfd: pytest.CaptureFixture
     assert CANARY not in repr(logs)
     assert CANARY not in metrics
     assert CANARY not in "".join(capfd.readouterr())
-    failed = [line for line in logs if line["event"] == "request_failed"]
+    failed = [line for line in logs if line["event"] == "request failed, unexpected error"]
     assert [line["error"] for line in failed] == ["RuntimeError", "RuntimeError", "KeyError"]
     assert any("broken" in frame for frame in failed[2]["at"])
 

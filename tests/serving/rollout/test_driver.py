@@ -289,7 +289,7 @@ def test_an_engine_that_fails_because_it_has_died_is_lost_at_once_and_told_once(
 
     with capture_logs() as logs:
         check_whole(drive(talk, engine).by_sample["a0"], limit=LIMIT)
-    assert [line["event"] for line in logs] == ["rollout_engine_lost", "rollout_engine_back"]
+    assert [line["event"] for line in logs] == ["rollout engine lost", "rollout engine back"]
 
 
 def test_being_busy_is_no_failure_of_the_sample() -> None:

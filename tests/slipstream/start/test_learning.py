@@ -82,8 +82,9 @@ def test_it_learns_survives_its_trainer_and_goes_on_where_it_was(toy_model: Path
         wait_until(lambda: reaches(2))
         [trainer] = children(serve.pid, "train")
         trainer.kill()
-        wait_until(lambda: events(first, "trainer ended"))
-        assert events(first, "trainer ended")[0]["exit_code"] == -signal.SIGKILL
+        wait_until(lambda: events(first, "process ended"))
+        [ended] = events(first, "process ended")
+        assert (ended["process"], ended["exit_code"]) == ("trainer", -signal.SIGKILL)
         shown = httpx.get(f"{url}/slipstream/live").json()["trainer"]
         assert (shown["num_ended"], shown["exit_code"]) == (1, -signal.SIGKILL)
         # It goes on where it was.
