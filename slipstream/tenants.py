@@ -15,12 +15,21 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import redis
 
 from serving.group_cache.texts import GroupTexts
-from speculator.errors import ConfigError, DraftFileError, TraceError, UnknownDraftError
+from speculator.errors import (
+    ConfigError,
+    DraftFileError,
+    SlipstreamError,
+    StoreError,
+    StreamError,
+    TraceError,
+    UnknownDraftError,
+)
+from speculator.redis.client import is_denied
 from speculator.redis.control_plane import DraftPointer
 from speculator.redis.model_names import is_known
 from speculator.redis.trace_deletion import ErasureOrders, TraceRemover, remove_from_recording
@@ -32,6 +41,8 @@ from trainer.replay.trace_source import TEMPORARY, trace_folder
 
 _POLL_S = 0.2
 
+_T = TypeVar("_T")
+_Confirmed = dict[str, bool]
 IsTheirs = Callable[[TraceHeader], bool]
 
 
@@ -67,13 +78,15 @@ class Eraser:
     def erase(self) -> dict[str, Any]:
         """Remove the tenant's traffic and record an event. `left` lists, in sentences, what could not be done.
 
-        Raises StreamError, StoreError or ConfigError.
+        Once the order is given, Redis may be away for as long as services may take to answer. Raises StreamError,
+        StoreError or ConfigError, and SlipstreamError where the order stands and Redis stays away.
         """
         is_served = self._is_served()
         at_ms = ErasureOrders(self.client, self.model_key).order(self.tenant)
-        engines, gateways, trainers = self._await_reports(at_ms)
-        removed = self._remove(is_served, dry_run=False)
-        compacted = TraceRemover(self.client, self.model_key).compact()
+        deadline = time.monotonic() + self.timeout_s
+        engines, gateways, trainers = self._await_reports(at_ms, deadline)
+        removed = self._until(deadline, lambda: self._remove(is_served, dry_run=False))
+        compacted = self._until(deadline, TraceRemover(self.client, self.model_key).compact)
         confirmed = {**engines, **gateways, **trainers}
         left = [f"{name} has not confirmed it" for name, done in confirmed.items() if not done]
         if not compacted:
@@ -95,7 +108,10 @@ class Eraser:
             "drafts": self._drafts(),
             "left": left,
         }
-        self._record(document)
+        try:
+            self._record(document)
+        except StoreError as error:
+            left.append(f"the event of this erasure is not in the store: {error}")
         return document
 
     def _is_served(self) -> bool:
@@ -124,18 +140,34 @@ class Eraser:
     def _is_of_tenant(self, header: TraceHeader) -> bool:
         return header.tenant == self.tenant
 
-    def _await_reports(self, at_ms: int) -> tuple[dict[str, bool], dict[str, bool], dict[str, bool]]:
-        """(running engines, gateways, trainers): whether each has carried the order out, by name. Waits `timeout_s`."""
-        deadline = time.monotonic() + self.timeout_s
-        pointer, erasures = DraftPointer(self.client, self.model_key), ErasureOrders(self.client, self.model_key)
+    def _await_reports(self, at_ms: int, deadline: float) -> tuple[_Confirmed, _Confirmed, _Confirmed]:
+        """(running engines, gateways, trainers): whether each has carried the order out, by name."""
         while True:
-            engines = {
-                f"engine {name}": int(report.get("erased_ms", 0)) >= at_ms for name, report in pointer.engines().items()
-            }
-            gateways = {f"gateway {name}": erased_ms >= at_ms for name, erased_ms in erasures.gateways().items()}
-            trainers = {name: report.erased_ms >= at_ms for name, report in erasures.trainers().items()}
-            if all([*engines.values(), *gateways.values(), *trainers.values()]) or time.monotonic() > deadline:
-                return engines, gateways, trainers
+            found = self._until(deadline, lambda: self._reports(at_ms))
+            if all(done for confirmed in found for done in confirmed.values()) or time.monotonic() > deadline:
+                return found
+            time.sleep(_POLL_S)
+
+    def _reports(self, at_ms: int) -> tuple[_Confirmed, _Confirmed, _Confirmed]:
+        pointer, erasures = DraftPointer(self.client, self.model_key), ErasureOrders(self.client, self.model_key)
+        engines = {
+            f"engine {name}": int(report.get("erased_ms", 0)) >= at_ms for name, report in pointer.engines().items()
+        }
+        gateways = {f"gateway {name}": erased_ms >= at_ms for name, erased_ms in erasures.gateways().items()}
+        trainers = {name: report.erased_ms >= at_ms for name, report in erasures.trainers().items()}
+        return engines, gateways, trainers
+
+    def _until(self, deadline: float, step: Callable[[], _T]) -> _T:
+        """Do a step after the order, again while Redis is away. Every step may be done twice."""
+        while True:
+            try:
+                return step()
+            except StreamError as error:
+                if is_denied(error) or time.monotonic() > deadline:
+                    raise SlipstreamError(
+                        f"the order to erase {self.tenant!r} stands, but not all of its traces are removed "
+                        f"({error}): repeat this command"
+                    ) from None
             time.sleep(_POLL_S)
 
     def _drafts(self) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from slipstream import tenants
 from slipstream.cli.main import app
 from slipstream.start.gateway import erase_on_order
 from speculator.draft.checkpoint import model_key, target_fingerprint
-from speculator.errors import ConfigError
+from speculator.errors import ConfigError, StoreError
 from speculator.host import now_ms
 from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
 from speculator.redis.client import RedisKeys, connect
@@ -32,6 +32,7 @@ from speculator.redis.embedded import EmbeddedRedis
 from speculator.redis.trace_deletion import ErasureOrders, TraceRemover
 from speculator.redis.trace_stream import GroupRewards, RewardStream, TraceStream
 from speculator.trace import Trace, encode_trace, read_header
+from speculator.versions.lifecycle import EventLog
 from speculator.versions.lineage import counts_of
 from speculator.versions.store import DraftStore
 from tests.fixtures.traces import with_header
@@ -378,3 +379,61 @@ def test_what_is_not_done_is_said(deployment: Deployment, traces: list[Trace], t
     assert code == 1
     assert "pass --state" in done["left"][-1]
     assert RedisKeys(model_key=deployment.key).erasures.encode() in set(deployment.client.scan_iter())
+
+
+def test_redis_may_restart_once_the_order_is_given(deployment: Deployment, traces: list[Trace]) -> None:
+    deployment.trainer().close()
+    deployment.stream.append(encode_trace(traces[0]), trace_id="a")
+    (deployment.folder / "state").mkdir(exist_ok=True)
+    ErasureOrders(deployment.client, deployment.key).report_gateway("g", 0)
+
+    def restart() -> None:
+        wait_until(lambda: ErasureOrders(deployment.client, deployment.key).orders())
+        deployment.server.stop()
+        deployment.server = EmbeddedRedis(deployment.folder / "redis")
+        with connect(deployment.server.url) as client:
+            orders = ErasureOrders(client, deployment.key)
+            orders.report_gateway("g", orders.orders()[ANNA])
+
+    other = threading.Thread(target=restart)
+    other.start()
+    try:
+        code, done = deployment.erase(ANNA, "--yes", "--timeout-s", 60)
+    finally:
+        other.join()
+        deployment.server.stop()
+    assert (code, done["gateways"], done["redis"]["stream"]) == (0, {"gateway g": True}, 1)
+
+
+def test_an_order_whose_redis_stays_away_is_said_to_stand(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch, invoke: Callable[..., tuple[int, str, str]]
+) -> None:
+    deployment.trainer().close()
+    DraftPointer(deployment.client, deployment.key).report_engine("e", {"version": 1})
+    order = ErasureOrders.order
+
+    def order_and_end(self: ErasureOrders, tenant: str) -> int:
+        at_ms = order(self, tenant)
+        deployment.server.stop()
+        return at_ms
+
+    monkeypatch.setattr(ErasureOrders, "order", order_and_end)
+    code, _, err = invoke(*deployment.words(ANNA, "--yes", "--timeout-s", 0.1))
+    assert code == 1
+    assert f"the order to erase '{ANNA}' stands" in err
+    assert "repeat this command" in err
+
+
+def test_what_is_left_is_said_although_the_store_cannot_be_written(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployment.trainer().close()
+    DraftPointer(deployment.client, deployment.key).report_engine("gone", {"version": 1})
+
+    def refuse(*_: object, **__: object) -> None:
+        raise StoreError("events.jsonl: Read-only file system")
+
+    monkeypatch.setattr(EventLog, "append", refuse)
+    code, done = deployment.erase(ANNA, "--yes", "--timeout-s", 0)
+    assert (code, done["left"][0]) == (1, "engine gone has not confirmed it")
+    assert done["left"][-1].endswith("Read-only file system")
