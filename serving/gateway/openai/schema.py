@@ -156,13 +156,15 @@ def _content(value: object, info: ValidationInfo) -> str:
 def _part_text(part: object, index: int, ignored: Ignored | None) -> str:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise invalid("content_type", 'must be an object like {"type": "text", "text": "..."}', index)
-    if part["type"] != "text":
+    # A part of either type has its text under its type's name.
+    kind = part["type"]
+    if kind not in ("text", "refusal"):
         raise invalid("unsupported_parameter", "only parts of type 'text' are supported", index, "type")
-    if not isinstance(part.get("text"), str):
-        raise invalid("content_type", "must be a string", index, "text")
-    if unknown := sorted(requested_fields(TextPart, part, ignored, index).keys() - {"type", "text"}):
+    if not isinstance(part.get(kind), str):
+        raise invalid("content_type", "must be a string", index, kind)
+    if unknown := sorted(requested_fields(TextPart, part, ignored, index).keys() - {"type", kind}):
         raise invalid("extra_forbidden", UNKNOWN, index, unknown[0])
-    text: str = part["text"]
+    text: str = part[kind]
     return text
 
 
@@ -307,10 +309,14 @@ class Message(Strict):
     @model_validator(mode="before")
     @classmethod
     def _allow_empty_answer(cls, fields: object) -> object:
-        """Accept a message of model or tool without content: libraries send an answer without text that way."""
-        if isinstance(fields, dict) and fields.get("role") in _MAY_BE_EMPTY and fields.get("content") in (None, []):
-            return {**fields, "content": ""}
-        return fields
+        """Accept a message of model or tool without content: libraries send an answer without text that way. What the
+        model said when it refused to answer is its text.
+        """
+        if not isinstance(fields, dict) or fields.get("role") not in _MAY_BE_EMPTY:
+            return fields
+        if fields["role"] == "assistant" and isinstance(said := fields.get("refusal"), str):
+            return {**fields, "content": fields.get("content") or said, "refusal": None}
+        return {**fields, "content": ""} if fields.get("content") in (None, []) else fields
 
     def for_template(self) -> dict[str, Any]:
         # OpenAI renamed "system" to "developer"; chat templates know the old name.
@@ -325,7 +331,7 @@ class SamplingBody(Strict):
 
     max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
     top_k: TopK = 0
     stop: Stop = ()
     ignore_eos: bool = False
@@ -334,9 +340,9 @@ class SamplingBody(Strict):
     @property
     def sampling(self) -> SamplingParams:
         # One token to choose from is greedy, too, and then a draft need not guess it by chance.
-        is_greedy = self.temperature < _LEAST_TEMPERATURE or self.top_k == 1
+        is_greedy = self.temperature < _LEAST_TEMPERATURE or self.top_k == 1 or self.top_p == 0
         temperature = 0.0 if is_greedy else self.temperature
-        return SamplingParams(temperature=temperature, top_p=self.top_p, top_k=self.top_k)
+        return SamplingParams(temperature=temperature, top_p=self.top_p or 1.0, top_k=self.top_k)
 
 
 class GenerationBody(SamplingBody):

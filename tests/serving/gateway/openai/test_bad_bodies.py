@@ -61,7 +61,7 @@ BOTH = [
     ({"temperature": "1"}, "temperature", TYPE),
     ({"temperature": 2.1}, "temperature", VALUE),
     ({"temperature": float("nan")}, "temperature", VALUE),
-    ({"top_p": 0}, "top_p", VALUE),
+    ({"top_p": -0.1}, "top_p", VALUE),
     ({"top_p": True}, "top_p", TYPE),
     ({"top_k": -2}, "top_k", VALUE),
     ({"top_k": 1.5}, "top_k", TYPE),

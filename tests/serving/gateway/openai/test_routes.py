@@ -95,15 +95,22 @@ def test_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "served"),
-    [(1e-40, 0, 0.0), (9e-7, 0, 0.0), (1e-6, 0, 1e-6), (0.7, 2, 0.7), (0.7, 1, 0.0)],
+    ("temperature", "top_k", "top_p", "served"),
+    [
+        (1e-40, 0, 1, 0.0),
+        (9e-7, 0, 1, 0.0),
+        (1e-6, 0, 1, 1e-6),
+        (0.7, 2, 1, 0.7),
+        (0.7, 1, 1, 0.0),
+        (0.7, 0, 0, 0.0),
+    ],
 )
-def test_what_is_as_good_as_greedy_is_greedy(temperature: float, top_k: int, served: float) -> None:
+def test_what_is_as_good_as_greedy_is_greedy(temperature: float, top_k: int, top_p: float, served: float) -> None:
     """As in SGLang. Divided by 1e-40 every positive logit is infinite, and the one with the lowest id would win; where
     the likeliest token is the only one, a draft that draws its proposals would often miss it.
     """
     engine = DoubleEngine()
-    chat(engine, temperature=temperature, top_k=top_k)
+    chat(engine, temperature=temperature, top_k=top_k, top_p=top_p)
     assert engine.requests[0].sampling.temperature == served
 
 
@@ -132,6 +139,21 @@ def test_nulls_and_values_that_ask_for_nothing_are_accepted() -> None:
     response = chat(engine, messages=[*HELLO, history, *HELLO], **nothing)
     assert response.status_code == 200, response.text
     assert engine.requests[0].sampling == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ({"content": None, "refusal": "No."}, "No."),
+        ({"refusal": "No."}, "No."),
+        ({"content": [{"type": "refusal", "refusal": "No."}]}, "No."),
+        ({"content": "Well.", "refusal": "No."}, "Well."),
+    ],
+)
+def test_what_a_model_refused_with_is_its_text(answer: dict[str, Any], text: str) -> None:
+    engine = DoubleEngine()
+    chat(engine, messages=[*HELLO, {"role": "assistant", **answer}, *HELLO])
+    assert f"<assistant>{text}\n" in bytes(engine.requests[0].prompt_token_ids).decode()
 
 
 def test_text_parts_are_joined() -> None:
