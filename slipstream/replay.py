@@ -161,7 +161,10 @@ def _first_draft(options: ReplayOptions, config: TrainerConfig) -> Eagle3Draft:
     store = DraftStore(options.store)
     version = store.lifecycle.newest_servable()
     if version is None:
-        raise ConfigError(f"{options.store} holds no draft: set --store to a store that serve or train has used")
+        hint = (
+            "`slipstream drafts list` says why" if store.latest() else "set --store to one that serve or train has used"
+        )
+        raise ConfigError(f"{options.store} holds no draft that may serve: {hint}")
     check_lineage(store, version, options.model_dir, draft_vocab_size=options.draft_vocab_size)
     embed_Vd = read_target_tensor(options.model_dir, "model.embed_tokens.weight")
     return load_draft(store, version, embed=embed_Vd, target_fingerprint=target_fingerprint(options.model_dir))

@@ -215,7 +215,7 @@ class RoundTimes:
         return self._pace * self._draft.seconds(features, sizes=sizes)
 
     def is_known(self, batch: int, num_proposals: int, *, after: float = _KNOWN_AFTER) -> bool:
-        """Whether a verification of this size ran at least `after` times, so that its own time is known."""
+        """Whether verifications of this size ran more than `after` times, so that their own time is known."""
         return self._verify.weight(_size(batch, num_proposals)) > after
 
     def verify_ms_by_size(self) -> dict[tuple[int, int], float]:

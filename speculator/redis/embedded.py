@@ -71,8 +71,11 @@ def _environment() -> dict[str, str]:
 
 
 def socket_url(directory: Path) -> str:
-    """URL of the server in a directory, running or not."""
-    return f"unix://{quote(str(directory.resolve() / _SOCKET))}?db=0"
+    """URL of the server in a directory, running or not. Raises ConfigError where its path is no UTF-8."""
+    try:
+        return f"unix://{quote(str(directory.resolve() / _SOCKET))}?db=0"
+    except UnicodeEncodeError:
+        raise ConfigError(f"the path {str(directory)!a} is no UTF-8: choose another directory") from None
 
 
 class EmbeddedRedis:
@@ -86,6 +89,7 @@ class EmbeddedRedis:
 
     def __init__(self, directory: Path | str, *, ends_with_us: bool = False) -> None:
         self.directory = Path(directory).resolve()
+        self.url = socket_url(self.directory)
         self._socket = self.directory / _SOCKET
         self._log = self.directory / "redis.log"
         if len(os.fsencode(self._socket)) > _MAX_SOCKET_PATH_BYTES:
@@ -109,10 +113,6 @@ class EmbeddedRedis:
         except BaseException:
             self.stop()
             raise
-
-    @property
-    def url(self) -> str:
-        return socket_url(self.directory)
 
     @property
     def pid(self) -> int:

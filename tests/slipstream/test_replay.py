@@ -18,6 +18,7 @@ from speculator.draft.initialization import fresh_draft
 from speculator.errors import ConfigError
 from speculator.recording import RecordingHeader, RecordingReader, RecordingWriter
 from speculator.trace import encode_trace
+from speculator.versions.lifecycle import VersionState
 from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
 from tests.fixtures.traces import make_trace, with_branches
@@ -214,6 +215,9 @@ def test_a_stored_draft_is_evaluated_as_it_is_on_all_traces(
     with RecordingReader(toy_recording) as reader:
         live = sum(map(recorded_rounds, reader.traces()), AcceptanceCounts())
     assert stored["recorded_accept_length"] == pytest.approx(live.length, abs=1e-4)
+    DraftStore(tmp_path / "drafts").lifecycle.move(1, VersionState.ROLLED_BACK, actor="test", reason="slow")
+    with pytest.raises(ConfigError, match="slipstream drafts list"):
+        run(toy_recording, toy_model, store=tmp_path / "drafts", num_steps=0)
 
 
 def test_traces_that_teach_nothing_are_counted(toy_model: Path, tmp_path: Path) -> None:

@@ -54,6 +54,12 @@ def test_settings_are_safe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert (tmp_path / "redis.sock").stat().st_mode & 0o777 == 0o700
 
 
+def test_a_directory_that_no_url_can_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"d\\udcff' is no UTF-8"):
+        EmbeddedRedis(tmp_path / os.fsdecode(b"d\xff"))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_directory_belongs_to_one_server(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path) as server:
         with pytest.raises(ConfigError, match="serve --learn`: stop that, or choose another directory"):
