@@ -15,12 +15,13 @@ from slipstream.cli.main import app
 from slipstream.settings import commands, known_variables
 
 ROOT = Path(__file__).resolve().parents[1]
-_CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
+_CODE = re.compile(r"```.*?```|~~~.*?~~~|<code>.*?</code>|`[^`\n]+`", re.DOTALL)
+_REFERENCE = re.compile(r"\]\[([^\]\n]+)\]")
 _OLD_COMMAND = re.compile(r"^Command: (?:(?!\n\n).)*?\(at\scommit\s`\w+`\)", re.DOTALL | re.MULTILINE)
 """On a results page: the command has what it names at its commit."""
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
-_VARIABLE = re.compile(r"\bSLIPSTREAM_[A-Z_]*[A-Z]\b(?![_*])")
-_METRIC = re.compile(r"(?<![\w/.-])slipstream[_:][a-z0-9_:]*[a-z0-9](?![\w*:-])")
+_VARIABLE = re.compile(r"\bSLIPSTREAM_[A-Z0-9_]*[A-Z0-9](?:_?\*|_(?!\w)|\b)")
+_METRIC = re.compile(r"(?<![\w/.-])slipstream[_:][a-z0-9_:]*[a-z0-9](?:_?\*|(?![\w*:-]))")
 
 FLAGS_OF_OTHERS = {
     program: flags.split() for program, flags in tomllib.loads((ROOT / "docs/flags_of_others.toml").read_text()).items()
@@ -29,7 +30,9 @@ FLAGS_OF_OTHERS = {
 
 
 def unknown_names(text: str) -> list[str]:
-    """Unknown names in a page's Markdown, in order, each once; flags only in code."""
+    """Unknown names in a page's Markdown, in order, each once: flags in code, settings and metrics, of which a trailing
+    `*` leaves the rest open, and labels of links.
+    """
     return list(dict.fromkeys(_unknown(text)))
 
 
@@ -39,7 +42,15 @@ def _unknown(text: str) -> Iterator[str]:
     for code in _CODE.findall(text):
         yield from (flag for flag in _FLAG.findall(code) if flag not in known)
     for pattern in (_VARIABLE, _METRIC):
-        yield from (name for name in pattern.findall(text) if name not in known)
+        yield from (name for name in pattern.findall(text) if not _is_known(name, known))
+    labels = _REFERENCE.findall(_CODE.sub("", text))
+    yield from (label for label in labels if f"\n[{label}]:" not in text)
+
+
+def _is_known(name: str, known: frozenset[str]) -> bool:
+    if name.endswith(("*", "_")):
+        return any(one.startswith(name.rstrip("*")) for one in known)
+    return name in known
 
 
 @cache

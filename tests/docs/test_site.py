@@ -17,7 +17,13 @@ WRONG = {
     "[code](../serving/nothing.py)": "../serving/nothing.py",
     "Ask with `--no-such-flag`.": "--no-such-flag",
     "Set SLIPSTREAM_NO_SUCH.": "SLIPSTREAM_NO_SUCH",
+    "Set SLIPSTREAM_NO_SUCH_1.": "SLIPSTREAM_NO_SUCH_1",
+    "Set SLIPSTREAM_NO_SUCH_TOO_*.": "SLIPSTREAM_NO_SUCH_TOO_*",
     "Watch slipstream_no_such_total.": "slipstream_no_such_total",
+    "Watch slipstream_no_such_too_*.": "slipstream_no_such_too_*",
+    "~~~sh\nslipstream serve --no-flag-in-tildes\n~~~": "--no-flag-in-tildes",
+    "<code>--no-flag-in-html</code>": "--no-flag-in-html",
+    "[a label][of-nothing]": "of-nothing",
 }
 
 
@@ -47,7 +53,17 @@ def test_what_leads_nowhere_ends_the_build_and_is_named(tmp_path: Path) -> None:
     assert [name for name in WRONG.values() if name not in built.stderr] == []
 
 
-@pytest.mark.parametrize("text", ["`--depth 4` and `--tp-size 2`", "SLIPSTREAM_STORE", "slipstream_swaps_total"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`--depth 4` and `--tp-size 2`",
+        "SLIPSTREAM_STORE",
+        "SLIPSTREAM_TRAINER_*",
+        "slipstream_swaps_total",
+        "slipstream_trainer_*",
+        "[a label][of]\n\n[of]: page.md",
+    ],
+)
 def test_what_there_is_may_be_named(text: str) -> None:
     assert unknown_names(text) == []
 
