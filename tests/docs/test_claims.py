@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -34,6 +35,19 @@ def test_a_claim_leads_to_its_measurement(page: Path) -> None:
 def test_a_claim_without_a_page_is_found(claim: str) -> None:
     assert without_results(f"# Speed\n\n{claim}\n") == ["# Speed"]
     assert without_results(f"# Speed\n\n{claim} [How](../../benchmarks/results/demo.md)\n") == []
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", RESULTS / "demo.md"], ids=lambda page: page.name)
+def test_the_demos_speedups_are_those_of_its_raw_figures(page: Path) -> None:
+    raw = json.loads((RESULTS / "demo.json").read_text())
+    ab = raw["ab"]
+    for found in (
+        ab["both_over_plain"],
+        ab["both_over_suffix_whole_run"],
+        raw["speedup"]["end_to_end"],
+        raw["client_speedup"],
+    ):
+        assert f"| {found['median']:.2f} × | {found['low']:.2f} … {found['high']:.2f} |" in page.read_text()
 
 
 @pytest.mark.parametrize("page", MEASURED, ids=lambda page: page.name)
