@@ -35,7 +35,6 @@ from typing import Any
 import msgspec
 import torch
 
-from benchmarks.answers import RECORDING_DEFAULTS, add_recording_options, in_turn, recording
 from benchmarks.common.paired import (
     KeptRuns,
     Length,
@@ -47,6 +46,7 @@ from benchmarks.common.paired import (
     later_length,
     lower_end,
 )
+from benchmarks.common.recorded_answers import RECORDING_DEFAULTS, add_recording_options, in_turn, recording
 from benchmarks.common.report import Target, fill_in, finish, parser
 from slipstream.models import resolve_model
 from slipstream.replay import ReplayOptions, replay

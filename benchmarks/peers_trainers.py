@@ -44,12 +44,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.answers import RECORDING_DEFAULTS, add_recording_options, in_turn, recording
-from benchmarks.common import peer_trainers
 from benchmarks.common.paired import KeptRuns, interval
-from benchmarks.common.peer_environments import DEFAULT_TORCH, PROJECTS, environment, run_in
-from benchmarks.common.peer_trainers import Plan
+from benchmarks.common.recorded_answers import RECORDING_DEFAULTS, add_recording_options, in_turn, recording
 from benchmarks.common.report import Target, fill_in, finish, parser
+from benchmarks.peers import trainers
+from benchmarks.peers.environments import DEFAULT_TORCH, PROJECTS, environment, run_in
+from benchmarks.peers.trainers import Plan
 from slipstream.demo.topics import Prompt
 from slipstream.models import resolve_model
 from slipstream.replay import BatchSampler, held_out_scores, read_split
@@ -245,7 +245,7 @@ class _Peers:
         self._arguments = arguments
 
     def write(self, task: Task) -> None:
-        """Write the task for `benchmarks/common/peer_trainers.py`."""
+        """Write the task for `benchmarks/peers/trainers.py`."""
         places = {id(example): number for number, example in enumerate(task.examples)}
         used = {id(window.example) for windows in task.steps for window in windows}
         (self._folder / "traces").mkdir()
@@ -270,7 +270,7 @@ class _Peers:
         python = environment(folder, arm.project, self._arguments.torch)
         (self._folder / "arm.json").write_text(json.dumps(arm.changes))
         verbose: bool = self._arguments.verbose
-        run_in(python, Path(peer_trainers.__file__), arm.project, self._folder, verbose=verbose)
+        run_in(python, Path(trainers.__file__), arm.project, self._folder, verbose=verbose)
         answer = json.loads((self._folder / "answer.json").read_text())
         read = read_public_head(self._folder / "head", self._model_dir)
         draft = Eagle3Draft(read.config, read_target_tensor(self._model_dir, EMBEDDING).float(), read.state["d2t"])

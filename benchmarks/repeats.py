@@ -3,8 +3,8 @@
     python -m benchmarks.repeats [--quick] [--json FILE] [--prompts FILE.jsonl] [--traces FILE.rec] …
 
 A draft is trained on a quarter of the recorded answers; the others are served again and again with it by an engine that
-decodes them anew (benchmarks/replayed.py: real drafts, real acceptance, a clock that the rounds wind). Follower, watch,
-store, lifecycle and Redis are the real ones, and so is the trainer's review (trainer/release/live_review.py),
+decodes them anew (benchmarks/common/replayed.py: real drafts, real acceptance, a clock that the rounds wind). Follower,
+watch, store, lifecycle and Redis are the real ones, and so is the trainer's review (trainer/release/live_review.py),
 which takes a turn at each poll. Versions are published past the gate, each with nothing waiting behind it, so that
 nothing shortens its trial. A version is done with when it is rolled back, or when both have ended well:
 
@@ -38,10 +38,16 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
-from benchmarks.answers import RECORDING_DEFAULTS, Traffic, add_recording_options, read_answers, recording
 from benchmarks.common.drafts import add_first, add_version, as_examples, trained
+from benchmarks.common.recorded_answers import (
+    RECORDING_DEFAULTS,
+    Traffic,
+    add_recording_options,
+    read_answers,
+    recording,
+)
+from benchmarks.common.replayed import DEPTH, Answer, Costs, ReplayEngine, Table
 from benchmarks.common.report import Spread, Target, fill_in, finish, parser
-from benchmarks.replayed import DEPTH, Answer, Costs, ReplayEngine, Table
 from serving.hotswap.breaker import LiveWatch
 from serving.hotswap.follower import DraftFollower
 from slipstream.models import resolve_model

@@ -47,7 +47,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.report import Spread, Target, fill_in, finish, parser
-from benchmarks.rollout_model import Costs, Drafting, Job, Outcome, Setup, Speed, TurnPlan, simulate
+from benchmarks.simulation.engines import Costs, Drafting, Job, Outcome, Setup, Speed, TurnPlan, simulate
 from serving.rollout.order import ContextAware, Fifo, Rank, urgency
 from serving.rollout.samples import GroupRequest, Sample, SampleId
 from serving.rollout.scheduler import Policy

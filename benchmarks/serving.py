@@ -3,9 +3,9 @@
     python -m benchmarks.serving [--quick] [--json FILE] [--prompts FILE.jsonl] [--answers FILE] [--store DIR]
                                  [--parts workloads hugging_face llama_cpp random wrong]
 
-Every prompt is answered in all ways of benchmarks/ways.py in turn, in another order each time, and one request at a
-time by others with the same number of threads: by Hugging Face's `generate` with `prompt_lookup_num_tokens`; and by
-llama.cpp, where `make llama-cpp` has put it there, over the bundled model in bfloat16 and in its own 4 bits.
+Every prompt is answered in all ways of benchmarks/common/ways.py in turn, in another order each time, and one request
+at a time by others with the same number of threads: by Hugging Face's `generate` with `prompt_lookup_num_tokens`; and
+by llama.cpp, where `make llama-cpp` has put it there, over the bundled model in bfloat16 and in its own 4 bits.
 
 Workloads are those of benchmarks/common/workloads.py: chat, editing (long copies of the prompt), structured output, and
 groups of eight sampled answers to one prompt, which decode together. The learned draft is the last good one of
@@ -13,8 +13,8 @@ groups of eight sampled answers to one prompt, which decode together. The learne
 prompt, their medians are over prompts.
 
 Two equal runs differ by more than the hybrid and its better part do, or groups and plain decoding, so the hybrid is
-compared with both once more with equal rounds at equal cost (benchmarks/equal_cost.py), and planning as measured;
-the targets are on that, and the measured ratios stand beside it.
+compared with both once more with equal rounds at equal cost (benchmarks/common/equal_cost.py), and planning as
+measured; the targets are on that, and the measured ratios stand beside it.
 
 Then drafts that are of no use answer chat, prompt by prompt in turn with plain decoding: one with random weights, and
 the learned one with its vocabulary moved by one, which is as sure of itself and always wrong; without suffixes. Tokens
@@ -40,11 +40,11 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.common.drafts import last_good, trained
 from benchmarks.common.engines import engine_with
+from benchmarks.common.equal_cost import at_equal_cost
+from benchmarks.common.llama import Generate, is_installed, llama_ways
 from benchmarks.common.report import Spread, Target, fill_in, finish, in_order, parser, refusing
+from benchmarks.common.ways import WAYS, Run, Ways, all_ways, answer
 from benchmarks.common.workloads import Work, load_works
-from benchmarks.equal_cost import at_equal_cost
-from benchmarks.llama import Generate, is_installed, llama_ways
-from benchmarks.ways import WAYS, Run, Ways, all_ways, answer
 from slipstream.models import resolve_model
 from speculator.draft.eagle3 import Eagle3Draft
 from speculator.draft.initialization import fresh_draft

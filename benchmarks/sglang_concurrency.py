@@ -26,8 +26,8 @@ from typing import Any
 from benchmarks.common.cores import core_for_schedulers, give_core
 from benchmarks.common.decoding import decode
 from benchmarks.common.report import Median, Spread, Target, fill_in, finish, in_order, parser, refusing
-from benchmarks.sglang_cpu_phases import add_head_options, learnt_version
-from benchmarks.sglang_cpu_scene import DEPTH, LEARNT_FROM, Scene, prepared
+from benchmarks.sglang_scene.phases import add_head_options, learnt_version
+from benchmarks.sglang_scene.servers import DEPTH, LEARNT_FROM, Scene, prepared
 from serving.sglang.report import EngineReport
 from tests.sglang.server import SglangServer, speculative_flags
 

@@ -18,10 +18,10 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks import sglang_cpu_phases as phases
 from benchmarks.common.report import Target, fill_in, finish, parser, percentile, refusing
-from benchmarks.sglang_cpu_phases import CLIENTS, TURN_TOKENS, Swaps, Turns, Unseen
-from benchmarks.sglang_cpu_scene import DEPTH, UNSEEN, prepared
+from benchmarks.sglang_scene import phases
+from benchmarks.sglang_scene.phases import CLIENTS, TURN_TOKENS, Swaps, Turns, Unseen
+from benchmarks.sglang_scene.servers import DEPTH, UNSEEN, prepared
 
 PARTS = ("day_0", "swaps", "capture", "unseen")
 

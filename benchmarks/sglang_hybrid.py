@@ -27,8 +27,8 @@ from typing import Any
 from benchmarks.common.decoding import NeverTogetherError, decode
 from benchmarks.common.report import Median, Spread, Target, fill_in, finish, in_order, parser, prompts_of, refusing
 from benchmarks.common.workloads import EDITS, asks_for
-from benchmarks.sglang_cpu_phases import add_head_options, learnt_version
-from benchmarks.sglang_cpu_scene import Scene, prepared
+from benchmarks.sglang_scene.phases import add_head_options, learnt_version
+from benchmarks.sglang_scene.servers import Scene, prepared
 from slipstream.demo.topics import Prompt
 from speculator.errors import ConfigError
 from tests.sglang.server import SglangServer

@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.common.cores import core_for_schedulers, give_core
 from benchmarks.common.report import Median, Spread, Target, fill_in, finish, in_order, parser
-from benchmarks.sglang_cpu_scene import FIXED_ID, LIVE_ID, Scene, prepared
+from benchmarks.sglang_scene.servers import FIXED_ID, LIVE_ID, Scene, prepared
 from tests.sglang.server import SglangServer
 
 _CLIENTS = 4

@@ -33,7 +33,7 @@ from benchmarks.common.cores import core_for_schedulers, give_core
 from benchmarks.common.decoding import decode
 from benchmarks.common.report import fill_in, finish, parser
 from benchmarks.rollout_sim import TABLE
-from benchmarks.sglang_cpu_scene import LEARNT_FROM, Scene, prepared
+from benchmarks.sglang_scene.servers import LEARNT_FROM, Scene, prepared
 from tests.sglang.server import SglangServer
 
 BATCHES = (1, 2, 4, 8)

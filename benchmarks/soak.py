@@ -14,9 +14,9 @@ what is bounded by design has then stopped growing. The first half of the time i
 Sampled every second or two: of each process the resident memory, descriptors and threads; pending and undelivered
 entries; the memory of Redis, without the stream of traces, which is trimmed by whole
 blocks and so goes up and down below its cap, and must never be above it; by stretches of ten seconds the latency's
-median and 99th percentile. Each series gets a slope an hour with a 99% interval (benchmarks/slopes.py). It is flat
-where the interval reaches down to the tolerance, which is a tenth of a percent of the level for memory, and nothing for
-everything else. `--json` has all samples.
+median and 99th percentile. Each series gets a slope an hour with a 99% interval (benchmarks/common/growth.py). It is
+flat where the interval reaches down to the tolerance, which is a tenth of a percent of the level for memory, and
+nothing for everything else. `--json` has all samples.
 
 All processes run with one arena, without caches of freed pieces, and give freed memory back soon: so resident memory
 follows what is in use. What is known to fill up to a bound is printed with the level that it had at the beginning and
@@ -44,8 +44,8 @@ import httpx
 import numpy as np
 import psutil
 
+from benchmarks.common.growth import Slope, slope
 from benchmarks.common.report import Target, fill_in, finish, parser
-from benchmarks.slopes import Slope, slope
 from slipstream.children import running_child
 from slipstream.demo.servers import Scrape, wait_until_ready
 from slipstream.models import resolve_model

@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.common.report import percentile
-from benchmarks.sglang_cpu_phases import training
-from benchmarks.sglang_cpu_scene import Scene, prepared
+from benchmarks.sglang_scene.phases import training
+from benchmarks.sglang_scene.servers import Scene, prepared
 from slipstream.models import BUNDLED_MODEL
 from tests.sglang.server import SglangServer
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.rollout_drafting import Claim, best_depth, committed_tokens
+from benchmarks.simulation.draft_depth import Claim, best_depth, committed_tokens
 from serving.rollout.samples import GroupRequest, Lease, SampleId
 from serving.rollout.scheduler import Policy, Scheduler
 from serving.rollout.speeds import Cost
@@ -109,7 +109,7 @@ def _linear(points: Sequence[float], values: Sequence[float], at: float) -> floa
 
 @dataclass(frozen=True, kw_only=True)
 class Drafting:
-    """How the simulated engines draft. Depths are those of benchmarks/rollout_drafting.py."""
+    """How the simulated engines draft. Depths are those of benchmarks/simulation/draft_depth.py."""
 
     text: Literal["engine", "pool"] = "pool"
     """What the suffix index holds beside the request's own text: the group's samples that have ended on this engine, or

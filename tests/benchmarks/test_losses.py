@@ -15,12 +15,12 @@ from tests.fixtures.decoding import FixedPlanner
 PROPOSALS, VERSION = 3, 7
 
 
-def test_a_draft_at_whole_chains_is_judged_in_every_round(toy_model: Path) -> None:
+def test_a_draft_at_whole_chains_is_judged_in_every_round(model_dir: Path) -> None:
     traces: list[Trace] = []
     settings = {"depth": PROPOSALS, "suffix_depth": 0, "control_share": 0.0}
     with engine_with(
-        toy_model,
-        fresh_draft(toy_model, seed=0, draft_vocab_size=40),
+        model_dir,
+        fresh_draft(model_dir, seed=0, draft_vocab_size=40),
         1,
         draft_version=VERSION,
         settings=settings,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.report import Median, Spread, in_order
-from benchmarks.sglang_cpu_scene import FIXED_ID, IN_TURNS, LEARNT_FROM, UNSEEN, Scene
+from benchmarks.sglang_scene.servers import FIXED_ID, IN_TURNS, LEARNT_FROM, UNSEEN, Scene
 from slipstream.children import Child, running_child
 from slipstream.demo.topics import Prompt
 from speculator.versions.store import DraftStore

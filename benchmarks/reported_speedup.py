@@ -1,7 +1,7 @@
 """Compare the speedup that an SGLang server reports about itself with that measured over a server without drafts.
 
-.venv-sglang/bin/python -m benchmarks.gauge [--quick] [--json FILE] [--prompts FILE.jsonl] [--blocks 6]
-                                            [--drafts random poor good] [--clients 1 8]
+    .venv-sglang/bin/python -m benchmarks.reported_speedup [--quick] [--json FILE] [--prompts FILE.jsonl] [--blocks 6]
+                                                           [--drafts random poor good] [--clients 1 8]
 
 For each draft a server with the plugin, adaptive depth 0 … 3, stands beside one without speculation, and both are asked
 in short turns. `random` is a fresh draft, which sleeps. `poor` and `good` commit 1.2 and 2 tokens a verification by
@@ -26,7 +26,7 @@ from benchmarks.common.cores import core_for_schedulers, give_core
 from benchmarks.common.decoding import decode
 from benchmarks.common.paired import both_ends
 from benchmarks.common.report import Median, Target, fill_in, finish, parser, refusing
-from benchmarks.sglang_cpu_scene import LIVE_ID, Scene, prepared
+from benchmarks.sglang_scene.servers import LIVE_ID, Scene, prepared
 from tests.sglang.server import SglangServer
 
 ACCEPT_LENGTHS = {"random": None, "poor": 1.2, "good": 2.0}

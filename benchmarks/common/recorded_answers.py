@@ -14,8 +14,8 @@ from pathlib import Path
 
 from benchmarks.common.drafts import last_good, last_good_manifest
 from benchmarks.common.engines import engine_with
+from benchmarks.common.replayed import Answer
 from benchmarks.common.report import prompts_of
-from benchmarks.replayed import Answer
 from serving.engine import CapturePolicy, GenerateRequest
 from serving.local.engine import LocalEngine
 from slipstream.demo.topics import Prompt

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.engines import engine_with
+from benchmarks.common.equal_cost import Round
 from benchmarks.common.workloads import Work
-from benchmarks.equal_cost import Round
 from serving.engine import CapturePolicy, GenerateRequest
 from serving.local.config import LocalEngineConfig
 from serving.local.engine import LocalEngine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.slopes import slope
+from benchmarks.common.growth import slope
 
 AT_S = np.arange(0.0, 480.0, 4.0)
 NUM_RUNS = 500

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.common.decoding import NeverTogetherError, decode
 from benchmarks.common.report import shuffled_prompts
-from benchmarks.sglang_cpu_scene import IN_TURNS, LEARNT_FROM, UNSEEN, _parted
 from benchmarks.sglang_hybrid import _halves, _turns
+from benchmarks.sglang_scene.servers import IN_TURNS, LEARNT_FROM, UNSEEN, _parted
 from slipstream.demo.topics import Prompt, built_in_prompts
 from speculator.errors import ConfigError
 from tests.sglang.server import SglangServer

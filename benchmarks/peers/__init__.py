@@ -1,0 +1,1 @@
+"""Trainers of other projects, in environments of their own."""

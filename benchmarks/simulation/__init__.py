@@ -1,0 +1,1 @@
+"""Simulated rollout engines for benchmarks/rollout_sim.py."""
