@@ -16,6 +16,7 @@ from pathlib import Path
 import redis
 import structlog
 import torch
+from prometheus_client import CollectorRegistry
 
 from serving.capture.filter import CaptureFilter
 from serving.capture.recorder import ErasureWatch, TraceRecorder
@@ -108,51 +109,14 @@ def run_server(
             recorder = _recorder(options, TraceStream(connection(), key, max_bytes=max_bytes, ttl_s=ttl_s))
             opened.callback(_close, recorder)
         target = _load_target(config)
-        newest = ensure_lineage(
-            store,
-            config.model_dir,
-            fingerprint,
-            draft_vocab_size=options.draft_vocab_size,
-            seed=options.seed,
-            texts=options.vocab_texts,
-        )
-        version = version_to_serve(store, newest)
+        version = _version_to_serve(options, store, fingerprint)
         watch = LiveWatch(version)
         if options.share_groups:
             texts = GroupTexts(connection(), key, ttl_s=ttl_s)
             sharing = GroupSharing(texts, vocab_size=len(target.embed), metrics=GroupTextMetrics())
             registry.register(sharing.metrics)
             opened.callback(sharing.close, timeout_s=5)
-        draft = load_draft(store, version, embed=target.embed, target_fingerprint=fingerprint)
-        meter = SpeedupMeter()
-        engine = LocalEngine(
-            config,
-            target=target,
-            draft=draft.to(target.embed.dtype),
-            draft_version=version,
-            target_fingerprint=fingerprint,
-            load_draft=partial(
-                store.load,
-                expected_fingerprint=fingerprint,
-                expected_d2t=draft.d2t.cpu(),
-                expected_shapes=expected_shapes(draft.config),
-            ),
-            metrics=EngineMetrics(registry),
-            meter=meter,
-            on_trace=recorder.submit if recorder else None,
-            on_round=watch.observe,
-            sharing=sharing,
-        )
-        registry.register(
-            ServingCollector(
-                meter,
-                recorder.stats if recorder else None,
-                estimate=engine.estimated_speedup.ratio,
-                end_to_end=engine.end_to_end.measure,
-                head=engine.head_ab.measure,
-                by_length=engine.acceptance_by_length,
-            )
-        )
+        engine = _engine(config, target, store, version, fingerprint, registry, recorder, watch, sharing)
         engine.start()
         opened.callback(engine.stop)
         app = create_app(
@@ -169,13 +133,7 @@ def run_server(
         forget += [recorder.forget] if recorder else []
         expire = partial(engine.expire, ttl_s) if ttl_s else lambda: None
         privacy = ErasureWatch(ErasureOrders(connection(), key).orders, forget, expire=expire)
-
-        def status() -> dict[str, str | int | float]:
-            """Fields of the engine's report in Redis, besides its draft version."""
-            share = {"capture_share": round(recorder.stats().share, 4)} if recorder else {}
-            about = {"target_version": engine.target_version, "asleep": int(engine.is_head_asleep)}
-            return {**about, **engine.load.report(), **share, **privacy.poll()}
-
+        status = partial(_status, engine, recorder, privacy)
         follower = DraftFollower(
             engine, pointer, engine_id=config.engine_id, status=status, watch=watch, lifecycle=store.lifecycle
         )
@@ -218,6 +176,69 @@ def _recorder(options: ServeOptions, stream: TraceStream) -> TraceRecorder:
 def _close(recorder: TraceRecorder) -> None:
     recorder.close(timeout_s=10)
     log.info("recorder closed", **asdict(recorder.stats()))
+
+
+def _version_to_serve(options: ServeOptions, store: DraftStore, fingerprint: str) -> int:
+    """The version of the store with which to begin; a store without one gets a fresh draft."""
+    newest = ensure_lineage(
+        store,
+        options.engine.model_dir,
+        fingerprint,
+        draft_vocab_size=options.draft_vocab_size,
+        seed=options.seed,
+        texts=options.vocab_texts,
+    )
+    return version_to_serve(store, newest)
+
+
+def _engine(
+    config: LocalEngineConfig,
+    target: Target,
+    store: DraftStore,
+    version: int,
+    fingerprint: str,
+    registry: CollectorRegistry,
+    recorder: TraceRecorder | None,
+    watch: LiveWatch,
+    sharing: GroupSharing | None,
+) -> LocalEngine:
+    """The engine with this version of the draft, its figures in the registry. It is not started."""
+    draft, meter = load_draft(store, version, embed=target.embed, target_fingerprint=fingerprint), SpeedupMeter()
+    engine = LocalEngine(
+        config,
+        target=target,
+        draft=draft.to(target.embed.dtype),
+        draft_version=version,
+        target_fingerprint=fingerprint,
+        load_draft=partial(
+            store.load,
+            expected_fingerprint=fingerprint,
+            expected_d2t=draft.d2t.cpu(),
+            expected_shapes=expected_shapes(draft.config),
+        ),
+        metrics=EngineMetrics(registry),
+        meter=meter,
+        on_trace=recorder.submit if recorder else None,
+        on_round=watch.observe,
+        sharing=sharing,
+    )
+    figures = ServingCollector(
+        meter,
+        recorder.stats if recorder else None,
+        estimate=engine.estimated_speedup.ratio,
+        end_to_end=engine.end_to_end.measure,
+        head=engine.head_ab.measure,
+        by_length=engine.acceptance_by_length,
+    )
+    registry.register(figures)
+    return engine
+
+
+def _status(engine: LocalEngine, recorder: TraceRecorder | None, privacy: ErasureWatch) -> dict[str, str | int | float]:
+    """Fields of the engine's report in Redis, besides its draft version."""
+    share = {"capture_share": round(recorder.stats().share, 4)} if recorder else {}
+    about = {"target_version": engine.target_version, "asleep": int(engine.is_head_asleep)}
+    return {**about, **engine.load.report(), **share, **privacy.poll()}
 
 
 def _load_target(config: LocalEngineConfig) -> Target:

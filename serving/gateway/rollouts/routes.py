@@ -29,7 +29,8 @@ from serving.gateway.openai.schema import INT32_MAX, INT64_MAX
 from serving.gateway.openai.stream import DONE, EVENTS, LINES, Emit, EventStream
 from serving.gateway.rollouts.registry import Rollout, RolloutRegistry
 from serving.gateway.rollouts.schema import GroupBody, ObservationBody, ObservationsBody, RewardsBody, RolloutBody
-from serving.gateway.telemetry import exchange_of
+from serving.gateway.telemetry import Exchange, exchange_of
+from serving.rollout.driver import Driver
 from serving.rollout.samples import GroupRequest, GroupWork, SampleId, SampleState
 from speculator.errors import RequestError, StreamError
 from speculator.redis.trace_stream import GroupRewards
@@ -87,39 +88,13 @@ def rollout_routes(
         rollout_registry.check_size(sum(group.num_samples for group in body.groups))
         prompts = await asyncio.to_thread(_token_ids, tokenizer, body.groups)
         exchange, key, now_s = exchange_of(request), uuid4().hex, rollout_registry.clock()
-
-        def work(number: int, group: GroupBody, prompt: Sequence[int]) -> GroupWork:
-            """Raises RequestError where the prompt is empty or does not fit."""
+        groups = {}
+        for number, (group, prompt) in enumerate(zip(body.groups, prompts, strict=True)):
+            max_tokens = completion_tokens(
+                len(prompt), group.max_tokens, info, settings, prompt_param=f"groups[{number}].prompt"
+            )
             group_id = f"{key}/{group.id or number}"
-            asked_of_group = GroupRequest(
-                group_id=group_id,
-                prompt_token_ids=tuple(prompt),
-                seeds=tuple(group.seeds or (secrets.randbelow(INT64_MAX) for _ in range(group.num_samples))),
-                max_tokens=completion_tokens(
-                    len(prompt), group.max_tokens, info, settings, prompt_param=f"groups[{number}].prompt"
-                ),
-                priority=group.priority,
-                job=f"{exchange.tenant}/{body.job or ''}",
-                weight=body.weight,
-                deadline_s=None if group.deadline_s is None else now_s + group.deadline_s,
-                max_staleness=group.max_staleness,
-                when_stale=group.when_stale,
-                turn_tokens=None if group.environment is None else group.turn_tokens or INT32_MAX,
-                num_needed=group.num_samples - group.redundant if group.redundant else None,
-            )
-            return GroupWork(
-                request=asked_of_group,
-                sampling=group.sampling,
-                stop=group.stop,
-                ignore_eos=group.ignore_eos,
-                logprobs=body.logprobs,
-                policy=body.slipstream.policy(exchange, group_id),
-            )
-
-        groups = {
-            group.id or str(number): work(number, group, prompt)
-            for number, (group, prompt) in enumerate(zip(body.groups, prompts, strict=True))
-        }
+            groups[group.id or str(number)] = _work(body, group, prompt, exchange, group_id, max_tokens, now_s)
         asked = hashlib.sha256(repr(body).encode(errors="surrogatepass")).hexdigest()
         return stream(request, rollout_registry.submit(exchange.tenant, body.id or key, key, groups, asked), 0)
 
@@ -149,22 +124,7 @@ def rollout_routes(
         rollout = find(request, rollout_id)
         body = await read_body(request, ObservationsBody, max_bytes=settings.max_body_bytes)
         awaited = [(_awaiting(rollout, at, one), one) for at, one in enumerate(body.observations)]
-        awaited = [
-            (sample_id, one)
-            for sample_id, one in awaited
-            if rollout_registry.driver.awaited_turn(sample_id) == one.turn
-        ]
-        observed = [(one, rollout_registry.driver.last_token(sample_id)) for sample_id, one in awaited]
-        texts = await asyncio.to_thread(_observed, tokenizer, observed)
-        taken = 0
-        for (sample_id, one), tokens in zip(awaited, texts, strict=True):
-            # Meanwhile the same observation may have come from another request.
-            if rollout_registry.driver.awaited_turn(sample_id) == one.turn:
-                taken += 1
-                if tokens is not None:
-                    rollout_registry.driver.observe(sample_id, tokens)
-                else:
-                    rollout_registry.driver.end_conversation(sample_id, failure=one.failure)
+        taken = await _take(awaited, rollout_registry.driver, tokenizer)
         return reply({"object": "rollout.observations", "id": rollout_id, "num_taken": taken})
 
     @router.post("/{rollout_id}/rewards", openapi_extra=request_body(RewardsBody))
@@ -182,6 +142,56 @@ def rollout_routes(
         return reply({"object": "rollout.rewards", "id": rollout_id, "num_rewards": len(body.rewards)})
 
     return router
+
+
+def _work(
+    body: RolloutBody,
+    group: GroupBody,
+    prompt: Sequence[int],
+    exchange: Exchange,
+    group_id: str,
+    max_tokens: int,
+    now_s: float,
+) -> GroupWork:
+    request = GroupRequest(
+        group_id=group_id,
+        prompt_token_ids=tuple(prompt),
+        seeds=tuple(group.seeds or (secrets.randbelow(INT64_MAX) for _ in range(group.num_samples))),
+        max_tokens=max_tokens,
+        priority=group.priority,
+        job=f"{exchange.tenant}/{body.job or ''}",
+        weight=body.weight,
+        deadline_s=None if group.deadline_s is None else now_s + group.deadline_s,
+        max_staleness=group.max_staleness,
+        when_stale=group.when_stale,
+        turn_tokens=None if group.environment is None else group.turn_tokens or INT32_MAX,
+        num_needed=group.num_samples - group.redundant if group.redundant else None,
+    )
+    return GroupWork(
+        request=request,
+        sampling=group.sampling,
+        stop=group.stop,
+        ignore_eos=group.ignore_eos,
+        logprobs=body.logprobs,
+        policy=body.slipstream.policy(exchange, group_id),
+    )
+
+
+async def _take(observations: Sequence[tuple[SampleId, ObservationBody]], driver: Driver, tokenizer: Tokenizer) -> int:
+    """Give the driver the observations that samples wait for; returns how many."""
+    awaited = [(sample_id, one) for sample_id, one in observations if driver.awaited_turn(sample_id) == one.turn]
+    observed = [(one, driver.last_token(sample_id)) for sample_id, one in awaited]
+    texts = await asyncio.to_thread(_observed, tokenizer, observed)
+    taken = 0
+    for (sample_id, one), tokens in zip(awaited, texts, strict=True):
+        # Meanwhile the same observation may have come from another request.
+        if driver.awaited_turn(sample_id) == one.turn:
+            taken += 1
+            if tokens is not None:
+                driver.observe(sample_id, tokens)
+            else:
+                driver.end_conversation(sample_id, failure=one.failure)
+    return taken
 
 
 def _cursor(text: str, num_ended: int) -> int:
