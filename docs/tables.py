@@ -27,7 +27,7 @@ from serving.gateway.metrics import GatewayMetrics, HealthCollector, RolloutColl
 from serving.gateway.rollouts.registry import RolloutRegistry
 from serving.hotswap.follower import SwapLog
 from serving.metrics import EngineMetrics, GroupTextMetrics, ServingCollector, TargetMetrics, VerdictCollector
-from serving.rollout.slots_share import SlotsShare
+from serving.rollout.interactive_share import SlotsShare
 from serving.sglang.gateway_metrics import PoolCollector, SglangCollector
 from serving.sglang.report import EngineReport
 from serving.speedup import SpeedupMeter

@@ -275,7 +275,7 @@ class Engine(ServedEngine, Protocol):
         Raises DraftError or StoreError; the version in service then stays.
         """
 
-    def drop(self, tenant: str, group_id: str) -> None:
+    def drop_group_text(self, tenant: str, group_id: str) -> None:
         """Drop the suffix text of a prompt group that has ended. Does not wait."""
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:

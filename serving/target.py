@@ -52,7 +52,7 @@ class TargetUpdater:
         if path is None and version == self._host.target_version:
             return TargetReport(version=version, previous=version, stall_ms=0.0)
         if not self._moving.acquire(blocking=False):
-            raise EngineBusyError("the target is being moved already")
+            raise EngineBusyError("another update of the target runs: try again when it has ended")
         try:
             report = self._move(version, path)
         except SlipstreamError as error:

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.simulation.draft_depth import Claim, best_depth, committed_tokens
+from serving.rollout.engine_costs import Cost
 from serving.rollout.samples import GroupRequest, Lease, SampleId
 from serving.rollout.scheduler import Policy, Scheduler
-from serving.rollout.speeds import Cost
 
 MAX_ROUNDS = 8
 """Most rounds before a busy engine fills its free slots and chooses its draft depths again."""

@@ -146,7 +146,9 @@ def target_routes(targets: Targets, settings: GatewaySettings, on_target_update:
         except TargetError as error:
             raise ApiError(409, str(error), code="target_refused") from error
         except EngineBusyError as error:
-            raise ApiError(409, "The target is being moved already.", code="target_is_moving") from error
+            raise ApiError(
+                409, "Another update of the target runs: try again when it has ended.", code="target_is_moving"
+            ) from error
         except (EngineDeadError, RequestError):
             raise
         except (EngineError, StreamError) as error:

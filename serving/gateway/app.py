@@ -30,7 +30,7 @@ from serving.gateway.rollouts.routes import SendRewards, rollout_routes
 from serving.gateway.telemetry import Telemetry, exchange_of
 from serving.gateway.upstream import Upstream
 from serving.rollout.engines import EnginePool, InProcessEngine
-from serving.rollout.slots_share import SlotsShare
+from serving.rollout.interactive_share import SlotsShare
 
 
 async def _routing_error(request: Request, failure: Exception) -> Response:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from serving.rollout.slots_share import SlotsShare
+from serving.rollout.interactive_share import SlotsShare
 from speculator.errors import ConfigError
 from speculator.host import invalid_setting, read_secret
 

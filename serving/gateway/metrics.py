@@ -24,8 +24,8 @@ from prometheus_client.registry import Collector
 
 from serving.engine import EngineHealth
 from serving.rollout.driver import Driver
+from serving.rollout.interactive_share import SlotsShare
 from serving.rollout.samples import EndReason, SampleState
-from serving.rollout.slots_share import SlotsShare
 
 _MODEL = "model_name"
 _MAX_TENANTS = 64

@@ -267,7 +267,7 @@ class LocalEngine:
         """Drop text that may be older than `ttl_s`, between two steps; returns when it is done."""
         self._change_texts(lambda drafter: drafter.expire(ttl_s), wait=True)
 
-    def drop(self, tenant: str, group_id: str) -> None:
+    def drop_group_text(self, tenant: str, group_id: str) -> None:
         """Drop the text of an ended prompt group: here before the next step, and in Redis. Does not wait."""
         if self._sharing is not None:
             self._sharing.drop(tenant, group_id)

@@ -408,7 +408,7 @@ class Driver:
         for number in range(len(work.request.seeds)):
             del self._answers[SampleId(group_id, number)]
         for engine in self._engines.values():
-            engine.drop(work.policy.tenant, work.policy.group_id)
+            engine.drop_group_text(work.policy.tenant, work.policy.group_id)
 
 
 def _report(task: asyncio.Task[None]) -> None:

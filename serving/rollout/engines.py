@@ -6,7 +6,7 @@ sample changes its tokens. It must obey `GenerateRequest.num_answered`, or a sam
 A sample runs in chunks (divided rollout, Seer, arXiv 2511.14617). Seer's engines share a pool of keys and values; here
 an engine's cache is its own, so to go on elsewhere costs reading the prompt and all tokens again. A sample therefore
 stays where it is unless it makes room for one that is more urgent (`Order.displaces`), or an idle engine would end it
-clearly sooner, reading included (serving/rollout/speeds.py).
+clearly sooner, reading included (serving/rollout/engine_costs.py).
 
 Memory is reserved by the chunk, not by the limit: many samples can start, and none has to be evicted in the middle of a
 chunk. A sample whose next chunk does not fit waits, and is read again later. One that fits into no engine's memory runs
@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from serving.engine import Chunk, Engine, GenerateRequest
+from serving.rollout.interactive_share import SlotsShare
 from serving.rollout.order import Order
 from serving.rollout.samples import Sample, SampleId
-from serving.rollout.slots_share import SlotsShare
 
 
 class RolloutEngine(Protocol):
@@ -53,8 +53,8 @@ class RolloutEngine(Protocol):
     def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """As `serving.engine.Engine.generate`."""
 
-    def drop(self, tenant: str, group_id: str) -> None:
-        """As `serving.engine.Engine.drop`."""
+    def drop_group_text(self, tenant: str, group_id: str) -> None:
+        """As `serving.engine.Engine.drop_group_text`."""
 
 
 class EnginePool(Protocol):
@@ -102,8 +102,8 @@ class InProcessEngine:
     def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         return self._engine.generate(request)
 
-    def drop(self, tenant: str, group_id: str) -> None:
-        self._engine.drop(tenant, group_id)
+    def drop_group_text(self, tenant: str, group_id: str) -> None:
+        self._engine.drop_group_text(tenant, group_id)
 
 
 _GROWTH = 0.5

@@ -56,7 +56,7 @@ class GroupRequest:
     priority: int = 0
     """Higher goes first."""
     job: str = ""
-    """Jobs share the engines (serving/rollout/shares.py)."""
+    """Jobs share the engines (serving/rollout/job_fairness.py)."""
     weight: float = 1.0
     """The job's weight: twice as much gets twice as many tokens, as long as it has work."""
     deadline_s: float | None = None

@@ -25,12 +25,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from serving.rollout.engine_costs import Cost
 from serving.rollout.engines import EngineCapacity
+from serving.rollout.job_fairness import MOST_JOBS, FairShares
 from serving.rollout.order import Order, urgency
 from serving.rollout.queue import WaitingQueue
 from serving.rollout.samples import EndReason, Group, GroupRequest, Lease, Sample, SampleEnd, SampleId, SampleState
-from serving.rollout.shares import MOST_JOBS, FairShares
-from serving.rollout.speeds import Cost
 from speculator.errors import RequestError
 
 Verdict = Literal["go on", "stop"]

@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM
 from serving.answer_text import LocalTokenizer
 from serving.engine import CapturePolicy
 from serving.rollout.driver import Driver
+from serving.rollout.interactive_share import SlotsShare
 from serving.rollout.order import ContextAware
 from serving.rollout.samples import GroupRequest, GroupWork, SampleResult, SampleState
 from serving.rollout.scheduler import Policy
-from serving.rollout.slots_share import SlotsShare
 from serving.sglang.outside.client import SglangClient
 from serving.sglang.outside.rollouts import PoolSettings, ServerPool
 from serving.target import read_layout

@@ -34,7 +34,7 @@ from serving.gateway.passthrough import whole_events
 from serving.gateway.upstream import Upstream
 from serving.request_metadata import POLICY_KEY, TARGET_KEY, version_of_label
 from serving.rollout.engines import RolloutEngine
-from serving.rollout.slots_share import SlotsShare
+from serving.rollout.interactive_share import SlotsShare
 from serving.sglang.outside.pool import list_servers
 from serving.sglang.outside.weights import Weights
 from speculator.errors import EngineBusyError, EngineDeadError, EngineError, RequestError, type_and_place
@@ -174,7 +174,7 @@ class SglangRolloutEngine:
         # What runs with older weights goes on.
         return self.is_answering and (self._num_behind < _MISSED_POLLS or self._num_open > 0)
 
-    def drop(self, tenant: str, group_id: str) -> None:
+    def drop_group_text(self, tenant: str, group_id: str) -> None:
         self._settings.end_group(tenant, group_id)
 
     def check_weights(self, newest: int) -> None:

@@ -53,8 +53,8 @@ _STEP_LASTS_S = 2.0
 
 
 class EngineRuntime:
-    """Slipstream's side of one `EAGLEWorkerV2`. Raises ConfigError or another SlipstreamError when the draft does not
-    fit.
+    """Slipstream in one scheduler process of SGLang: capture, swaps, depth, earlier text and reports, which the hooks
+    call. Raises ConfigError or another SlipstreamError when the draft does not fit.
     """
 
     def __init__(self, worker: Any, settings: PluginSettings) -> None:

@@ -264,7 +264,7 @@ def test_a_bad_body_is_refused_by_field(body: dict[str, Any], param: str) -> Non
     ("failure", "status", "code", "says"),
     [
         (TargetError("model.norm.weight is not finite"), 409, "target_refused", "not finite"),
-        (EngineBusyError("busy"), 409, "target_is_moving", "already"),
+        (EngineBusyError("busy"), 409, "target_is_moving", "try again"),
         (RequestError("no path is taken here", param="path"), 400, "invalid_value", "no path"),
         (StreamError("Redis is away"), 503, "target_unavailable", "Redis"),
         (EngineDeadError("gone"), 503, "engine_unavailable", ""),

@@ -290,5 +290,5 @@ def test_a_second_engine_proposes_what_the_first_has_answered(redis_client: redi
         assert same == text
         assert strangers > 0.75 * alone
         assert other.tokens("fetched") >= 60
-        first.engine.drop("anna", "g")
+        first.engine.drop_group_text("anna", "g")
         wait_until(lambda: not redis_client.exists(RedisKeys(model_key="m").group_text(GROUP.member)))

@@ -69,7 +69,7 @@ class SeededEngine:
     num_chunks: int = 0
     release: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def drop(self, tenant: str, group_id: str) -> None:
+    def drop_group_text(self, tenant: str, group_id: str) -> None:
         self.dropped.append(group_id)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:

@@ -10,10 +10,10 @@ from structlog.testing import capture_logs
 
 from serving.rollout.driver import MAX_FAILURES, Driver
 from serving.rollout.engines import EngineCapacity, InProcessEngine
+from serving.rollout.interactive_share import SlotsShare
 from serving.rollout.order import ContextAware, Fifo
 from serving.rollout.samples import SampleId, SampleState, Turn
 from serving.rollout.scheduler import Policy
-from serving.rollout.slots_share import SlotsShare
 from speculator.errors import EngineBusyError, EngineError, RequestError
 from tests.fixtures.clock import Clock
 from tests.fixtures.doubles import DoubleEngine

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from serving.engine import GenerateRequest
 from serving.rollout.driver import Driver
 from serving.rollout.engines import InProcessEngine
+from serving.rollout.interactive_share import SlotsShare
 from serving.rollout.order import ContextAware, Fifo
 from serving.rollout.samples import GroupRequest, GroupWork, Sample, SampleId, SampleResult
 from serving.rollout.scheduler import Policy
-from serving.rollout.slots_share import SlotsShare
 from speculator.draft.sampling_params import SamplingParams
 from tests.fixtures.toy import make_toy_model
 from tests.serving.local.harness import Answer, Harness, fixed_engine

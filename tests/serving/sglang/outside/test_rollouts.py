@@ -22,10 +22,10 @@ from serving.gateway.app import Rollouts, create_passthrough_app
 from serving.gateway.config import GatewaySettings
 from serving.gateway.upstream import Upstream
 from serving.rollout.driver import Driver
+from serving.rollout.interactive_share import SlotsShare
 from serving.rollout.order import ContextAware
 from serving.rollout.samples import GroupRequest, GroupWork, SampleState
 from serving.rollout.scheduler import Policy
-from serving.rollout.slots_share import SlotsShare
 from serving.sglang.outside.rollouts import STREAM_INTERVAL, PoolSettings, ServerPool, SglangRolloutEngine
 from speculator.draft.sampling_params import SamplingParams
 from speculator.errors import EngineError

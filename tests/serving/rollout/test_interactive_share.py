@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from serving.rollout.slots_share import SlotsShare
+from serving.rollout.interactive_share import SlotsShare
 from tests.serving.rollout.test_driver import Clock
 
 SLOTS = 64

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from serving.rollout.job_fairness import FairShares
 from serving.rollout.order import ContextAware
 from serving.rollout.samples import Lease
 from serving.rollout.scheduler import Policy, Scheduler
-from serving.rollout.shares import FairShares
 from tests.serving.rollout.groups import names, request, sample
 
 SLOTS, ROOMY = 4, 100_000

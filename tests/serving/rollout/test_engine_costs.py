@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from serving.rollout.engine_costs import Cost
 from serving.rollout.order import ContextAware
 from serving.rollout.samples import SampleState
 from serving.rollout.scheduler import Policy, Scheduler
-from serving.rollout.speeds import Cost
 from speculator.errors import EngineBusyError
 from tests.serving.rollout.engines import Results, SeededEngine, until, work
 from tests.serving.rollout.groups import names, request, sample
