@@ -57,3 +57,13 @@ def test_a_results_page_says_how_and_is_listed(page: Path) -> None:
     assert re.search(r"`[^`]*(benchmarks\.|examples\.|make |slipstream|tests/)|[Bb]y hand", text), "by which command?"
     assert _MACHINE.search(text), "on which machine?"
     assert f"]({page.name})" in (RESULTS / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("pages", "most"),
+    [([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")], 30_000), (list(RESULTS.glob("*.md")), 8_000)],
+    ids=["documents", "results"],
+)
+def test_pages_stay_short_together(pages: list[Path], most: int) -> None:
+    """A word has a letter or a digit; generated tables count, too."""
+    assert sum(len(re.findall(r"\S*\w\S*", page.read_text())) for page in pages) <= most
