@@ -89,6 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except SlipstreamError as error:
         _end(error, 1)
     except OSError as error:
+        # Of `tempfile`, which some libraries ask when they are imported.
+        if "No usable temporary directory" in str(error):
+            _end("no temporary directory is writable: set TMPDIR to one that is", 2)
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         # Else Python tries again at its end to write what standard output still holds.

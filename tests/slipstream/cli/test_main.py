@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -74,6 +75,14 @@ def test_a_full_disk_behind_standard_output_is_one_line(unbuffered: str) -> None
     assert done.returncode == 1
     [line] = done.stderr.splitlines()
     assert "cannot write the output (No space left on device)" in line
+
+
+def test_no_temporary_directory_is_one_line(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch may ask for one when it is imported."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/dev/null"])
+    monkeypatch.setattr("slipstream.cli.main.version", lambda _: tempfile.gettempdir())
+    assert "set TMPDIR" in refused("version")
 
 
 @pytest.mark.parametrize(
