@@ -57,6 +57,7 @@ _NOT_VALIDATED = frozenset(("schema", "parameters", "input_schema"))
 """Objects whose lists may be long: SGLang takes any."""
 _MAX_SALT_CHARS = 256
 _NULL, _NO_LIMIT = msgspec.Raw(b"null"), msgspec.Raw(b"-1")
+_ZEROS = (msgspec.Raw(b"0"), msgspec.Raw(b"0.0"))
 _SCALARS = (type(None), bool, int, float, str)
 
 
@@ -329,4 +330,7 @@ def rewrite(raw: bytes, body: ForwardedBody, marks: RequestMetadata, *, max_toke
     added = body.marked(marks)
     if max_tokens is not None:
         added[body.limit_field] = max_tokens
+    if fields.get("top_p") in _ZEROS:
+        # OpenAI takes 0, which leaves the likeliest token alone; SGLang refuses it.
+        added |= {"top_p": 1, "top_k": 1}
     return msgspec.json.encode({**fields, **added})

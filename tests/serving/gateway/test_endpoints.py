@@ -54,6 +54,7 @@ def marks(fake: FakeSglang) -> RequestMetadata:
     [
         (RESPONSES, {"input": "hello", "text": {"format": {"type": "text"}}, "new": {"a": [1]}}, {"store": False}),
         (RESPONSES, {"input": "hello", "store": False, "temperature": 0.1}, {"store": False}),
+        (RESPONSES, {"input": "hello", "top_p": 0.0}, {"store": False, "top_p": 1, "top_k": 1}),
         (MESSAGES, {"messages": HELLO, "max_tokens": 3, "system": "日本", "metadata": {"user_id": "u"}}, {}),
         (f"{MESSAGES}/count_tokens", {"messages": HELLO}, {}),
         ("/v1/embeddings", {"input": ["a"] * 200, "encoding_format": "base64", "dimensions": 3}, {}),

@@ -93,6 +93,15 @@ def test_other_parameters_go_on_unchanged() -> None:
     assert added["cache_salt"] == "default"
 
 
+@pytest.mark.parametrize("top_k", [{}, {"top_k": 40}])
+def test_a_top_p_of_0_asks_sglang_for_the_likeliest_token(top_k: dict[str, int]) -> None:
+    """SGLang refuses 0."""
+    fake = FakeSglang()
+    for top_p in (0, 0.0):
+        assert chat(fake, top_p=top_p, temperature=0.7, **top_k).status_code == 200
+        assert (fake.bodies[-1]["top_p"], fake.bodies[-1]["top_k"], fake.bodies[-1]["temperature"]) == (1, 1, 0.7)
+
+
 def test_a_null_asks_sglang_for_nothing() -> None:
     """Its own fields are not all allowed to be null."""
     fake = FakeSglang()
