@@ -188,7 +188,8 @@ class CudaDevice:
 
 def device_layer(device: torch.device) -> Device:
     """The `Device` of a CPU or CUDA GPU; raises ConfigError for other kinds."""
-    match device.type:
+    # PyTorch calls AMD's GPUs cuda, too.
+    match "ROCm" if device.type == "cuda" and torch.version.hip else device.type:
         case "cpu":
             return CpuDevice()
         case "cuda":

@@ -10,9 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from serving.engine import SwapReport
-from serving.sglang.device import CpuDevice, Device, DeviceEvent
+from serving.sglang.device import CpuDevice, Device, DeviceEvent, device_layer
 from serving.sglang.swap import SglangDraft
-from speculator.errors import DraftFileError, DraftMismatchError, EngineBusyError, EngineDeadError, EngineError
+from speculator.errors import (
+    ConfigError,
+    DraftFileError,
+    DraftMismatchError,
+    EngineBusyError,
+    EngineDeadError,
+    EngineError,
+)
 from tests.fixtures.waiting import wait_until
 from tests.serving.sglang.slow_device import SlowDevice, SlowEvent
 
@@ -254,3 +261,13 @@ def test_no_step_begins_before_the_device_has_made_an_idle_swap(model: FusedDraf
     draft._device = Watched()
     draft.install_draft(2)
     assert held == [False, True, False], "staged; the exchange, while no step may begin; the report's own wait"
+
+
+@pytest.mark.parametrize(("kind", "hip", "named"), [("cuda", "6.4", "ROCm"), ("xpu", None, "xpu")])
+def test_devices_that_it_cannot_wait_for_are_refused(
+    kind: str, hip: str | None, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch calls AMD's GPUs cuda, too."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    with pytest.raises(ConfigError, match=f"cannot wait for {named}"):
+        device_layer(torch.device(kind))

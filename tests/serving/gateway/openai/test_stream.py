@@ -346,6 +346,10 @@ def test_a_silent_stream_says_that_it_lives_and_clients_skip_it() -> None:
                     release()
         return lines
 
+    def events(lines: list[str]) -> list[str]:
+        # On a busy machine one more comment may come behind the last event.
+        return [line for line in lines if line not in ("", COMMENT)]
+
     async def read(server: GatewayServer, model: str, release: Callable[[], None]) -> int:
         async with openai_client(server) as client:
             asyncio.get_running_loop().call_later(0.2, release)
@@ -357,7 +361,7 @@ def test_a_silent_stream_says_that_it_lives_and_clients_skip_it() -> None:
             engine = DoubleEngine(hold_at=held_at)
             async with running(engine, stream_comment_s=0.05) as server:
                 lines = await comments(server.url, "double", engine.release.set)
-                assert lines[-2] == "data: [DONE]"
+                assert events(lines)[-1] == "data: [DONE]"
                 assert (lines[0] == COMMENT) == (held_at == 0)
                 engine.release.clear()
                 assert await read(server, "double", engine.release.set) > 3
@@ -365,7 +369,7 @@ def test_a_silent_stream_says_that_it_lives_and_clients_skip_it() -> None:
         async with passage.passing(FakeSglang(begins=begins), stream_comment_s=0.05) as server:
             lines = await comments(server.url, MODEL, begins.set)
             assert lines[0] == COMMENT
-            assert lines[-2] == "data: [DONE]"
+            assert events(lines)[-1] == "data: [DONE]"
 
     asyncio.run(run())
 
