@@ -51,7 +51,7 @@ def setup(app: Sphinx) -> None:
 def _read(_: Sphinx, page: str, source: list[str]) -> None:
     if page != _CHANGELOG:
         for name in unknown_names(source[0]):
-            _log.warning("%s: no flag, setting or metric is named %s", page, name)
+            _log.warning("%s: no flag, setting, metric or link is named %s", page, name)
     if page == root_doc:
         for caption, pages in _GROUPS.items():
             source[0] += f"\n```{{toctree}}\n:hidden:\n:glob:\n:caption: {caption}\n\n/{pages}\n```\n"

@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from markdown_it import MarkdownIt
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
-_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_SPAN = re.compile(r"`((?:slipstream|make|torchrun|python -m) [^`]+)`")
+_MARKDOWN = MarkdownIt().enable("table")
+_PROGRAM = re.compile(r"(?:slipstream|make|torchrun|python -m) ")
 _SHELL = ("", "sh", "bash", "shell", "console")
 _PICTURE = "─▶"
 _ASSIGNMENT = re.compile(r"[A-Z_]+=.*")
@@ -56,14 +58,16 @@ class Command:
 
 
 def fenced() -> list[Command]:
-    """Every command in a fenced block, in the order of the pages; those that stand there twice, once."""
-    found = {command.words: command for page in PAGES for command in _in_blocks(page)}
+    """Every command in a block of code, in the order of the pages; those that stand there twice, once."""
+    found = {command.words: command for page in PAGES for command in in_blocks(page)}
     return list(found.values())
 
 
 def mentioned() -> list[Command]:
     """Commands with arguments within a sentence, `…` and all."""
-    return [_command(page, span) for page in PAGES for span in _SPAN.findall(_FENCE.sub("", page.read_text()))]
+    tokens = ((page, token) for page in PAGES for token in _MARKDOWN.parse(page.read_text()))
+    spans = ((page, span) for page, token in tokens for span in token.children or () if span.type == "code_inline")
+    return [_command(page, span.content) for page, span in spans if _PROGRAM.match(span.content)]
 
 
 def only_parses(command: Command) -> bool:
@@ -71,10 +75,11 @@ def only_parses(command: Command) -> bool:
     return any(line == start or line.startswith(f"{start} ") for start in PARSED)
 
 
-def _in_blocks(page: Path) -> Iterator[Command]:
-    for language, block in _FENCE.findall(page.read_text()):
-        if language in _SHELL and _PICTURE not in block:
-            for line in block.replace("\\\n", " ").splitlines():
+def in_blocks(page: Path) -> Iterator[Command]:
+    """The commands in a page's blocks of code, fenced in one way or another or indented."""
+    for token in _MARKDOWN.parse(page.read_text()):
+        if token.type in ("fence", "code_block") and token.info in _SHELL and _PICTURE not in token.content:
+            for line in token.content.replace("\\\n", " ").splitlines():
                 if shlex.split(line, comments=True):
                     yield _command(page, line)
 

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import tomllib
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from torch.distributed.run import get_args_parser
@@ -16,14 +17,13 @@ from torch.distributed.run import get_args_parser
 from slipstream.cli.main import app
 from slipstream.settings import known_variables
 from tests.deploy.compose import GPU, load
-from tests.docs.commands import PARSED, ROOT, Command, fenced, mentioned, only_parses
+from tests.docs.commands import PARSED, ROOT, Command, fenced, in_blocks, mentioned, only_parses
 from tests.docs.kubectl import parse_kubectl
 from tests.fixtures.command_line import check_slipstream
 
 FENCED = fenced()
 VERL = "verl.trainer.main_ppo"
 """Of an environment of its own; tests/examples/test_verl.py composes its configuration there."""
-_VARIABLE = re.compile(r"\bSLIPSTREAM_[A-Z_]*[A-Z]\b(?![_*])")
 
 
 @pytest.mark.parametrize("command", [each for each in FENCED if only_parses(each)], ids=str)
@@ -40,6 +40,15 @@ def test_every_page_is_read() -> None:
     assert {"README.md", "monitor.md", "your-model.md", "rollouts.md"} <= {command.page for command in FENCED}
     programs = {each.words[0] for each in (*FENCED, *mentioned())}
     assert programs <= {"slipstream", "curl", *(start.split()[0] for start in PARSED)}
+
+
+@pytest.mark.parametrize(
+    "block", ["```sh\nmake x\n```", "~~~\nmake x\n~~~", "    make x", "1. First:\n\n   ````bash\n   make x\n   ````"]
+)
+def test_a_command_is_found_in_every_kind_of_block(block: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"# Page\n\n{block}\n")
+    assert [command.words for command in in_blocks(page)] == [("make", "x")]
 
 
 def test_an_unknown_command_is_found() -> None:

@@ -23,7 +23,15 @@ WRONG = {
     "Watch slipstream_no_such_too_*.": "slipstream_no_such_too_*",
     "~~~sh\nslipstream serve --no-flag-in-tildes\n~~~": "--no-flag-in-tildes",
     "<code>--no-flag-in-html</code>": "--no-flag-in-html",
+    "Set `TRAINER_PROCESES`.": "TRAINER_PROCESES",
+    "```sh\nexport GATEWAY_KEYZ_FILE=keys\n```": "GATEWAY_KEYZ_FILE",
+    "Watch slipstream_not_here: it rises.": "slipstream_not_here",
+    "Watch `sglang:no_such_metric`.": "sglang:no_such_metric",
+    "    program --no-flag-in-an-indented-block": "--no-flag-in-an-indented-block",
+    "Ask `slipstream serve --port 1 --rm`.": "slipstream serve --rm",
+    "```sh\nslipstream drafts list \\\n  --temperature 1\n```": "slipstream drafts list --temperature",
     "[a label][of-nothing]": "of-nothing",
+    "[nothing itself][]": "nothing itself",
 }
 
 
@@ -56,12 +64,15 @@ def test_what_leads_nowhere_ends_the_build_and_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "`--depth 4` and `--tp-size 2`",
-        "SLIPSTREAM_STORE",
-        "SLIPSTREAM_TRAINER_*",
-        "slipstream_swaps_total",
-        "slipstream_trainer_*",
-        "[a label][of]\n\n[of]: page.md",
+        "`--depth 4`, `--tp-size 2` and `--speculative-*`",
+        "SLIPSTREAM_STORE and SLIPSTREAM_GATEWAY_INTERACTIVE_TTFT_P99_S",
+        "SLIPSTREAM_TRAINER_* and `SLIPSTREAM_<flag>`",
+        "`TRAINER_PROCESSES`, `OMP_WAIT_POLICY=PASSIVE`, `MAX_BODY_BYTES` and `MALLOC_TRIM_THRESHOLD_`",
+        "slipstream_swaps_total: a counter",
+        "slipstream_trainer_* and `slipstream:{MODEL}:traces`",
+        "`sglang:num_queue_reqs`",
+        "`slipstream serve --help`\n\n```sh\nslipstream sglang --model m \\\n  -- --tp-size 2 | grep --quiet x\n```",
+        "[a label][of] and `a[0][1]`\n\n[of]: page.md",
     ],
 )
 def test_what_there_is_may_be_named(text: str) -> None:
