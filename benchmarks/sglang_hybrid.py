@@ -28,12 +28,11 @@ from benchmarks.common.decoding import NeverTogetherError, decode
 from benchmarks.common.report import Median, Spread, Target, fill_in, finish, in_order, parser, prompts_of, refusing
 from benchmarks.common.workloads import EDITS, asks_for
 from benchmarks.sglang_scene.phases import add_head_options, learnt_version
-from benchmarks.sglang_scene.servers import Scene, prepared
+from benchmarks.sglang_scene.servers import SUFFIX_DEPTH, Scene, prepared
 from slipstream.demo.topics import Prompt
 from speculator.errors import ConfigError
 from tests.sglang.server import SglangServer
 
-SUFFIX_DEPTH = 16
 _TOKENS = 128
 _LONGEST_PROMPT = 3500
 """Longest prompt in characters; a longer one is cut at its beginning."""

@@ -34,9 +34,8 @@ from typing import Any
 import httpx
 
 from benchmarks.common.report import Spread, Target, fill_in, finish, parser
-from benchmarks.sglang_hybrid import SUFFIX_DEPTH
 from benchmarks.sglang_scene.phases import SILENT, accept_length, training
-from benchmarks.sglang_scene.servers import Scene, prepared
+from benchmarks.sglang_scene.servers import SUFFIX_DEPTH, Scene, prepared
 from serving.sglang.outside.weights import update_weights
 from slipstream.client import Group, Rollouts
 from speculator.redis.embedded import EmbeddedRedis

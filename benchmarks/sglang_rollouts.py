@@ -38,9 +38,8 @@ import httpx
 
 from benchmarks.common.cores import pin
 from benchmarks.common.report import Spread, Target, fill_in, finish, parser, prompts_of, refusing
-from benchmarks.sglang_hybrid import SUFFIX_DEPTH
 from benchmarks.sglang_scene.phases import add_head_options, learnt_version
-from benchmarks.sglang_scene.servers import Scene, prepared
+from benchmarks.sglang_scene.servers import SUFFIX_DEPTH, Scene, prepared
 from serving.request_metadata import POLICY_KEY
 from slipstream.client import AsyncRollouts, Group
 from slipstream.demo.servers import Scrape

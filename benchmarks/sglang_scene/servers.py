@@ -32,7 +32,7 @@ from speculator.versions.lineage import ensure_lineage
 from speculator.versions.store import DraftStore
 from tests.sglang.server import SglangServer, dtype_flags, speculative_flags
 
-DEPTH = 3
+DEPTH, SUFFIX_DEPTH = 3, 16
 LIVE_ID, FIXED_ID = "benchmark", "fixed"
 """Engine ids of the servers with the plugin."""
 IN_TURNS, UNSEEN, LEARNT_FROM = slice(96), slice(100, 148), slice(200, 2000)

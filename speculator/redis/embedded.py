@@ -71,11 +71,11 @@ def _environment() -> dict[str, str]:
 
 
 def socket_url(directory: Path) -> str:
-    """URL of the server in a directory, running or not. Raises ConfigError where its path is no UTF-8."""
+    """URL of the server in a directory, running or not. Raises ConfigError where its path is not UTF-8."""
     try:
         return f"unix://{quote(str(directory.resolve() / _SOCKET))}?db=0"
     except UnicodeEncodeError:
-        raise ConfigError(f"the path {str(directory)!a} is no UTF-8: choose another directory") from None
+        raise ConfigError(f"the path {str(directory)!a} is not UTF-8: choose another directory") from None
 
 
 class EmbeddedRedis:

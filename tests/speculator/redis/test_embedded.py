@@ -55,7 +55,7 @@ def test_settings_are_safe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_directory_that_no_url_can_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"d\\udcff' is no UTF-8"):
+    with pytest.raises(ConfigError, match=r"d\\udcff' is not UTF-8"):
         EmbeddedRedis(tmp_path / os.fsdecode(b"d\xff"))
     assert list(tmp_path.iterdir()) == []
 
