@@ -2,9 +2,9 @@
 
 `eagle_sample` walks down the tree of proposals along the token that the target chose at each node. Where SGLang has no
 kernel for sampling, that choice is the argmax, whatever temperature a request asks for. The hooks here draw it from the
-served distribution, with the functions with which SGLang samples in plain decoding. A proposal is accepted when it is
-the token that was drawn, so the text is distributed as without a draft. Where SGLang heeds seeds, a draw depends on
-seed and position alone, so a seed gives the same text, too.
+served distribution. A proposal is accepted when it is the token that was drawn, so the text is distributed as without a
+draft. Where SGLang heeds seeds, its own functions draw, and a draw depends on seed and position alone, so a seed gives
+the same text, too.
 
 With `--speculative-use-rejection-sampling` the draft draws its chain. The choice at a node is then the next proposal if
 it is accepted. Otherwise it is drawn from max(p − q, 0), where p is the served distribution and q the draft's. A
@@ -21,7 +21,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+_BLOCK = 64
+"""Tokens of the vocabulary that `drawn_tokens` adds up at once."""
 
 
 class SampledVerify:
@@ -82,11 +86,14 @@ def sampled_targets(logits: Tensor, sampling_info: Any, positions: Tensor, num_n
     """
     from sglang.srt.layers import sampler
 
+    if sampling_info.sampling_seed is None:
+        return drawn_tokens(served_probs(logits, sampling_info, num_nodes))
+
     def of_nodes(of_requests: Tensor) -> Tensor:
         return of_requests.repeat_interleave(num_nodes, dim=0)
 
     probs = torch.softmax(logits / of_nodes(sampling_info.temperatures), dim=-1)
-    seeds = None if sampling_info.sampling_seed is None else of_nodes(sampling_info.sampling_seed)
+    seeds = of_nodes(sampling_info.sampling_seed)
     needs = (sampling_info.need_top_k_sampling, sampling_info.need_top_p_sampling, sampling_info.need_min_p_sampling)
     if any(needs):
         drawn: Tensor = sampler.top_k_top_p_min_p_sampling_from_probs_torch(
@@ -134,6 +141,28 @@ def rejecting_targets(served: Tensor, drafted: Tensor, proposals: Tensor) -> Ten
     left = torch.cat([(served[:, :-1] - drafted).clamp_min(0), served[:, -1:]], dim=1)
     # Where p equals q the difference is zero everywhere, and no proposal is rejected.
     left = torch.where(left.sum(-1, keepdim=True) > 0, left, served)
-    drawn = torch.multinomial(left.flatten(0, 1), 1).view(left.shape[:2])
+    drawn = drawn_tokens(left)
     drawn[:, :-1] = torch.where(accepted, proposals, drawn[:, :-1])
     return drawn
+
+
+def drawn_tokens(weights: Tensor) -> Tensor:
+    """[B, N] int64: a token drawn at every node, with a probability in proportion to its weight in `weights` [B, N, V].
+
+    First a block of the vocabulary is drawn, then a token in it, each by its cumulated weights. `torch.multinomial`
+    draws a random number for every token of the vocabulary: a millisecond a node on a CPU.
+    """
+    size, num_nodes, vocab = weights.shape
+    blocks = F.pad(weights, (0, -vocab % _BLOCK)).view(size * num_nodes, -1, _BLOCK)
+    block = _drawn_index(blocks.sum(-1))
+    token = _drawn_index(blocks[torch.arange(len(blocks), device=blocks.device), block])
+    # Without any weight, or with NaN, the index could be one of the padding.
+    return (block * _BLOCK + token).clamp_max_(vocab - 1).view(size, num_nodes)
+
+
+def _drawn_index(weights: Tensor) -> Tensor:
+    """[R] of `weights` [R, K]."""
+    below = weights.cumsum(-1, dtype=torch.float64)
+    drawn = torch.rand(len(below), 1, dtype=below.dtype, device=below.device) * below[:, -1:]
+    # `right`: never an index without weight. The product can round up to the sum, which no index exceeds.
+    return torch.searchsorted(below, drawn, right=True)[:, 0].clamp_max_(below.shape[-1] - 1)

@@ -14,7 +14,13 @@ from sglang.srt.speculative import eagle_utils
 from torch import Tensor
 
 from serving.sglang.plugin import contract, hooks
-from serving.sglang.sampled_verify import SampledVerify, rejecting_targets, sampled_targets, served_probs
+from serving.sglang.sampled_verify import (
+    SampledVerify,
+    drawn_tokens,
+    rejecting_targets,
+    sampled_targets,
+    served_probs,
+)
 from tests.sglang.ops.sgl_kernel.tree import verify_tree_greedy_cpu
 
 DRAWS = 10_000
@@ -138,6 +144,16 @@ def test_what_a_chain_of_draws_commits_is_distributed_as_without_it(changes: dic
         assert chi_square(tokens, served_NV[node]) < CHI_SQUARE_999[max(freedom, 2)]
     overlap = float(torch.minimum(served_NV[0], drafted_PV[0]).sum())
     assert float((counts > 1).float().mean()) == pytest.approx(overlap, abs=0.02), "as often as it is possible"
+
+
+def test_draws_from_a_vocabulary_of_several_blocks_follow_the_weights() -> None:
+    torch.manual_seed(7)
+    weights_V = torch.softmax(torch.randn(151), -1)
+    weights_V[60:135] = 0.0
+    tokens = drawn_tokens(3 * weights_V.expand(4 * DRAWS, 2, -1)).flatten()
+    # 75 degrees of freedom.
+    assert chi_square(tokens, weights_V / weights_V.sum()) < 118.6
+    assert drawn_tokens(torch.full((1, 1, 151), torch.nan)).item() < 151
 
 
 def test_a_draft_like_the_target_is_always_accepted_and_one_that_nobody_drew_never() -> None:
