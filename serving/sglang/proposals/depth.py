@@ -67,6 +67,8 @@ class _Round:
     facts: tuple[_RequestFacts, ...]
     text: Continuations | None
     seconds: float | None = None
+    reading_s: float = 0.0
+    """Seconds of it in which the draft has read the tokens of a step without its own chains."""
     prompts_s: float = 0.0
     """Seconds of prefills before it."""
     accepted: Sequence[int] | None = None
@@ -256,10 +258,10 @@ class DepthControl:
             done = timed.about
             done.seconds = timed.committed_s if done.is_control else timed.whole_s
             done.prompts_s = timed.before_s
-            # At depth 0 without the draft's reading: a server without a draft has none.
-            seconds = timed.whole_s if done.depth else timed.committed_s
-            reading_s = timed.whole_s - timed.committed_s
-            self._times.append(TimedStep(done.batch, done.depth, seconds, done.uses_head, reading_s))
+            # Without the draft's reading where the head's chains are not used: while the draft sleeps there is none.
+            seconds = timed.whole_s if done.uses_head else timed.committed_s
+            done.reading_s = timed.whole_s - timed.committed_s
+            self._times.append(TimedStep(done.batch, done.depth, seconds, done.uses_head, done.reading_s))
         if self._is_alone:
             self.learn_times(self.pop_times())
         self._settle()
@@ -399,6 +401,8 @@ class DepthControl:
         )
         if self._planner is not None and not done.is_control:
             expected_s = self._planner.seconds(done.batch, done.depth, uses_head=done.uses_head)
+            if not done.uses_head:
+                expected_s += done.reading_s
             if plain_s := self._planner.seconds(done.batch, 0, uses_head=False):
                 # Plain decoding, too, computes a row behind each answer's end.
                 plain_rows = done.batch + sum(accepted)

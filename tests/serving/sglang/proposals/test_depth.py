@@ -535,6 +535,27 @@ def test_a_draft_that_sleeps_is_not_asked_where_text_goes_on() -> None:
     assert control.steps_for(1) == 0
 
 
+def test_a_head_that_pays_only_because_text_waits_for_its_reading_falls_asleep() -> None:
+    """Reading takes 0.3. In a second the head brings 3 tokens in 1.9, text 2 in 1.5, and without reading 2 in 1.2."""
+    device = SlowDevice()
+    control, batch, text = make_control(device=device), requests(1), text_for(requests(1), [5])
+    for number in range(1000):
+        control.found(text)
+        depth = control.steps_for(1)
+        control.started()
+        device.now_s += SECONDS[depth]
+        if not control.needs_no_reading(batch):
+            control.committed()
+            device.now_s += 0.3
+        accepted = (3 if number % 3 else 0) if control.plan.uses_head else 1
+        control.launched(batch, depth)
+        device.finish()
+        control.verified([min(depth, accepted)])
+    assert control.is_asleep
+    control.found(text)
+    assert control.steps_for(1) == 1
+
+
 def test_what_text_has_proposed_says_nothing_of_the_head() -> None:
     seen: list[WatchedRound] = []
     control = make_long_control(seen)
