@@ -1,8 +1,9 @@
-"""Plan rounds in which all requests of a batch get chains of one length, as in SGLang.
+"""Plan a step of SGLang: all requests of a batch get chains of one length.
 
-SGLang has prepared verifications of a few lengths, and the length is chosen before drafting. As in
-speculator/proposals/planner.py, the plan with the most expected committed tokens a second wins. With b requests, H_k
-the expected accepted tokens among the head's first k proposals, and R_ik those of request i's suffix chain:
+SGLang has prepared verifications of a few lengths, and the length is chosen before drafting. So it cannot use the local
+engine's planner (speculator/proposals/planner.py), which sizes each request's proposals. As there, the plan with the
+most expected committed tokens a second wins. With b requests, H_k the expected accepted tokens among the head's first k
+proposals, and R_ik those of request i's suffix chain:
 
     nothing     b / V(b, 0)
     text        max over P of (b + Σ_i R_iP) / W(b, P)

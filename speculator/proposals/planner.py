@@ -1,5 +1,8 @@
 """Plan a round of the local engine: plain, suffix trees or the draft head's chains, and how many tokens.
 
+SGLang has a planner of its own (speculator/proposals/length_planner.py): it fixes one length for all chains before it
+drafts. The local engine can give each request its own tree or chain, and can end chains while the head drafts.
+
 The plan with the most expected committed tokens a second wins; both are estimated from measurements while serving. With
 b requests, R_ik the probability that proposal k of request i is reached and accepted, and V, D the times of
 verification and drafting (speculator/proposals/estimates.py):
@@ -23,8 +26,6 @@ have a budget in seconds, a share of the rounds' time, since most of a probe's c
 useless probes in a row halve the budget, until one is useful or another version comes. Only requests that would use
 the head are probed: where a suffix tree is good, as most heads also are, a probe says nothing about the rounds that the
 head could get. And only the time of rounds with such requests adds to the budget.
-
-SGLang fixes one length for all chains before it drafts: speculator/proposals/length_planner.py.
 
 `HeadGains` holds what the head earns by domain, from verifications and probes, older ones fading.
 """

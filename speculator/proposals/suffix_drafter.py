@@ -19,7 +19,7 @@ N matching places continued, is
 
 The 3.5 / L pseudo-counts lower the frequency, less for a longer match. r is recently accepted over predicted proposals:
 by source, length and rank for all requests of the tenant, times the same by rank for the request alone, since an answer
-that copies its prompt keeps copying. An online model then corrects p (speculator/proposals/acceptance_gate.py).
+that copies its prompt keeps copying. An online model then corrects p (speculator/proposals/suffix_acceptance.py).
 Tokens that only other matches than the best one name get their probability times (1 − p₁), with p₁ the probability of
 the first proposal. A tree's expected accepted tokens are the sum of R over its nodes, where R_k is the product of p
 along the path to node k.
@@ -42,9 +42,9 @@ from enum import IntEnum
 from heapq import heappop, heappush
 from typing import NamedTuple, TypeVar
 
-from speculator.proposals.acceptance_gate import NOBODY_ASKED, AcceptanceGate, Features
 from speculator.proposals.draft_tree import NO_PROPOSALS, ROOT, DraftTree
 from speculator.proposals.estimates import Calibration
+from speculator.proposals.suffix_acceptance import NOBODY_ASKED, Features, SuffixAcceptance
 from speculator.proposals.suffix_index import NEW_TEXT, SuffixIndex, Vote
 
 DOUBT = 3.5
@@ -52,7 +52,7 @@ DOUBT = 3.5
 REQUEST_MEMORY = 0.97
 """Decay of a request's own calibration per proposal."""
 _HOPELESS = 0.5
-"""Share of `min_reach` below which the gate is not evaluated, to save time."""
+"""Share of `min_reach` below which the learned model is not evaluated, to save time."""
 
 
 class TextSource(IntEnum):
@@ -102,13 +102,13 @@ class Guess(NamedTuple):
 
 
 class ScoredGuess(NamedTuple):
-    """A guess with the gate's probability."""
+    """A guess with its probability by the learned model."""
 
     guess: Guess
     probability: float
-    """Probability that it is accepted once reached: the gate's while the gate is used, else the calibrated one."""
+    """Probability that it is accepted once reached: learned while the model is used, else calibrated."""
     learned: float
-    """The gate's probability."""
+    """The model's probability."""
     features: Features
 
 
@@ -139,17 +139,17 @@ class TreeGrower:
         self,
         indexes: Mapping[TextSource, SuffixIndex],
         tenants: Calibration,
-        gate: AcceptanceGate | None,
+        acceptance: SuffixAcceptance | None,
         *,
         alpha: float,
         width: int,
         min_reach: float,
     ) -> None:
-        """`indexes`: the texts to propose from; `tenants`: calibration over all of the tenant's requests; `gate`: the
-        tenant's online model, or None.
+        """`indexes`: the texts to propose from; `tenants`: calibration over all of the tenant's requests; `acceptance`:
+        the tenant's online model, or None.
         """
         self._indexes, self._alpha, self._width, self._min_reach = indexes, alpha, width, min_reach
-        self._tenants, self._gate = tenants, gate
+        self._tenants, self._acceptance = tenants, acceptance
         self._request = Calibration(REQUEST_MEMORY)
         """Calibration of this request alone, on top of the tenant's."""
 
@@ -193,8 +193,8 @@ class TreeGrower:
         for token in committed:
             for guess, _, learned, features in proposal.scored.get(node, ()):
                 accepted = guess.token == token
-                if self._gate is not None and features:
-                    self._gate.add(guess.probability, learned, features, accepted=accepted)
+                if self._acceptance is not None and features:
+                    self._acceptance.add(guess.probability, learned, features, accepted=accepted)
                 self._request.add(guess.kind.rank, guess.usual, accepted=accepted)
                 self._tenants.add(guess.kind, guess.predicted, accepted=accepted)
             if (child := tree.child(node, token)) is None:
@@ -202,20 +202,20 @@ class TreeGrower:
             node = child
 
     def _score(self, guesses: Sequence[Guess], before: int, reach: float, support: Support | None) -> list[ScoredGuess]:
-        """Apply the gate to guesses after the token `before`, whose reach is `reach`; `support` is known if all texts
-        were searched. Guesses whose calibrated reach is far too small skip the gate.
+        """Apply the model to guesses after the token `before`, whose reach is `reach`; `support` is known if all texts
+        were searched. Guesses whose calibrated reach is far too small skip the model.
         """
-        scored, gate = list[ScoredGuess](), self._gate
-        is_used = gate is not None and gate.is_used
+        scored, model = list[ScoredGuess](), self._acceptance
+        is_used = model is not None and model.is_used
         for guess in guesses:
-            if gate is None or reach * guess.probability < _HOPELESS * self._min_reach:
+            if model is None or reach * guess.probability < _HOPELESS * self._min_reach:
                 scored.append(ScoredGuess(guess, guess.probability, guess.probability, ()))
                 continue
             source, longest = guess.kind.source, NOBODY_ASKED
             if support is not None:
                 named_by = support.get(guess.token, ())
                 longest = max((length for other, length in named_by if other is not source), default=0)
-            learned, features = gate.predict(
+            learned, features = model.predict(
                 guess.token,
                 before,
                 guess.probability,
@@ -298,7 +298,7 @@ class SuffixConfig:
     """A tree leaves out proposals with a smaller R. Where a proposal costs more than about 3% of a round, the caller
     cuts the tree further, by R."""
     learns: bool = True
-    """Whether to use an `AcceptanceGate`; without it calibration alone decides."""
+    """Whether to use `SuffixAcceptance`; without it calibration alone decides."""
     max_groups: int = 16
     """Groups kept for a tenant; the least recently used one is dropped."""
     max_tenants: int = 16
@@ -330,7 +330,7 @@ class TenantText:
         self.groups = LRUCache(config.max_groups, lambda: SuffixIndex(GROUP_WINDOW, max_match=MAX_MATCH))
         """Recent answers by prompt group."""
         self.calibration = Calibration()
-        self.gate = AcceptanceGate() if config.learns else None
+        self.acceptance = SuffixAcceptance() if config.learns else None
         self.created_s = time.monotonic()
         self.target_age = 0
         """Target versions since the first text."""
@@ -405,7 +405,7 @@ class SuffixRequest:
         self._grower = TreeGrower(
             self._indexes,
             tenant.calibration,
-            tenant.gate,
+            tenant.acceptance,
             alpha=config.alpha,
             width=config.width,
             min_reach=config.min_reach,

@@ -2,8 +2,8 @@
 
 It proposes what `speculator.proposals.suffix_drafter` proposes with trees of width 1 and calibration alone, from the
 same windows and with the same probabilities (tests/serving/sglang/proposals/test_chain_drafter.py compares them). It
-leaves out the learned gate of trees, which has little to decide for chains (benchmarks/results/acceptance_gate.md). The
-suffix drafter takes some microseconds of Python for each token, too much for a scheduler of 64 requests. The compiled
+leaves out the learned model of trees, which has little to decide for chains (benchmarks/results/suffix_acceptance.md).
+The suffix drafter takes microseconds of Python for each token, too much for a scheduler of 64 requests. The compiled
 part is serving/sglang/proposals/compiled_chains.py; Numba is a dependency of SGLang's own.
 
 All windows lie in one arena, in blocks whose sizes are powers of two. When it is full, the least recently used text is

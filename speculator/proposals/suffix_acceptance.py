@@ -1,6 +1,6 @@
 """Probability that the target accepts a suffix proposal: a logistic model that learns from every verification.
 
-`Calibration` corrects predictions by accepted over predicted, by source, length and rank. The gate starts from that
+`Calibration` corrects predictions by accepted over predicted, by source, length and rank. This model starts from that
 estimate c and corrects it by further features of the proposal:
 
     ln p / (1 − p) = ln c / (1 − c) + Σ w[feature]
@@ -11,9 +11,9 @@ before it. Tokens share cells by their remainder. Weights begin at 0, where p = 
 features down the gradient of the log loss (AdaGrad: Duchi et al., JMLR 12, 2011). So the weight of a new cell moves
 far, and that of a frequent one hardly.
 
-Both estimates are scored by their log loss on each verdict before it is learned. Where the gate's recent loss is the
-higher one, p = c until it is not. One table is one tenant's, since tokens are in it. Figures, and what more a gate
-could gain, are in benchmarks/results/acceptance_gate.md.
+Both estimates are scored by their log loss on each verdict before it is learned. Where the model's recent loss is the
+higher one, p = c until it is not. One table is one tenant's, since tokens are in it. Figures, and what more a model
+could gain, are in benchmarks/results/suffix_acceptance.md.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RATE = 0.5
 _SCORE_MEMORY = 0.999
 """Decay of both losses per verdict: half after 700."""
 _LEAST, _MOST = 0.002, 0.998
-"""Bounds to which the gate clips probabilities."""
+"""Bounds to which the model clips probabilities."""
 
 # The first cell of each feature.
 _SURENESS, _SUPPORT, _AGE, _TOKEN, _PAIR, _END = 0, 32, 40, 104, 1128, 5224
@@ -37,7 +37,7 @@ Features = Sequence[int]
 """The cells of one proposal."""
 
 
-class AcceptanceGate:
+class SuffixAcceptance:
     """The model of one tenant, 84 KB; used by the thread that drafts."""
 
     def __init__(self) -> None:
@@ -45,11 +45,11 @@ class AcceptanceGate:
         self._squares = [1.0] * _END
         """AdaGrad's sum of squared errors for each weight."""
         self._advantage = 0.0
-        """Recent loss of calibration minus that of the gate."""
+        """Recent loss of calibration minus that of the model."""
 
     @property
     def is_used(self) -> bool:
-        """Whether the gate was lately no worse than calibration."""
+        """Whether the model was lately no worse than calibration."""
         return self._advantage >= 0
 
     def predict(
