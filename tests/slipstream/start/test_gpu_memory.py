@@ -11,6 +11,7 @@ import pytest
 from slipstream.start.gpu_memory import GpuMemoryNeeds, gpu_memory_needs
 from speculator.draft.checkpoint import expected_shapes
 from speculator.draft.eagle3 import DraftConfig
+from speculator.draft.initialization import DEFAULT_DRAFT_VOCAB_SIZE
 from speculator.errors import ConfigError
 
 GIB = 2**30
@@ -68,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def shares(folder: Path, free_gib: float, *, used_gib: float = 0.0, tp_size: int = 1) -> GpuMemoryNeeds:
     sizes = json.loads((folder / "config.json").read_text())
-    shapes = expected_shapes(DraftConfig.for_target(sizes, draft_vocab_size=32000))
+    shapes = expected_shapes(DraftConfig.for_target(sizes, draft_vocab_size=DEFAULT_DRAFT_VOCAB_SIZE))
     return gpu_memory_needs(int(free_gib * GIB), folder, shapes, used_bytes=int(used_gib * GIB), tp_size=tp_size)
 
 
