@@ -351,12 +351,12 @@ def _write_first_version(model_dir: Path, root: Path, *, if_missing: bool, **ask
     Raises ConfigError where the store has versions, or, with `if_missing`, versions that do not fit the options.
     """
     from speculator.versions.lineage import ensure_lineage
-    from speculator.versions.store import DraftStore
+    from speculator.versions.store import ANOTHER_STORE, DraftStore
 
     store = DraftStore(root)
     latest = store.latest()
     if latest is not None and not if_missing:
-        raise ConfigError(f"{root} already holds draft versions, {latest} is the newest: choose another --store")
+        raise ConfigError(f"{root} already holds draft versions, {latest} is the newest: {ANOTHER_STORE}")
     # An existing version has the target's fingerprint: computing it from a large target's weights takes minutes.
     fingerprint = checked_fingerprint(model_dir, store) if latest is None else store.manifest(latest).target_fingerprint
     return store.folder(ensure_lineage(store, model_dir, fingerprint, **asked)).absolute()

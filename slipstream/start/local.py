@@ -103,14 +103,15 @@ def run_server(
         fingerprint = target_fingerprint(config.model_dir)
         key = model_key(config.model_dir, fingerprint)
         pointer = DraftPointer(connection(), key)
-        recorder = sharing = None
-        if config.capture:
-            max_bytes = options.stream_max_bytes or cap_for(config.model_dir)
-            recorder = _recorder(options, TraceStream(connection(), key, max_bytes=max_bytes, ttl_s=ttl_s))
-            opened.callback(_close, recorder)
+        keep = CaptureFilter.load(options.capture_filter, config.model_dir) if config.capture else None
         target = _load_target(config)
         version = _version_to_serve(options, store, fingerprint)
         watch = LiveWatch(version)
+        recorder = sharing = None
+        if config.capture:
+            max_bytes = options.stream_max_bytes or cap_for(config.model_dir)
+            recorder = _recorder(options, TraceStream(connection(), key, max_bytes=max_bytes, ttl_s=ttl_s), keep)
+            opened.callback(_close, recorder)
         if options.share_groups:
             texts = GroupTexts(connection(), key, ttl_s=ttl_s)
             sharing = GroupSharing(texts, vocab_size=len(target.embed), metrics=GroupTextMetrics())
@@ -162,8 +163,7 @@ async def wait_for_failure(engine: Engine, *, poll_s: float = 1.0) -> None:
     raise EngineDeadError(f"the engine failed ({health.detail}): the log says why")
 
 
-def _recorder(options: ServeOptions, stream: TraceStream) -> TraceRecorder:
-    keep = CaptureFilter.load(options.capture_filter, options.engine.model_dir)
+def _recorder(options: ServeOptions, stream: TraceStream, keep: CaptureFilter | None) -> TraceRecorder:
     return TraceRecorder(
         stream,
         max_buffer_bytes=_RECORDER_BUFFER_BYTES,

@@ -106,7 +106,7 @@ def check_fits(draft: DraftConfig, model_dir: Path) -> None:
             fix = "set them alike" if name == "max_position_embeddings" else "take another draft"
             raise DraftMismatchError(
                 f"the draft's {name} is {ours}, the target's {theirs}, by config.json in {model_dir}: {fix}, or start "
-                "with a new --store"
+                "with a new --store or, if you pass one, --data-dir"
             )
 
 

@@ -30,7 +30,7 @@ from speculator.draft.initialization import Text, draft_vocab_of, fresh_draft
 from speculator.draft.public_heads import PublicHead
 from speculator.errors import ConfigError, DraftError, DraftMismatchError, LifecycleError, StoreError, VersionTakenError
 from speculator.versions.lifecycle import BARRED, Number, VersionState
-from speculator.versions.store import DraftStore, d2t_sha256
+from speculator.versions.store import ANOTHER_STORE, DraftStore, d2t_sha256
 
 log = structlog.get_logger(__name__)
 _ACTOR = "lineage"
@@ -65,6 +65,7 @@ def ensure_lineage(
     }
     latest = store.latest()
     if latest is not None:
+        store.check_target(version_to_serve(store, latest), target_fingerprint)
         check_lineage(store, latest, model_dir, **asked)
     servable = store.lifecycle.newest_servable()
     if servable is not None and (store.lifecycle.last_good() is not None or store.versions() != [servable]):
@@ -98,7 +99,7 @@ def import_head(store: DraftStore, head: PublicHead, *, target_fingerprint: str,
     Raises ConfigError where the store has versions, StoreError or DraftError where it cannot be written or read back.
     """
     if (newest := store.latest()) is not None:
-        raise ConfigError(f"{store.root} already holds draft versions, {newest} is the newest: choose another --store")
+        raise ConfigError(f"{store.root} already holds draft versions, {newest} is the newest: {ANOTHER_STORE}")
     store.write(
         head.state,
         draft_config_json(head.config),
@@ -134,17 +135,17 @@ def check_lineage(
     if draft_vocab_size is not None and min(draft_vocab_size, config.vocab_size) != config.draft_vocab_size:
         raise ConfigError(
             f"a draft vocabulary of {draft_vocab_size} is asked for, and {there}, of {config.draft_vocab_size} tokens: "
-            "leave it out, or choose another --store"
+            f"leave it out, or {ANOTHER_STORE}"
         )
     if intermediate_size is not None and intermediate_size != config.intermediate_size:
         raise ConfigError(
             f"an intermediate size of {intermediate_size} is asked for, and {there}, of {config.intermediate_size}: "
-            "leave it out, or choose another --store"
+            f"leave it out, or {ANOTHER_STORE}"
         )
     for name in switches:
         if not getattr(config, name):
             raise ConfigError(
-                f"a draft with {name} is asked for, and {there}, without it: leave it out, or choose another --store"
+                f"a draft with {name} is asked for, and {there}, without it: leave it out, or {ANOTHER_STORE}"
             )
     if (texts := list(texts)) and d2t_sha256(draft_vocab_of(model_dir, config, texts)) != manifest.d2t_sha256:
         # A warning only: such files grow while a service runs, and it must restart with the same options.
@@ -157,7 +158,7 @@ def check_lineage(
         if first is None:
             log.warning("the seed of a fresh draft has no effect: the store has drafts", seed=seed)
         elif first != seed:
-            raise ConfigError(f"{there}, from seed {first}: leave --seed {seed} out, or choose another --store")
+            raise ConfigError(f"{there}, from seed {first}: leave --seed {seed} out, or {ANOTHER_STORE}")
 
 
 def begin(store: DraftStore, version: int, *, target_fingerprint: str) -> None:

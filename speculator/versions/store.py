@@ -44,6 +44,8 @@ from speculator.errors import (
 from speculator.host import now_ms, sync, write_synced
 from speculator.versions.lifecycle import Lifecycle, VersionState, store_errors
 
+ANOTHER_STORE = "choose another --store or, if you pass one, --data-dir"
+"""What to do where the drafts there do not fit."""
 _WEIGHTS, _CONFIG, _MANIFEST = "model.safetensors", "config.json", "manifest.json"
 _VERSION_NAME = re.compile(r"\d{6,}")
 _TEMPORARY = ".tmp-"
@@ -142,6 +144,15 @@ class DraftStore:
             raise DraftFileError(f"draft version {version}: the manifest belongs to version {manifest.version}")
         return manifest
 
+    def check_target(self, version: int, fingerprint: str) -> None:
+        """Raise DraftMismatchError for a version that was trained for another target."""
+        trained_for = self.manifest(version).target_fingerprint
+        if trained_for != fingerprint:
+            raise DraftMismatchError(
+                f"draft version {version} in {self.root} was trained for target {trained_for[:12]}, this one is "
+                f"{fingerprint[:12]}: check --model, or {ANOTHER_STORE}"
+            )
+
     def config(self, version: int) -> dict[str, Any]:
         """The verified `config.json` of a version; raises StoreError or DraftFileError."""
         data = self._read(version, _CONFIG)
@@ -178,13 +189,9 @@ class DraftStore:
         Raises DraftMismatchError for another target or draft vocabulary, DraftFileError for a file that is damaged or
         has other names, shapes or types, StoreError when the version cannot be read.
         """
+        if expected_fingerprint is not None:
+            self.check_target(version, expected_fingerprint)
         manifest = self.manifest(version)
-        if expected_fingerprint is not None and manifest.target_fingerprint != expected_fingerprint:
-            raise DraftMismatchError(
-                f"draft version {version} in {self.root} was trained for target {manifest.target_fingerprint[:12]}, "
-                f"this one is {expected_fingerprint[:12]}: check --model, or choose another --store or, if you pass "
-                "one, --data-dir"
-            )
         self.config(version)  # checks its hash, since SGLang reads it
         data = self._read(version, _WEIGHTS, max_bytes=_most_bytes(expected_shapes))
         if hashlib.sha256(data).hexdigest() != manifest.weights_sha256:

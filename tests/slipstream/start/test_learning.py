@@ -11,7 +11,7 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from subprocess import SubprocessError
@@ -34,7 +34,7 @@ from speculator.versions.store import DraftStore
 from tests.fixtures.faults import filled, small_disk
 from tests.fixtures.toy import make_toy_model
 from tests.fixtures.waiting import url_in, wait_until
-from tests.slipstream.conftest import service
+from tests.slipstream.conftest import SampleEnd, service
 from tests.slipstream.test_bad_start import Refused
 from trainer.process import lock_state
 from trainer.replay.trace_source import TraceFiles
@@ -326,7 +326,17 @@ def test_what_cannot_start_says_why_and_leaves_nothing_behind(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "--port" in refused(*learn, "--data-dir", data, "--port", taken.getsockname()[1])
     assert not children(os.getpid(), str(data))
-    other = make_toy_model(tmp_path / "other", seed=1)
+
+
+@pytest.mark.parametrize("changed", [{"seed": 1}, {"hidden_size": 64}], ids=str)
+def test_the_folder_of_another_model_is_refused_in_one_line(
+    invoke: Callable[..., SampleEnd], toy_model: Path, tmp_path: Path, data: Path, changed: dict[str, int]
+) -> None:
+    other = make_toy_model(tmp_path / "other", **changed)
     ensure_lineage(DraftStore(data / "drafts"), other, target_fingerprint(other))
-    assert "target" in refused(*learn, "--data-dir", data)
+    ended = invoke("serve", "--model", toy_model, "--learn", "--port", 0, "--data-dir", data)
+    [line] = ended.err.splitlines()
+    assert ended.code == 2
+    assert f"in {data / 'drafts'} was trained for target" in line
+    assert line.endswith("if you pass one, --data-dir")
     assert not children(os.getpid(), str(data))
