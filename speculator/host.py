@@ -21,7 +21,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -183,12 +183,16 @@ def exit_on_signal() -> None:
             signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
-def invalid_setting(prefix: str, invalid: ValidationError) -> ConfigError:
-    """A ConfigError for the first invalid setting: names the environment variable, and does not quote its value."""
+def invalid_setting(prefix: str, invalid: ValidationError, options: Mapping[str, str] | None = None) -> ConfigError:
+    """A ConfigError for the first invalid setting: names the environment variable, and does not quote its value.
+    `options` are those of variables that a command takes as an option, too, by variable: it is named beside.
+    """
     first = invalid.errors(include_url=False)[0]
     place = "_".join(str(part) for part in first["loc"]).upper()
     # A field may have a variable without the prefix.
     variable = place if place.startswith(PREFIX) else prefix + place
+    if option := (options or {}).get(variable):
+        return ConfigError(f"{option} ({variable}) is not usable: {first['msg']}: give another, or leave it out")
     return ConfigError(f"{variable} is not usable: {first['msg']}: set {variable} or unset it")
 
 

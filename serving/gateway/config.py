@@ -13,6 +13,9 @@ from speculator.errors import ConfigError
 from speculator.host import invalid_setting, read_secret
 
 ENV_PREFIX = "SLIPSTREAM_GATEWAY_"
+_API_KEY = "SLIPSTREAM_API_KEY"
+_OPTIONS = {_API_KEY: "--api-key", f"{ENV_PREFIX}ROOT_PATH": "--root-path"}
+"""Variables that have an option of the command line, too."""
 _SPARE_CONNECTIONS = 200
 _ORIGIN = r"[a-z][a-z0-9+.-]*://[^\s,/]+"
 
@@ -86,7 +89,7 @@ class GatewaySettings(BaseSettings):
     """Seconds that a finished rollout can be read and rewarded; fewer if others need its room."""
     keys_file: Path | None = None
     """API keys, as `slipstream keys` writes them; without keys, everyone who reaches the port is let in."""
-    api_key: Key = Field(default=None, validation_alias="SLIPSTREAM_API_KEY", min_length=1)
+    api_key: Key = Field(default=None, validation_alias=_API_KEY, min_length=1)
     """The one API key, instead of a file; its tenant is `default`."""
     auth_elsewhere: bool = False
     """1 if something in front checks clients; otherwise a port that other machines reach needs keys."""
@@ -116,14 +119,14 @@ class GatewaySettings(BaseSettings):
 
 def load_settings(*, api_key: str | None = None, root_path: str | None = None) -> GatewaySettings:
     """Read the settings from the environment; `api_key` and `root_path` override it. Raises ConfigError naming the
-    variable at fault.
+    variable at fault, and its option.
     """
-    given: dict[str, Any] = {} if api_key is None else {"api_key": SecretStr(api_key)}
+    given: dict[str, Any] = {} if api_key is None else {_API_KEY: SecretStr(api_key)}
     given |= {} if root_path is None else {"root_path": root_path}
     try:
         settings = GatewaySettings(**given)
     except ValidationError as invalid:
-        raise invalid_setting(ENV_PREFIX, invalid) from None
+        raise invalid_setting(ENV_PREFIX, invalid, _OPTIONS) from None
     if settings.api_key is not None and settings.keys_file is not None:
         raise ConfigError(f"--api-key (SLIPSTREAM_API_KEY) and {ENV_PREFIX}KEYS_FILE are both set: leave one out")
     file, variable = settings.admin_key_file, f"{ENV_PREFIX}ADMIN_KEY_FILE"
