@@ -7,6 +7,7 @@ so drafts do not change the text: a proposal is accepted when it is the token th
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -25,6 +26,10 @@ _LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMAS = ("items", "additionalProperties")
 _MAX_CHARS = 1000
 """Of a format's name or a pattern that a grammar may be able to follow."""
+# Of JavaScript's regular expressions, which JSON Schema has.
+_ESCAPE_OR_CLASS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]", re.DOTALL)
+_INNERMOST_GROUP = re.compile(r"\([^()]*\)")
+_REPEATS_NOTHING = re.compile(r"(?:^|[|(])[*+]|(?:^|\|)\?")
 
 
 def json_text(schema: JsonSchema, *, lenient: bool = False) -> str:
@@ -37,14 +42,15 @@ def json_text(schema: JsonSchema, *, lenient: bool = False) -> str:
 
 def _without_annotations(schema: Any, lenient: bool) -> Any:
     """A schema without keywords that demand nothing: nulls, formats that llguidance does not know, which JSON Schema
-    takes for annotations, `uniqueItems: false`, and that names be strings. `lenient`: also without unknown patterns.
+    takes for annotations, `uniqueItems: false`, and that names be strings. `lenient`: also without patterns that are
+    right, but not for llguidance.
     """
     if not isinstance(schema, Mapping):
         return schema
     kept = {name: value for name, value in schema.items() if value is not None or name == "const"}
     for name in ("format", "pattern") if lenient else ("format",):
         # A longer one is not looked at, since the answer would be kept with it.
-        if isinstance(value := kept.get(name), str) and (len(value) > _MAX_CHARS or not _is_known(name, value)):
+        if isinstance(value := kept.get(name), str) and (len(value) > _MAX_CHARS or _is_ignored(name, value)):
             del kept[name]
     for name, nothing in (("uniqueItems", False), ("propertyNames", {"type": "string"})):
         if kept.get(name) == nothing:
@@ -61,10 +67,19 @@ def _without_annotations(schema: Any, lenient: bool) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _is_known(keyword: str, value: str) -> bool:
-    """Whether llguidance can follow a keyword of strings, such as `format` or `pattern`, with this value."""
+def _is_ignored(keyword: str, value: str) -> bool:
+    """Whether llguidance cannot follow this `format` or `pattern`, although it is none that no library could."""
     grammar = LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", keyword: value}))
-    return not LLMatcher.validate_grammar(grammar)
+    return bool(LLMatcher.validate_grammar(grammar)) and not (keyword == "pattern" and _is_broken(value))
+
+
+def _is_broken(pattern: str) -> bool:
+    """Whether a bracket of a regular expression has no partner, or a repetition repeats nothing."""
+    rest = _ESCAPE_OR_CLASS.sub("x", pattern)
+    is_broken = bool(_REPEATS_NOTHING.search(rest))
+    while (shorter := _INNERMOST_GROUP.sub("x", rest)) != rest:
+        rest = shorter
+    return is_broken or any(bracket in rest for bracket in "()[")
 
 
 def json_grammar(schema: JsonSchema, *, lenient: bool = False) -> str:

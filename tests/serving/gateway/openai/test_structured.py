@@ -318,6 +318,27 @@ def test_of_very_long_keywords_nothing_is_kept() -> None:
     assert json.loads(json_text(long))["pattern"] == "a" * 2000
 
 
+@pytest.mark.parametrize("pattern", ["(", "a)", "[a", "*a", "a|+", "(*)", "((a)", r"[\]", "(?=a"])
+def test_a_pattern_that_is_no_regular_expression_is_refused(pattern: str) -> None:
+    """Also without `strict`: nobody meant the answers that would come without it."""
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}}
+    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    for asked, place in (({"response_format": named}, "json_schema.schema"), ({"tools": [tool]}, "parameters")):
+        answer = chat(DoubleEngine(), **asked)
+        assert answer.status_code == 400
+        assert f"{place}.properties.a: no grammar" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r"(?=[(])\(\[a", "(?<=a+)b", "(?<n>a)\\k<n>", "[^]+", "^{{x}}$", r"^[^[\]]+$", r"^(?!\.)[\w-\.]+?$", "a{2"],
+)
+def test_a_pattern_that_only_javascript_follows_is_not_refused(pattern: str) -> None:
+    """Unless it is `strict`."""
+    assert "pattern" not in json.loads(json_text({"type": "string", "pattern": pattern}, lenient=True))
+
+
 NO_GRAMMAR: dict[str, Any] = {
     # Zod 4's for an e-mail address: no grammar can look ahead.
     "to": {"type": "string", "format": "email", "pattern": r"^(?!\.)(?!.*\.\.)[a-z.]+@[a-z.]+$", "maxLength": 30},
