@@ -82,6 +82,8 @@ class Eraser:
         StoreError or ConfigError, and SlipstreamError where the order stands and Redis stays away.
         """
         is_served = self._is_served()
+        # Refuse an unreadable file while there is no order yet.
+        self._remove_files(is_served, dry_run=True)
         at_ms = ErasureOrders(self.client, self.model_key).order(self.tenant)
         deadline = time.monotonic() + self.timeout_s
         engines, gateways, trainers = self._await_reports(at_ms, deadline)
@@ -125,11 +127,16 @@ class Eraser:
         )
 
     def _remove(self, is_served: bool, *, dry_run: bool) -> dict[str, Any]:
-        # A trainer that runs under another name of the model has not heard of the order, and needs its files.
         return {
             "redis": asdict(TraceRemover(self.client, self.model_key).remove(self._is_of_tenant, dry_run=dry_run)),
             "rewards": RewardStream(self.client, self.model_key).remove(self.tenant, dry_run=dry_run),
             "group_texts": GroupTexts(self.client, self.model_key).erase(self.tenant, dry_run=dry_run),
+            **self._remove_files(is_served, dry_run=dry_run),
+        }
+
+    def _remove_files(self, is_served: bool, *, dry_run: bool) -> dict[str, Any]:
+        # A trainer that runs under another name of the model has not heard of the order, and needs its files.
+        return {
             "trainer_files": remove_files(self.state, self._is_of_tenant, dry_run=dry_run) if is_served else 0,
             "recordings": {
                 str(path): asdict(remove_from_recording(path, self._is_of_tenant, dry_run=dry_run))

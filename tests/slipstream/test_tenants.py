@@ -381,6 +381,20 @@ def test_what_is_not_done_is_said(deployment: Deployment, traces: list[Trace], t
     assert RedisKeys(model_key=deployment.key).erasures.encode() in set(deployment.client.scan_iter())
 
 
+def test_a_bad_recording_is_refused_before_the_order(
+    deployment: Deployment, traces: list[Trace], refused: Callable[..., str]
+) -> None:
+    deployment.trainer().close()
+    deployment.stream.append(encode_trace(traces[0]), trace_id="a")
+    record(good := deployment.folder / "good.rec", traces)
+    (other := deployment.folder / "other").write_text("no recording")
+    for bad in (deployment.folder / "none.rec", deployment.folder, other):
+        assert str(bad) in refused(*deployment.words(ANNA, "--yes", "--recording", good, "--recording", bad))
+    assert ErasureOrders(deployment.client, deployment.key).orders() == {}
+    with RecordingReader(good) as reader:
+        assert len(list(reader.payloads())) == len(traces)
+
+
 def test_redis_may_restart_once_the_order_is_given(deployment: Deployment, traces: list[Trace]) -> None:
     deployment.trainer().close()
     deployment.stream.append(encode_trace(traces[0]), trace_id="a")
