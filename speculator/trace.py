@@ -428,7 +428,7 @@ def encode_trace(trace: Trace, *, features: Features = "float8") -> bytes:
     try:
         header = msgspec.json.encode(trace.header).decode()
     except UnicodeEncodeError as error:
-        raise TraceError("the trace header is not valid text") from error
+        raise TraceError("the trace header has characters that UTF-8 cannot encode") from error
     return _serialised(tensors, {"header": header, "features": features})
 
 

@@ -249,8 +249,8 @@ class GroupSharing:
             self._changed.notify()
 
     def forget(self, tenants: Collection[str]) -> None:
-        """Drop what is on its way of these tenants. After it has returned nothing of theirs from before is written or
-        taken, not even what is in Redis.
+        """Drop these tenants' text that is queued. After it has returned, none of their earlier text is written, nor
+        used where it is still in Redis.
         """
         with self._changed:
             self._erased_ms |= dict.fromkeys(tenants, now_ms())

@@ -1,11 +1,13 @@
 """Share one pool fairly between jobs: of equal urgency, the job with the fewest tokens for its weight goes first.
 
 A job's time is the tokens that it has got, divided by its weight. A job that comes, or comes back, begins at the lowest
-time of the jobs that are there: what it did not use before gives it no claim to the whole pool. This is fair queueing
-by start times (Goyal, Vin and Cheng, SIGCOMM 1996), with tokens as they come in the place of packet lengths.
+time of the jobs that are there, or at its own if that is higher: what it did not use before gives it no claim to the
+whole pool. This is fair queueing by start times (Goyal, Vin and Cheng, SIGCOMM 1996), with tokens as they come in the
+place of packet lengths.
 
 A running sample yields to another job only where that job, after the exchange, would hold at most half as many slots
-for its weight. Otherwise it waits until samples end, since every move costs reading a context again.
+for its weight as the one that gives. Otherwise it waits until samples end, since every move costs reading a context
+again.
 """
 
 from __future__ import annotations

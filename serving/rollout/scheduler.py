@@ -2,8 +2,8 @@
 
 A driver asks `next_for` whenever an engine has a free slot, runs the leases that it gets, and reports: tokens as they
 come (`progressed`), the end (`finished`), an engine that dropped a sample (`preempted`) or died (`engine_lost`). Only
-the newest lease of a sample may report. Reports of older leases are ignored, so nothing is generated twice. Every
-sample is waiting, running on one engine, or ended, at any time; `check` asserts it.
+the newest lease of a sample may report. Reports of older leases are ignored, so no token counts twice. Every
+sample is waiting, running on one engine, with its environment, or ended, at any time; `check` asserts it.
 
 After any event that frees a slot or brings work back, all engines with free slots ask again. The samples of a prompt
 are work items of their own, and whichever engine has a free slot takes the next one: queue scheduling with prompt
@@ -12,7 +12,7 @@ least, compared with the others: long prompts where prefill is cheap, long answe
 
 Staleness is bounded: with the asynchronous ratio α a sample may be used at target version n if it was begun at version
 n − α or later. A sample under way that has fallen behind is given up at once: every further token of it would be
-wasted. Both are from ROLL Flash (arXiv 2510.11345).
+wasted. Queue scheduling, prompt replication and α are from ROLL Flash (arXiv 2510.11345).
 """
 
 from __future__ import annotations

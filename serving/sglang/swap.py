@@ -107,10 +107,10 @@ class SglangDraft:
                 staged.copy_(torch.ops.sgl_kernel.convert_weight_packed(staged))
 
     def install_draft(self, version: int) -> SwapReport:
-        """Stage a version and wait until a step boundary has put it into service; an idle server needs none.
+        """Stage a version and wait until a step boundary has put it into service. A rank alone swaps while idle, too.
 
-        Raises DraftError, StoreError, EngineDeadError, EngineBusyError where other ranks have to take part and no step
-        comes, or EngineError where the copy failed; the version in service then stays.
+        Raises DraftError, StoreError, EngineDeadError, EngineBusyError where the ranks do not all meet with this
+        version in time, or EngineError where the copy failed; the version in service then stays.
         """
         with span("stage", version=version):
             self.stage(version)
@@ -143,7 +143,10 @@ class SglangDraft:
         with self._lock:
             if self._pending is not None and self._pending[1] is done:
                 self._pending = None
-                raise EngineBusyError("the server is idle and its ranks cannot agree on a step")
+                raise EngineBusyError(
+                    f"the ranks did not all meet with this version in {_MEETING_WITHIN_S:.0f} s (no step came, or one "
+                    "has not read it): it is offered again"
+                )
         return done.result()
 
     def at_boundary(self, step: int, agree: Callable[[bool], bool] = bool) -> WeightExchange | None:

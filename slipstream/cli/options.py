@@ -1,6 +1,6 @@
 """Options that several commands share: name, type and help.
 
-The help of an option of `slipstream serve` says where it is for one of the two engines only.
+If an option of `slipstream serve` is for one of the two engines only, its help says so.
 """
 
 from __future__ import annotations

@@ -203,7 +203,9 @@ class Learning:
                 with suppress(FileNotFoundError, PermissionError):
                     folder.chmod(0o700)
         except OSError as error:
-            raise ConfigError(f"cannot write to {self._data.root} ({error.strerror}): pass --data-dir") from None
+            raise ConfigError(
+                f"cannot write to {self._data.root} ({error.strerror}): pass another --data-dir"
+            ) from None
         if not self.redis_url:
             # The first on this thread, so that its errors end the start.
             start = partial(EmbeddedRedis, self._data.redis, ends_with_us=True)

@@ -282,7 +282,7 @@ class DraftStore:
                 with open(self.folder(version) / name, "rb", opener=_open_at_once) as file:
                     status = os.fstat(file.fileno())
                     if not stat.S_ISREG(status.st_mode):
-                        raise DraftFileError(f"draft version {version}: {name} is not a file")
+                        raise DraftFileError(f"draft version {version}: {name} is a folder, pipe or device, not a file")
                     if status.st_size > max_bytes:
                         raise DraftFileError(f"draft version {version}: {name} is larger than this draft's can be")
                     return file.read()

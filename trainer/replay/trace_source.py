@@ -308,7 +308,11 @@ class TraceFiles:
             if new:
                 self._sync(self._folder)
         except OSError as error:
-            log.warning("traces may not survive a power cut", folder=str(self._folder), error=str(error))
+            log.warning(
+                "traces not flushed to disk, a power cut may lose them; retried",
+                folder=str(self._folder),
+                error=str(error),
+            )
             return
         self._unsynced -= new
 

@@ -236,7 +236,9 @@ def _check_device(name: str) -> None:
     try:
         torch.zeros(1, device=name).tolist()
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"--device {name} cannot be used ({reason_of(error)}): give cpu or cuda") from error
+        raise ConfigError(
+            f"--device {name} cannot be used ({reason_of(error)}): give cpu, or cuda where PyTorch finds a GPU"
+        ) from error
 
 
 class Ranking:

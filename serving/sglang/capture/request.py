@@ -223,7 +223,7 @@ class RequestSpan:
     def trace(self, tokens: list[int], origin: Origin) -> Trace | None:
         """The trace of an answer that ended; `tokens` are the prompt and the served completion.
 
-        None where there is nothing to learn: no position was computed, or the answer has a single token.
+        None where there is nothing to learn: no position was captured, or the answer has a single token.
         Raises InconsistentSpanError where rounds and tokens contradict each other.
         """
         if not self.rows:

@@ -1,9 +1,9 @@
 """Bounds on the memory of grammars in SGLang, which compiles any and keeps all.
 
 xgrammar compiles a grammar to tables of tokens, one for each state. Most JSON schemas take less than 1 MB, but
-`[a-z]{1,1000}` takes 21 MB at 128,000 tokens, and a regex may repeat that. So grammars that may take gigabytes are
-refused before, those that take more than 100 MB once they are compiled, and all that are kept are dropped at 512 MB.
-All ranks must decide the same. They do, since a grammar's size depends on nothing else.
+`[a-z]{1,1000}` takes 21 MB at 128,000 tokens, and a regex may repeat that. So a grammar that may take gigabytes is
+refused before it is compiled, and one that takes more than 100 MB afterwards. When all that are kept take 512 MB, they
+are dropped. All ranks must decide the same. They do, since a grammar's size depends on its text and the vocabulary.
 """
 
 from __future__ import annotations

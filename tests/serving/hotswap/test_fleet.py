@@ -76,7 +76,7 @@ class RankedEngine(DoubleEngine):
         if version == self.damaged:
             raise DraftFileError("fc.weight is not finite")
         if self.is_idle:
-            raise EngineBusyError("the server is idle and its ranks cannot agree on a step")
+            raise EngineBusyError("the ranks did not all meet with this version")
         return super().install_draft(version)
 
 
