@@ -35,7 +35,7 @@ from speculator.redis.control_plane import DraftPointer
 from speculator.redis.embedded import EmbeddedRedis
 from speculator.redis.trace_stream import TraceStream, cap_for
 from speculator.target_folder import check_folder
-from speculator.versions.lineage import ensure_lineage
+from speculator.versions.lineage import ensure_lineage, version_to_serve
 from speculator.versions.store import DraftStore
 
 _HEAD_OFF_SHARE = 0.25
@@ -94,7 +94,7 @@ def _started(options: DemoOptions, console: Console, folder: Path, running: cont
     # Both servers take prompts from one list, so that neither gets a prompt that the other has answered.
     asked = options.prompts or built_in_prompts()
     width = check_folder(options.model_dir)["intermediate_size"]
-    begun_with = ensure_lineage(
+    newest = ensure_lineage(
         store,
         options.model_dir,
         fingerprint,
@@ -152,7 +152,7 @@ def _started(options: DemoOptions, console: Console, folder: Path, running: cont
             plain=plain_traffic,
             num_clients=options.clients,
             num_prompts=len({prompt.text for prompt in asked}),
-            begun_with=begun_with,
+            begun_with=version_to_serve(store, newest),
         ),
     )
 
