@@ -59,7 +59,7 @@ class Child:
         """`settings` are further variables of the child's environment. With `ends_with_us` the kernel signals the child
         to end when the thread that started it ends for any reason.
         """
-        self.name, self._log_path = name, log_path
+        self.name, self.log_path = name, log_path
         with log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, *path_option(), "-m", "slipstream", *arguments],
@@ -83,7 +83,7 @@ class Child:
     def check(self) -> None:
         """Raise ChildError when the process has ended."""
         if self.returncode is not None:
-            tail = "\n".join(self._log_path.read_text(errors="replace").splitlines()[-12:])
+            tail = "\n".join(self.log_path.read_text(errors="replace").splitlines()[-12:])
             raise ChildError(f"{self.name} ended with code {self.returncode}:\n{tail}")
 
     def pause(self) -> None:

@@ -27,6 +27,7 @@ from slipstream.demo.chapters import (
     RESTART,
     SHIFT,
     Chapter,
+    drift_alarms,
     publish_poisoned,
     verdict_on,
 )
@@ -117,6 +118,8 @@ class ChapterRunner:
                 await self._pause_for_plain_decoding(show)
             await self._serve(http, chapter_s / num_stretches, show)
         run.chapters[-1].end_s = run.at_s(time.time())
+        if self.trainer is not None:
+            run.drift_alarms_unix_s = drift_alarms(self.trainer.log_path)
         for sentence in chapter_sentences(run, run.chapters[-1]):
             self.console.print(f"  {sentence}", highlight=False)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
+import msgspec
 import torch
 
 from serving.gateway.keys import ApiKey, change_keys, make_key, new_secret
@@ -14,6 +16,7 @@ from speculator.redis.control_plane import DraftPointer
 from speculator.versions.lifecycle import Number, VersionState
 from speculator.versions.lineage import admit
 from speculator.versions.store import DraftStore
+from trainer.drift import ALL
 
 GUEST = "guest"
 """Tenant for the person who opens the page or sends own requests."""
@@ -92,6 +95,13 @@ def publish_poisoned(
     admit(store, manifest.version, target_fingerprint=target_fingerprint, actor=_ACTOR, reason="poisoned on purpose")
     pointer.publish(manifest.version)
     return PoisonedDraft(manifest.version, parent)
+
+
+def drift_alarms(log_path: Path) -> list[float]:
+    """Times (unix) of the drift alarms about all traffic in a trainer's log."""
+    lines = [line for line in log_path.read_bytes().splitlines() if b'"acceptance fell"' in line]
+    events = [msgspec.json.decode(line) for line in lines]
+    return [datetime.fromisoformat(event["timestamp"]).timestamp() for event in events if event["domain"] == ALL]
 
 
 def verdict_on(store: DraftStore, poisoned: PoisonedDraft) -> tuple[str, Mapping[str, Number]] | None:

@@ -146,7 +146,15 @@ def _started(options: DemoOptions, console: Console, folder: Path, running: cont
         serve=serve,
         server=server,
         start_server=start_server,
-        start_trainer=partial(running_child, "train", [*places, "--state", str(kept / "trainer")], folder),
+        start_trainer=partial(
+            running_child,
+            "train",
+            [*places, "--state", str(kept / "trainer")],
+            folder,
+            # The demo reads drift alarms in the log.
+            SLIPSTREAM_LOG_FORMAT="json",
+            SLIPSTREAM_LOG_LEVEL="info",
+        ),
         observed=DemoRun(
             traffic=traffic,
             plain=plain_traffic,

@@ -17,7 +17,7 @@ import torch
 
 from serving.metrics import TEXTS
 from serving.speedup import BASELINE, Speedup, Sums, measure
-from slipstream.demo.chapters import Chapter, PoisonedDraft
+from slipstream.demo.chapters import RESTART, SHIFT, Chapter, PoisonedDraft
 from slipstream.demo.servers import Scrape
 from slipstream.demo.traffic import Stretch, Traffic
 from speculator.redis.stream_accounting import StreamLag
@@ -30,6 +30,9 @@ NEAR_SWAP_S = 1.0
 LAST_S = 120.0
 """Figures called "last" cover the last two minutes."""
 SOURCES = ("head", *TEXTS)
+_MINUTE_S = 60.0
+_RECOVERY_WINDOW_S = 30.0
+"""The accept length after the shift is that of so many seconds, or of a quarter of a shorter chapter."""
 _NUM_BLOCKS = 20
 """Parts into which a period is divided for the confidence interval of an A/B."""
 
@@ -65,6 +68,8 @@ class DemoRun:
     samples: list[Scrape] = field(default_factory=list)
     """Scrapes of the gateway, oldest first."""
     swaps_unix_s: list[float] = field(default_factory=list)
+    drift_alarms_unix_s: list[float] = field(default_factory=list)
+    """Times at which the trainer raised a drift alarm about all traffic."""
     started_unix_s: float = field(default_factory=time.time)
     pauses: list[tuple[float, float]] = field(default_factory=list)
     """(start, end) of pauses of live traffic, unix time."""
@@ -133,7 +138,7 @@ def figures(run: DemoRun, settings: Mapping[str, Any]) -> dict[str, Any]:
     final, stats = run.samples[-1].total, run.traffic.stats
     end_s = run.duration_s
     last_s = max(0.0, end_s - LAST_S)
-    first, last = run.between(0, 60), run.between(last_s, end_s)
+    first, last = run.between(0, _MINUTE_S), run.between(last_s, end_s)
     at_end = run.live[-1] if run.live else run.samples[0]
     trace_tokens = final("slipstream_trace_tokens_total")
 
@@ -191,7 +196,9 @@ def figures(run: DemoRun, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def chapter_figures(run: DemoRun, chapter: ChapterRun) -> dict[str, Any]:
-    """Figures of one chapter: accepted tokens by source, speedups and rates of both A/Bs."""
+    """Figures of one chapter: accepted tokens by source, speedups and rates of both A/Bs; of the shift also its drift,
+    of the restart its first minute.
+    """
     window = run.between(chapter.start_s, chapter.end_s)
     over_suffix = bounds(run.both_over_suffix(chapter.start_s, chapter.end_s))
     over_plain = bounds(run.both_over_plain(chapter.start_s, chapter.end_s))
@@ -208,6 +215,43 @@ def chapter_figures(run: DemoRun, chapter: ChapterRun) -> dict[str, Any]:
         "both_over_plain": over_plain,
         "tokens_per_s_of_rounds": _by_arm(window, over_suffix["median"], over_plain["median"]),
         "swaps": len(swaps),
+        **_further(run, chapter),
+    }
+
+
+def _further(run: DemoRun, chapter: ChapterRun) -> dict[str, Any]:
+    """Figures that only this chapter has."""
+    if chapter.chapter is SHIFT:
+        return {"drift": _drift(run, chapter.start_s, chapter.end_s)}
+    if chapter.chapter is RESTART:
+        minute_end_s = min(chapter.start_s + _MINUTE_S, chapter.end_s)
+        return {"both_over_suffix_first_minute": bounds(run.both_over_suffix(chapter.start_s, minute_end_s))}
+    return {}
+
+
+def _drift(run: DemoRun, start_s: float, end_s: float) -> dict[str, float | None]:
+    """The drift alarm and the accept length after a shift at `start_s`; times are seconds since then, null if never.
+
+    `recovered_after_s` is when the accept length, after its lowest, was again what it was in the minute before; 0 where
+    it never fell below that.
+    """
+    alarms_s = [at_s - start_s for at_s in map(run.at_s, run.drift_alarms_unix_s) if start_s <= at_s <= end_s]
+    minute = run.between(max(0.0, start_s - _MINUTE_S), start_s)
+    before = minute.accept_length if minute else None
+    window_s = min(_RECOVERY_WINDOW_S, (end_s - start_s) / 4)
+    ends_s = [one.at_s for one in run.samples if start_s + window_s <= one.at_s <= end_s]
+    windows = [(at_s, run.between(at_s - window_s, at_s)) for at_s in ends_s]
+    lengths = [(at_s, one.accept_length) for at_s, one in windows if one and one.accept_length is not None]
+    lowest_s, lowest = min(lengths, key=lambda point: point[1], default=(0.0, None))
+    recovered_s = None
+    if before is not None and lowest is not None:
+        back = (at_s - start_s for at_s, length in lengths if at_s >= lowest_s and length >= before)
+        recovered_s = 0.0 if lowest >= before else next(back, None)
+    return {
+        "alarm_after_s": min(alarms_s, default=None),
+        "accept_length_before": before,
+        "accept_length_lowest": lowest,
+        "recovered_after_s": recovered_s,
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slipstream.demo.chapters import POISON
+from slipstream.demo.chapters import POISON, RESTART, SHIFT
 from slipstream.demo.report import (
     Bounds,
     ChapterRun,
@@ -57,9 +57,26 @@ def chapter_sentences(run: DemoRun, chapter: ChapterRun) -> list[str]:
         f"with earlier text alone, {_shown(rates['both'], '.0f')} with both: "
         f"{_times(found['both_over_suffix'])} over earlier text alone.",
     ]
+    if chapter.chapter is SHIFT:
+        lines.append(_of_drift(found["drift"]))
+    if chapter.chapter is RESTART:
+        first_minute = _times(found["both_over_suffix_first_minute"])
+        lines.append(f"In the first minute after the restart both were {first_minute} as fast as earlier text alone.")
     if chapter.chapter is POISON and (poisoned := poisoned_figures(run)) is not None:
         lines.append(_of_poisoned(poisoned))
     return lines
+
+
+def _of_drift(drift: Mapping[str, float | None]) -> str:
+    before, lowest, back_s = (drift[n] for n in ("accept_length_before", "accept_length_lowest", "recovered_after_s"))
+    alarm_s = drift["alarm_after_s"]
+    alarm = "No drift alarm rose" if alarm_s is None else f"The drift alarm rose {alarm_s:.0f} s after the shift"
+    if before is None or lowest is None:
+        return f"{alarm}; the accept length was not measured."
+    if lowest >= before:
+        return f"{alarm}; the accept length did not fall below {before:.2f}, that of the minute before."
+    back = "was not back in this time" if back_s is None else f"was back {back_s:.0f} s after the shift"
+    return f"{alarm}; the accept length fell from {before:.2f} to {lowest:.2f} and {back}."
 
 
 def _of_poisoned(document: Mapping[str, Any]) -> str:
@@ -94,14 +111,15 @@ def sentences(document: Mapping[str, Any]) -> str:
     if "shift" in chapters:
         lines.append(
             f"When the topics changed, both made rounds {_times(chapters['shift']['both_over_suffix'])} as fast as "
-            "earlier text alone."
+            f"earlier text alone. {_of_drift(chapters['shift']['drift'])}"
         )
     if document["poisoned"] is not None:
         lines.append(_of_poisoned(document["poisoned"]))
     if "restart" in chapters:
         lines.append(
             f"After the restart of the engine, both were {_times(chapters['restart']['both_over_suffix'])} as fast as "
-            "earlier text alone."
+            f"earlier text alone, and {_times(chapters['restart']['both_over_suffix_first_minute'])} in the first "
+            "minute."
         )
     lines += [
         f"{document['model']} answered {document['requests']} requests ({document['failed_requests']} failed) with "

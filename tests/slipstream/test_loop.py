@@ -130,6 +130,10 @@ def test_the_demo_runs_and_writes_its_figures(watched_demo: WatchedDemo) -> None
         "restart",
     ]
     assert figures["chapters"][0]["swaps"] == 0, "nothing learns on day 0"
+    drift = figures["chapters"][2]["drift"]
+    assert drift["accept_length_before"] >= 1
+    assert drift["accept_length_lowest"] >= 1
+    assert figures["chapters"][4]["both_over_suffix_first_minute"].keys() == {"median", "low", "high"}
     assert figures["accepted_by_source"]["head"] > 0
     assert figures["poisoned"]["version"] > 1
     assert client["plain_stretches"] == 6
@@ -146,7 +150,9 @@ def test_the_demo_runs_and_writes_its_figures(watched_demo: WatchedDemo) -> None
     assert traces["waiting"] == 0
     assert watched_demo.plot.read_bytes().startswith(b"\x89PNG")
     told = " ".join(watched_demo.stderr.split())
+    assert "drift alarm rose" in told
     assert "A restart." in told
+    assert "In the first minute after the restart both were" in told
     assert "a client's clock saw" in told
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from serving.metrics import EngineMetrics
 from serving.speedup import HEAD_AB_ARMS, SpeedupMeter
-from slipstream.demo.chapters import CHAPTERS, POISON, PoisonedDraft
+from slipstream.demo.chapters import CHAPTERS, POISON, RESTART, SHIFT, PoisonedDraft, drift_alarms
 from slipstream.demo.report import ChapterRun, DemoRun, figures
 from slipstream.demo.servers import Scrape
 from slipstream.demo.summary import chapter_sentences, progress, sentences
@@ -144,6 +145,75 @@ def test_a_chapter_tells_where_its_tokens_came_from_and_what_became_of_the_poiso
     assert figures(run, SETTINGS)["poisoned"]["rounds"] == 10, (
         "the trainer was first: as often as it was asked till then"
     )
+
+
+def _shifted(lengths: Sequence[int], *, alarms_s: Sequence[float] = ()) -> tuple[dict[str, Any], list[str], str]:
+    """Figures and sentences of a shift at 60 s: every ten seconds verifications commit so many tokens each."""
+    verified = [[10.0 * sum(lengths[:count]), 10.0 * count] for count in range(len(lengths) + 1)]
+    names = ("slipstream_verified_tokens_total", "slipstream_verifications_total")
+    samples = [
+        Scrape(10.0 * number, dict(zip(((n, ()) for n in names), at, strict=True)))
+        for number, at in enumerate(verified)
+    ]
+    run = _run(samples, duration_s=samples[-1].at_s)
+    run.chapters = [ChapterRun(SHIFT, 60.0, samples[-1].at_s)]
+    run.drift_alarms_unix_s = [1000.0 + at_s for at_s in alarms_s]
+    document = figures(run, SETTINGS)
+    return document["chapters"][0]["drift"], chapter_sentences(run, run.chapters[0]), sentences(document)
+
+
+def test_the_shift_tells_when_the_alarm_rose_and_when_the_accept_length_was_back() -> None:
+    drift, told, summary = _shifted([3] * 6 + [1, 1, 1, 2, 3, 3, 3, 3, 3, 3, 3, 3], alarms_s=[50.0, 97.0, 99.0])
+    assert drift == {
+        "alarm_after_s": pytest.approx(37.0),
+        "accept_length_before": 3.0,
+        "accept_length_lowest": 1.0,
+        "recovered_after_s": pytest.approx(70.0),
+    }
+    sentence = (
+        "The drift alarm rose 37 s after the shift; the accept length fell from 3.00 to 1.00 and was back 70 s after"
+    )
+    assert sentence in told[-1]
+    assert sentence in summary
+
+
+def test_a_shift_without_alarm_or_recovery_says_so() -> None:
+    drift, told, _ = _shifted([3] * 6 + [1] * 12)
+    assert (drift["alarm_after_s"], drift["recovered_after_s"]) == (None, None)
+    assert told[-1] == "No drift alarm rose; the accept length fell from 3.00 to 1.00 and was not back in this time."
+    drift, told, _ = _shifted([3] * 18)
+    assert drift["recovered_after_s"] == 0.0
+    assert told[-1] == "No drift alarm rose; the accept length did not fall below 3.00, that of the minute before."
+    assert _shifted([3] * 6)[1][-1] == "No drift alarm rose; the accept length was not measured."
+
+
+def test_drift_alarms_are_those_about_all_traffic_in_the_trainers_log(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(
+        "a warning of a library\n"
+        '{"domain": "code", "event": "acceptance fell", "timestamp": "2026-12-01T02:34:00.500000Z"}\n'
+        '{"domain": "all", "event": "acceptance fell", "timestamp": "2026-12-01T02:34:10.500000Z"}\n'
+    )
+    assert drift_alarms(log) == [1796092450.5]
+
+
+def test_the_restart_tells_what_both_made_of_its_first_minute() -> None:
+    slow, fast = _ab(slower_without=1.5, asked=True), _ab(slower_without=1.1, asked=True)
+    # The first minute, then as long again: three seconds between scrapes.
+    samples = [Scrape(3.0 * one.at_s, one.values) for one in slow]
+    samples += [Scrape(60.0 + 3.0 * one.at_s, one.continued_from(slow[-1]).values) for one in fast[1:]]
+    run = _run(samples, duration_s=120.0)
+    run.chapters = [ChapterRun(RESTART, 0.0, 120.0)]
+    document = figures(run, SETTINGS)
+    restart = document["chapters"][0]
+    first = restart["both_over_suffix_first_minute"]
+    assert first["median"] == pytest.approx(1.5, abs=0.03)
+    assert 1.2 < restart["both_over_suffix"]["median"] < 1.4
+    assert (
+        f"In the first minute after the restart both were {first['median']:.2f} ×"
+        in chapter_sentences(run, run.chapters[0])[-1]
+    )
+    assert f"and {first['median']:.2f} × (95%: " in sentences(document)
 
 
 def test_the_counters_of_a_restarted_engine_go_on() -> None:
