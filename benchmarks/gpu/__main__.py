@@ -5,15 +5,15 @@ make gpu [ARGS="--stage 1 4 --folder DIR --json FILE --again --quick --device cp
 1 device: the tests of what waits, streams, graphs and swaps on the GPU itself; what capture costs a step of an 8B and a
   70B, on the scheduler's thread and on the GPU (benchmarks/gpu/launch.py); how many of its requests reach Redis.
 2 server: real SGLang serves a small model with the plugin: capture against Hugging Face, depth, labels at any
-  temperature (tests/sglang).
+  temperature, swaps, trees (tests/sglang).
 3 asleep: an 8B of random weights without drafts, and with the plugin and a draft that has learnt nothing.
 4 drafting: SGLang's EAGLE-3 alone and with the plugin, capturing nobody, half of a batch, and all; swaps under load;
   at accept lengths 1, 2 and 4.
 5 shared: a small model served and learnt from on one card: what clients wait for the trainer.
 
 Each stage leaves its figures in the folder, and one that has them from the same machine, versions and `--quick` is not
-run again. Where there is no GPU, or with `--device cpu`, the same steps run on the CPU with a tiny target: they show
-that the command works, not what a GPU does.
+run again. All figures go to one JSON file, and to a page of the same name beside it. Where there is no GPU, or with
+`--device cpu`, the same steps run on the CPU with a tiny target: they show that the command works, not what a GPU does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +47,7 @@ _DEVICE_TESTS = tuple(
         "test_swap.py",
     )
 )
-_SERVER_TESTS = ("tests/sglang/test_capture.py", "tests/sglang/test_depth.py")
+_SERVER_TESTS = tuple(f"tests/sglang/test_{name}.py" for name in ("capture", "depth", "swap", "tree"))
 _QUICK_SERVER_TESTS = (
     *(
         f"tests/sglang/test_capture.py::test_{name}"
@@ -66,8 +68,11 @@ def main() -> None:
     options.add_argument("--folder", type=Path, default=Path("runs/gpu"), help="of the figures of each stage")
     options.add_argument("--again", action="store_true", help="run stages whose figures are there, too")
     options.add_argument("--quick", action="store_true", help="fewer repeats and tests, smaller batches")
-    options.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    options.add_argument(
+        "--json", type=Path, metavar="FILE", help="of all figures (default: figures.json in the folder)"
+    )
     arguments = options.parse_args()
+    json_file: Path = arguments.json or arguments.folder / "figures.json"
     if arguments.device == "cpu":
         # Set before PyTorch looks for GPUs, in this process and in the servers that it starts.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -80,11 +85,22 @@ def main() -> None:
         known = {} if arguments.again or not file.exists() else json.loads(file.read_text())
         if known.get("of") != of:
             print(f"stage {stage}: {name}", flush=True)
-            known = {"of": of, "figures": _run(name, quick=arguments.quick)}
+            begun_s = time.monotonic()
+            figures = _run(name, quick=arguments.quick)
+            known = {"of": of, "figures": {**figures, "seconds": round(time.monotonic() - begun_s, 1)}}
             file.write_text(json.dumps(known, indent=2) + "\n")
         document[name] = known["figures"]
     rows, targets = _summary(document)
-    finish(rows, targets, document, arguments.json)
+    page = json_file.with_suffix(".md")
+    page.write_text(_page(rows, targets, json_file.name))
+    print(f"figures in {json_file}, as a page in {page}", flush=True)
+    finish(rows, targets, document, json_file)
+
+
+def _page(rows: list[tuple[str, object]], targets: list[Target], raw: str) -> str:
+    lines = ["# A run of `make gpu`", "", f"Date: {date.today().isoformat()}. Raw figures: [{raw}]({raw}).", ""]
+    lines += ["| figure | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), ""]
+    return "\n".join([*lines, *(f"* {target}" for target in targets)]) + "\n"
 
 
 def _machine(wanted: str | None) -> dict[str, Any]:
@@ -153,6 +169,10 @@ def _counts(report: Path) -> dict[str, int]:
 def _summary(document: dict[str, Any]) -> tuple[list[tuple[str, object]], list[Target]]:
     rows: list[tuple[str, object]] = [(name, value) for name, value in document["machine"].items()]
     targets = []
+    for name in _STAGES.values():
+        # Stages of an earlier checkout have no time.
+        if "seconds" in document.get(name, {}):
+            rows.append((f"stage {name}", f"{document[name]['seconds']} s"))
     for name in ("device", "server"):
         if name in document:
             tests = document[name]["tests"]
@@ -183,6 +203,10 @@ def _summary(document: dict[str, Any]) -> tuple[list[tuple[str, object]], list[T
     for name in ("asleep", "drafting"):
         times = document.get(name, {}).get("ms_a_token", {})
         rows += [(cell.replace("_", " "), f"{spread['median']:.2f} ms a token") for cell, spread in times.items()]
+        if report := document.get(name, {}).get("report"):
+            cause = "; SGLang simulates acceptance, so traces do not fit their answers" if name == "drafting" else ""
+            dropped = report.get("dropped_by_reason") or "none"
+            rows.append((f"traces of {name}", f"{report['captured']} captured, dropped: {dropped}{cause}"))
     if "drafting" in document:
         rows.append(("stall of swaps (ms)", ", ".join(f"{ms:.2f}" for ms in document["drafting"]["swaps"]["stall_ms"])))
     if "shared" in document:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import pkgutil
 import signal
@@ -75,6 +76,32 @@ def test_a_stage_runs_again_on_another_machine_or_size(tmp_path: Path, monkeypat
             gpu.main()
         counts.append(len(ran))
     assert counts == [1, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_run_on_a_gpu_leaves_a_json_file_and_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_named: bool
+) -> None:
+    figures = {"ms_a_token": {}, "report": {"captured": "3", "dropped_by_reason": "inconsistent=9"}}
+    monkeypatch.setattr(gpu, "_run", lambda *_, **__: {**figures, "swaps": {"stall_ms": [1.5]}})
+    monkeypatch.setattr(gpu, "_machine", lambda _: {"device": "cpu"})
+    file = tmp_path / "own.json" if is_named else tmp_path / "stages" / "figures.json"
+    named = ["--json", str(file)] if is_named else []
+    monkeypatch.setattr("sys.argv", ["gpu", "--stage", "4", "--folder", str(tmp_path / "stages"), *named])
+    with pytest.raises(SystemExit):
+        gpu.main()
+    assert json.loads(file.read_text())["drafting"]["seconds"] >= 0
+    page = file.with_suffix(".md").read_text()
+    for part in ("| stage drafting | 0", "dropped: inconsistent=9; SGLang simulates", f"[{file.name}]"):
+        assert part in page
+    assert f"figures in {file}, as a page in {file.with_suffix('.md')}" in capsys.readouterr().out
+
+
+def test_the_stage_of_the_server_tests_capture_depth_swaps_and_trees() -> None:
+    assert {Path(path).stem for path in gpu._SERVER_TESTS} >= {"test_capture", "test_depth", "test_swap", "test_tree"}
+    assert all(
+        (Path(benchmarks.__file__).parent.parent / path).exists() for path in (*gpu._SERVER_TESTS, *gpu._DEVICE_TESTS)
+    )
 
 
 def test_scripts_keep_their_names() -> None:
