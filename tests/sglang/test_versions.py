@@ -6,6 +6,7 @@ Nothing of these versions is installed: their wheels are unpacked (`make .venv-s
 from __future__ import annotations
 
 import ast
+import inspect
 import sys
 from pathlib import Path
 from types import MethodType, SimpleNamespace
@@ -13,6 +14,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from sglang.srt.managers import schedule_batch
 
 from serving.sglang.plugin import contract, hooks
 from serving.sglang.plugin.checks import VERSIONS, sglang_version
@@ -26,6 +28,7 @@ from serving.sglang.plugin.contract import (
     SGLANG_RECORDS,
 )
 from speculator.draft.checkpoint import SWITCHES
+from speculator.errors import ConfigError
 
 _UNPACKED = Path(sys.prefix) / "versions"
 
@@ -98,14 +101,32 @@ def test_functions_take_what_hooks_give_them(sources: Sources, request: pytest.F
         assert tuple(given[: len(used.parameters)]) == used.parameters, used.path
 
 
-def test_records_have_the_fields_that_are_read(sources: Sources) -> None:
+def test_records_have_the_attributes_that_are_read(sources: Sources) -> None:
     for used in SGLANG_RECORDS:
         record = sources.find(used.path)
         assert isinstance(record, ast.ClassDef), used.path
-        fields = {
-            one.target.id for one in record.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
-        }
-        assert set(used.fields) <= fields, used.path
+        module = used.path.rpartition(".")[0]
+        bases = [sources.find(f"{module}.{one.id}") for one in record.bases if isinstance(one, ast.Name)]
+        classes = [one for one in (record, *bases) if isinstance(one, ast.ClassDef)]
+        body = [one for owner in classes for one in owner.body]
+        known = {one.name for one in body if isinstance(one, ast.FunctionDef)}.union(
+            *map(contract.assigned_in, classes)
+        )
+        known |= {one.target.id for one in body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)}
+        assert set(used.fields) <= known, used.path
+
+
+def test_an_attribute_of_sglangs_request_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = next(one for one in SGLANG_RECORDS if one.path.endswith(".Req"))
+    contract.check_sglang_records([request], "9.9")
+    with monkeypatch.context() as changes:
+        source = inspect.getsource(schedule_batch).replace("self.rid", "self.id")
+        changes.setattr(inspect, "getsource", lambda _: source)
+        with pytest.raises(ConfigError, match=r"schedule_batch.Req has no rid: install sglang=="):
+            contract.check_sglang_records([request], "9.9")
+    monkeypatch.delattr(schedule_batch.Req, "finished")
+    with pytest.raises(ConfigError, match=r"schedule_batch.Req has no finished: install sglang=="):
+        contract.check_sglang_records([request], "9.9")
 
 
 def test_what_is_called_is_there(sources: Sources) -> None:

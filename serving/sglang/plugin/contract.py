@@ -1,4 +1,4 @@
-"""What the plugin relies on in SGLang: functions that it hooks or calls, and fields that it reads.
+"""What the plugin relies on in SGLang: functions that it hooks or calls, and attributes that it reads.
 
 SGLang's plugin interface names none of these functions, and none is public. So every start checks that all of them
 exist before any weights load, and later that SGLang has installed every hook.
@@ -6,10 +6,11 @@ exist before any weights load, and later that SGLang has installed every hook.
 
 from __future__ import annotations
 
-import dataclasses
+import ast
 import inspect
 import os
 import pkgutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -173,7 +174,7 @@ def _exists(function: SglangFunction) -> bool:
 
 @dataclass(frozen=True)
 class SglangRecord:
-    """A class of SGLang and those of its fields that the plugin reads."""
+    """A class of SGLang and those of its fields and other attributes that the plugin reads."""
 
     path: str
     fields: tuple[str, ...]
@@ -210,17 +211,83 @@ SGLANG_RECORDS = (
             *("need_top_k_sampling", "need_top_p_sampling", "need_min_p_sampling", "acc_additive_penalties"),
         ),
     ),
+    SglangRecord(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch",
+        ("forward_mode", "spec_info", "seq_lens", "seq_lens_sum", "batch_size", "req_pool_indices", "sampling_info"),
+    ),
+    SglangRecord(
+        "sglang.srt.managers.schedule_batch.Req",
+        (
+            *("rid", "origin_input_ids", "output_ids", "output_ids_through_stop", "sampling_params", "extra_key"),
+            *("finished", "finished_reason", "is_retracted", "time_stats", "spec_num_cap_tokens"),
+            *("grammar", "custom_logit_processor", "lora_id", "multimodal_inputs", "input_embeds"),
+            *("tokenizer", "eos_token_ids"),
+        ),
+    ),
+    SglangRecord(
+        "sglang.srt.sampling.sampling_params.SamplingParams",
+        (
+            *("temperature", "top_p", "top_k", "min_p", "logit_bias", "custom_params", "stop_token_ids"),
+            *("min_new_tokens", "max_new_tokens"),
+            *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+        ),
+    ),
+    SglangRecord(
+        _EAGLE,
+        (
+            *("server_args", "target_worker", "draft_worker", "req_to_token_pool", "adaptive_controller"),
+            *("topk", "speculative_num_steps", "speculative_num_draft_tokens"),
+        ),
+    ),
+    SglangRecord(
+        _DRAFT,
+        ("draft_runner", "speculative_num_steps", "cuda_graph_runner", "draft_attn_backend", "hot_token_id"),
+    ),
+    SglangRecord("sglang.srt.managers.tp_worker.TpModelWorker", ("model_runner", "model_config")),
+    SglangRecord("sglang.srt.model_executor.model_runner.ModelRunner", ("model", "model_config")),
+    SglangRecord("sglang.srt.configs.model_config.ModelConfig", ("vocab_size", "context_len")),
+    SglangRecord("sglang.srt.speculative.adaptive_runtime_state.AdaptiveController", ("candidate_steps",)),
+    SglangRecord(_WEIGHTS, ("scheduler", "draft_worker")),
+    SglangRecord(_SCHEDULER, ("waiting_queue", "grammar_manager", "_engine_paused")),
+    SglangRecord("sglang.srt.managers.tokenizer_manager.TokenizerManager", ("model_config", "server_args")),
+    SglangRecord("sglang.srt.mem_cache.memory_pool.ReqToTokenPool", ("req_to_token",)),
+    SglangRecord("sglang.srt.observability.req_time_stats.SchedulerReqTimeStats", ("scheduler_recv_time",)),
+    SglangRecord("sglang.srt.constrained.grammar_manager.GrammarManager", ("grammar_queue",)),
+    SglangRecord("sglang.srt.constrained.xgrammar_backend.XGrammarGrammar", ("accepted_tokens", "vocab_size")),
 )
 
 
+def assigned_in(definition: ast.AST) -> set[str]:
+    """The names that the source of a class assigns to `self`."""
+    return {
+        node.attr
+        for node in ast.walk(definition)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
+
+
+def _missing(record: type, names: Sequence[str]) -> list[str]:
+    """Those of the names that a class and its bases neither define nor declare, nor assign to `self`."""
+    package = record.__module__.partition(".")[0]
+    own = [base for base in record.__mro__ if base.__module__.partition(".")[0] == package]
+    known = {*dir(record)}.union(*map(inspect.get_annotations, own))
+    for base in own:
+        # SGLang's files have thousands of lines: most need not be read.
+        if not known.issuperset(names):
+            source = ast.parse(inspect.getsource(sys.modules[base.__module__]))
+            known.update(*(assigned_in(one) for one in source.body if getattr(one, "name", "") == base.__name__))
+    return [name for name in names if name not in known]
+
+
 def check_sglang_records(records: Sequence[SglangRecord], sglang_version: str) -> None:
-    """Raises ConfigError, naming the first class of SGLang that is gone or lacks a field."""
+    """Raises ConfigError, naming the first class of SGLang that is gone or lacks an attribute."""
     for used in records:
         try:
-            known = {field.name for field in dataclasses.fields(pkgutil.resolve_name(used.path))}
-        except (ImportError, AttributeError, ValueError, TypeError) as error:
+            missing = _missing(pkgutil.resolve_name(used.path), used.fields)
+        except (ImportError, AttributeError, ValueError, TypeError, OSError) as error:
             raise ConfigError(f"SGLang {sglang_version} has no usable {used.path} ({error}): {INSTALL}") from error
-        if missing := [name for name in used.fields if name not in known]:
+        if missing:
             raise ConfigError(f"SGLang {sglang_version}: {used.path} has no {', '.join(missing)}: {INSTALL}")
 
 

@@ -331,6 +331,10 @@ def test_a_class_of_sglang_that_lacks_a_field() -> None:
     contract.check_sglang_records([known], "9.9")
     with pytest.raises(ConfigError, match=r"serving.engine.CapturePolicy has no color, size: install sglang=="):
         contract.check_sglang_records([dataclasses.replace(known, fields=("tenant", "color", "size"))], "9.9")
+    of_methods = contract.SglangRecord("serving.speedup.ControlShare", ("is_control", "_share"))
+    contract.check_sglang_records([of_methods], "9.9")
+    with pytest.raises(ConfigError, match=r"serving.speedup.ControlShare has no finished: "):
+        contract.check_sglang_records([dataclasses.replace(of_methods, fields=("is_control", "finished"))], "9.9")
     with pytest.raises(ConfigError, match=r"no usable serving.engine.Nobody"):
         contract.check_sglang_records([dataclasses.replace(known, path="serving.engine.Nobody")], "9.9")
 
