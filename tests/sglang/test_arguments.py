@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from sglang.srt.server_args import prepare_server_args
 
+from serving.sglang.plugin import contract
 from serving.sglang.plugin.checks import check_draft_options, check_server, resolved
 from serving.sglang.settings import PluginSettings
 from slipstream.doctor.finding import Level
@@ -51,6 +52,18 @@ def test_what_would_reach_the_draft_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=advice):
         check(model_dir, draft_dir, *flags)
+
+
+def test_this_sglang_has_the_hooks_that_its_arguments_need(
+    model_dir: Path, draft_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", environment().get("SGLANG_USE_CPU_ENGINE", "0"))
+    args = of_server(model_dir, draft_dir, "--speculative-adaptive")
+    contract.check_needed(args, PluginSettings(capture=True, suffix_depth=8))
+    monkeypatch.setattr(contract, "TEXT_FUNCTIONS", [contract.SglangFunction("sglang.srt.nothing", ())])
+    contract.check_needed(args, PluginSettings(capture=True))
+    with pytest.raises(ConfigError, match=r"no usable sglang\.srt\.nothing"):
+        contract.check_needed(args, PluginSettings(suffix_depth=8))
 
 
 @pytest.mark.parametrize("flags", [("--dp-size", "2", "--enable-dp-attention"), ("--attn-dp-size", "2")])

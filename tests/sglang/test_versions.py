@@ -24,8 +24,8 @@ from serving.sglang.plugin.contract import (
     GPU_FUNCTIONS,
     NORMED_RESIDUAL,
     OPTIONAL_FUNCTIONS,
-    SGLANG_FUNCTIONS,
     SGLANG_RECORDS,
+    functions_of,
 )
 from speculator.draft.checkpoint import SWITCHES
 from speculator.errors import ConfigError
@@ -92,7 +92,7 @@ def sources(request: pytest.FixtureRequest) -> Sources:
 
 
 def test_functions_take_what_hooks_give_them(sources: Sources, request: pytest.FixtureRequest) -> None:
-    for used in (*SGLANG_FUNCTIONS, *CPU_FUNCTIONS, *GPU_FUNCTIONS, *OPTIONAL_FUNCTIONS, *NORMED_RESIDUAL):
+    for used in {*functions_of(), *CPU_FUNCTIONS, *GPU_FUNCTIONS, *OPTIONAL_FUNCTIONS, *NORMED_RESIDUAL}:
         function = sources.find(used.path)
         if function is None and used in OPTIONAL_FUNCTIONS and request.node.callspec.params["sources"] == VERSIONS[0]:
             continue

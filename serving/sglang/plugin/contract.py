@@ -1,7 +1,7 @@
 """What the plugin relies on in SGLang: functions that it hooks or calls, and attributes that it reads.
 
-SGLang's plugin interface names none of these functions, and none is public. So every start checks that all of them
-exist before any weights load, and later that SGLang has installed every hook.
+SGLang's plugin interface names none of these functions, and none is public. So every start checks that what it needs
+exists before any weights load, and later that SGLang has installed every hook.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from serving.sglang.plugin.checks import INSTALL, sglang_version
+from serving.sglang.settings import PluginSettings
 from speculator.errors import ConfigError
 
 _WORKER = "sglang.srt.speculative.eagle_worker_v2"
@@ -33,8 +34,12 @@ class SglangFunction:
 
 SGLANG_FUNCTIONS: list[SglangFunction] = []
 CPU_FUNCTIONS: list[SglangFunction] = []
-"""Needed on a CPU only, as `GPU_FUNCTIONS` on a GPU only."""
+"""Needed on a CPU with AMX attention only, as `GPU_FUNCTIONS` on a GPU with Triton's."""
 GPU_FUNCTIONS: list[SglangFunction] = []
+CAPTURE_FUNCTIONS: list[SglangFunction] = []
+"""Needed by a server that captures."""
+TEXT_FUNCTIONS: list[SglangFunction] = []
+"""Needed by a server that proposes earlier text."""
 OPTIONAL_FUNCTIONS: list[SglangFunction] = []
 """Hooked where this SGLang has them."""
 
@@ -65,17 +70,18 @@ WALK = _uses(
 DRAFT = _uses(f"{_DRAFT}.draft", "self", "batch")
 """A step's proposals, as the input of their verification."""
 DRAFT_PASSES = _uses(f"{_DRAFT}.draft_forward", "self", "forward_batch")
-DRAFT_BACKEND = _uses(f"{_DRAFT}.init_attention_backend", "self")
-DRAFT_GRAPHS = _uses(f"{_DRAFT}._capture_cuda_graphs", "self")
+DRAFT_BACKEND = _uses(f"{_DRAFT}.init_attention_backend", "self", among=TEXT_FUNCTIONS)
+DRAFT_GRAPHS = _uses(f"{_DRAFT}._capture_cuda_graphs", "self", among=TEXT_FUNCTIONS)
 """Both prepare the draft for one depth."""
 EXTEND_PREFILL = _uses(f"{_DRAFT}._draft_extend_for_prefill", "self", "batch", "target_hidden_states", "next_token_ids")
 EXTEND_DECODE = _uses(f"{_DRAFT}._draft_extend_for_decode", "self", "batch", "batch_result")
 SKIP_EXTEND = _uses(f"{_EAGLE}._stub_skipped_draft_extend", "self", "batch", "batch_output")
 """Called, not hooked: SGLang's stub for a draft that skips its reading."""
-TREE = _uses(f"{_WORKER}.organize_draft_results", "score_list")
+TREE = _uses(f"{_WORKER}.organize_draft_results", "score_list", among=CAPTURE_FUNCTIONS)
 EXTEND_GRAPH = _uses(
     "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner.execute",
     *("self", "forward_batch"),
+    among=CAPTURE_FUNCTIONS,
 )
 ARRIVAL = _uses("sglang.srt.managers.scheduler.Scheduler._maybe_namespace_elastic_radix_cache", "self", "req")
 """Where SGLang sets the namespace that separates a request's cached prefix from others."""
@@ -90,6 +96,7 @@ PROCESSED = _uses(
     "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
     ".process_batch_result_decode",
     *("self", "batch", "result"),
+    among=TEXT_FUNCTIONS,
 )
 """The scheduler has a step's tokens, and has given them to their requests."""
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -158,10 +165,19 @@ NORMED_RESIDUAL = (DRAFT_LAYER,)
 
 
 def functions_of(environment: Mapping[str, str] = os.environ) -> tuple[SglangFunction, ...]:
-    """Functions that the plugin hooks or calls here; `SGLANG_USE_CPU_ENGINE` says whether a CPU's or a GPU's."""
-    is_cpu = environment.get("SGLANG_USE_CPU_ENGINE") == "1"
-    optional = filter(_exists, OPTIONAL_FUNCTIONS)
-    return (*SGLANG_FUNCTIONS, *(CPU_FUNCTIONS if is_cpu else GPU_FUNCTIONS), *optional)
+    """Functions that the plugin hooks or calls on this device, whatever a server's options."""
+    return (
+        *SGLANG_FUNCTIONS,
+        *CAPTURE_FUNCTIONS,
+        *TEXT_FUNCTIONS,
+        *attention_functions(environment),
+        *filter(_exists, OPTIONAL_FUNCTIONS),
+    )
+
+
+def attention_functions(environment: Mapping[str, str] = os.environ) -> list[SglangFunction]:
+    """Those of the attention; `SGLANG_USE_CPU_ENGINE` says whether a CPU's or a GPU's."""
+    return CPU_FUNCTIONS if environment.get("SGLANG_USE_CPU_ENGINE") == "1" else GPU_FUNCTIONS
 
 
 def _exists(function: SglangFunction) -> bool:
@@ -312,6 +328,34 @@ def check_sglang() -> str:
     check_sglang_functions(used, version)
     check_sglang_records(SGLANG_RECORDS, version)
     return f"{version}, all {len(used)} functions that the plugin hooks or calls are there"
+
+
+def check_required() -> None:
+    """Check this SGLang before a server's options are known. Raises ConfigError."""
+    version = sglang_version()
+    check_sglang_functions([*SGLANG_FUNCTIONS, *filter(_exists, OPTIONAL_FUNCTIONS)], version)
+    check_sglang_records(SGLANG_RECORDS, version)
+
+
+def check_needed(args: Any, settings: PluginSettings) -> None:
+    """Check what a server with these options needs besides; `args` are `resolved`. Raises ConfigError."""
+    needed = list(CAPTURE_FUNCTIONS) if settings.capture else []
+    if settings.suffix_depth and args.speculative_adaptive:
+        needed += TEXT_FUNCTIONS
+    attention = attention_functions()
+    backends = {args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend} - {None}
+    if not backends or ("intel_amx" if attention is CPU_FUNCTIONS else "triton") in backends:
+        needed += attention
+    check_sglang_functions(needed, sglang_version())
+
+
+def are_usable(functions: Sequence[SglangFunction]) -> bool:
+    """Whether this SGLang has functions that not every server needs."""
+    try:
+        check_sglang_functions(functions, sglang_version())
+    except ConfigError:
+        return False
+    return True
 
 
 def check_not_hooked(registry: Any) -> None:

@@ -87,13 +87,13 @@ def _one_line(_: Any, __: str, fields: MutableMapping[str, Any]) -> str:
 def _check_and_hook(settings: PluginSettings) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    contract.check_sglang()
+    contract.check_required()
     contract.check_not_hooked(HookRegistry)
     add_hooks(settings, HookRegistry, HookType)
 
 
 def add_hooks(settings: PluginSettings, registry: Any, hook_type: Any) -> None:
-    """Register every hook in SGLang's registry."""
+    """Register every hook in SGLang's registry, but those that this SGLang lacks and not every server needs."""
 
     def add(target: contract.SglangFunction, hook: Any, kind: Kind) -> None:
         registry.register(target.path, hook, hook_type[kind.upper()])
@@ -111,14 +111,15 @@ def add_hooks(settings: PluginSettings, registry: Any, hook_type: Any) -> None:
     add(contract.WALK, sampled.around_walk, "around")
     add(contract.DRAFT, _around_draft, "around")
     add(contract.DRAFT_PASSES, _around_draft_passes, "around")
-    if settings.suffix_depth:
+    if settings.suffix_depth and contract.are_usable(contract.TEXT_FUNCTIONS):
         add(contract.PROCESSED, _after_processed, "after")
         add(contract.DRAFT_BACKEND, _around_preparing, "around")
         add(contract.DRAFT_GRAPHS, _around_preparing, "around")
     add(contract.EXTEND_PREFILL, _around_extend_prefill, "around")
     add(contract.EXTEND_DECODE, _around_extend_decode, "around")
-    add(contract.TREE, _after_tree, "after")
-    add(contract.EXTEND_GRAPH, _after_extend_graph, "after")
+    if settings.capture and contract.are_usable(contract.CAPTURE_FUNCTIONS):
+        add(contract.TREE, _after_tree, "after")
+        add(contract.EXTEND_GRAPH, _after_extend_graph, "after")
     add(contract.ARRIVAL, _before_arrival, "before")
     add(contract.RELEASE, _before_release, "before")
     add(contract.STEPS, _around_steps, "around")
@@ -129,10 +130,12 @@ def add_hooks(settings: PluginSettings, registry: Any, hook_type: Any) -> None:
     if contract.LABELLED in contract.functions_of():
         add(contract.LABELLED, _after_label, "after")
         add(contract.LABEL, before_label, "before")
-    if contract.CPU_PLAN in contract.functions_of():
+    attention = contract.attention_functions()
+    can_attend = contract.are_usable(attention)
+    if can_attend and attention is contract.CPU_FUNCTIONS:
         add(contract.CPU_PLAN, one_token.after_cpu_plan, "after")
         add(contract.CPU_EXTEND, one_token.around_cpu_extend, "around")
-    else:
+    elif can_attend:
         add(contract.TRITON_PLAN, one_token.around_triton_plan, "around")
         add(contract.TRITON_GRAPH, one_token.around_triton_plan, "around")
         add(contract.TRITON_EXTEND, one_token.around_triton_extend, "around")
@@ -151,6 +154,7 @@ def _check(args: Any, settings: PluginSettings) -> None:
     decided = refusing(resolved, args)
     _target_fingerprint = refusing(check_server, decided, settings)
     refusing(check_draft_options, decided, settings)
+    refusing(contract.check_needed, decided, settings)
     refusing(check_layer, decided, settings)
 
 

@@ -344,6 +344,49 @@ def test_a_server_on_a_gpu_needs_no_functions_of_a_cpu_nor_the_reverse() -> None
     assert set(on_cpu) ^ set(contract.functions_of({})) == {*contract.CPU_FUNCTIONS, *contract.GPU_FUNCTIONS}
 
 
+_ATTENTION = {"attention_backend": "triton", "prefill_attention_backend": None, "decode_attention_backend": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "group"),
+    [
+        ({}, {}, "GPU"),
+        ({"attention_backend": None}, {}, "GPU"),
+        ({"attention_backend": "flashinfer", "decode_attention_backend": "triton"}, {}, "GPU"),
+        ({"attention_backend": "flashinfer"}, {"capture": True}, "CAPTURE"),
+        ({"attention_backend": "flashinfer", "speculative_adaptive": True}, {"suffix_depth": 4}, "TEXT"),
+        ({"attention_backend": "flashinfer"}, {"suffix_depth": 4}, ""),
+        ({"attention_backend": "flashinfer", "speculative_adaptive": True}, {}, ""),
+    ],
+)
+def test_a_server_needs_the_hooks_of_what_it_is_started_with(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], settings: dict[str, Any], group: str
+) -> None:
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
+    for name in ("GPU", "CPU", "TEXT", "CAPTURE"):
+        monkeypatch.setattr(contract, f"{name}_FUNCTIONS", [contract.SglangFunction(f"nowhere.of.{name}", ())])
+    assert not contract.are_usable(contract.TEXT_FUNCTIONS)
+    args = SimpleNamespace(**{"speculative_adaptive": False, **_ATTENTION, **changes})
+    expected = pytest.raises(ConfigError, match=f"nowhere.of.{group} ") if group else contextlib.nullcontext()
+    with expected:
+        contract.check_needed(args, PluginSettings(**settings))
+
+
+@pytest.mark.parametrize("is_usable", [True, False])
+def test_hooks_that_this_sglang_lacks_are_left_out_until_a_server_needs_them(
+    monkeypatch: pytest.MonkeyPatch, is_usable: bool
+) -> None:
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
+    monkeypatch.setattr(contract, "are_usable", lambda _: is_usable)
+    registered = set[str]()
+    registry = SimpleNamespace(register=lambda path, *_: registered.add(path))
+    kinds = {kind: kind for kind in ("BEFORE", "AFTER", "AROUND")}
+    hooks.add_hooks(PluginSettings(capture=True, suffix_depth=4), registry, kinds)
+    chosen = {contract.TREE.path, contract.PROCESSED.path, contract.TRITON_PLAN.path}
+    assert registered & chosen == (chosen if is_usable else set())
+    assert contract.VERIFY.path in registered
+
+
 def test_a_hook_that_sglang_could_not_put_in_place_is_named() -> None:
     paths = [contract.VERIFY.path, contract.STEP.path]
     registered = {path: [object()] for path in paths}
