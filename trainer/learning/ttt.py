@@ -6,8 +6,10 @@ divides its own sum by the number of all.
 **Training-time test** (EAGLE-3, arXiv 2503.01840, section 3.2) unrolls the draft. A chain goes on only while its
 proposals are the tokens that were committed. That is what happens in service: the target emits a fixed next token, and
 the first proposal that differs ends the round. So a deeper step is trained on exactly the chains that reach it, and
-costs only their share of the work. On request it also visits the states of recorded verdicts, which an older draft
-reached. Rows behind rejections are learnt from in one pass beside the first step, and not unrolled.
+costs only their share of the work. Chains of sampled requests follow the likeliest token, too: proposals drawn as in
+service trained no better (benchmarks/results/losses.md). On request it also visits the states of recorded verdicts,
+which an older draft reached. Rows behind rejections are learnt from in one pass beside the first step, and not
+unrolled.
 
 Every batch has other shapes, and oneDNN takes longer to compile a kernel for a new shape than to multiply matrices as
 small as these. So rows are padded with zeros to one of a few sizes, and the results of the padding are cut off.
