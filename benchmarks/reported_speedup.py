@@ -1,10 +1,12 @@
 """Compare the speedup that an SGLang server reports about itself with that measured over a server without drafts.
 
     .venv-sglang/bin/python -m benchmarks.reported_speedup [--quick] [--json FILE] [--prompts FILE.jsonl] [--blocks 6]
-                                                           [--drafts random poor good] [--clients 1 8]
+                                                           [--drafts random learnt poor good] [--clients 1 8]
+                                                           [--minutes 6]
 
 For each draft a server with the plugin, adaptive depth 0 … 3, stands beside one without speculation, and both are asked
-in short turns. `random` is a fresh draft, which sleeps. `poor` and `good` commit 1.2 and 2 tokens a verification by
+in short turns. `random` is a fresh draft, which sleeps. `learnt` has learnt for `--minutes` from live traffic; the
+turns have other prompts, and capture goes on. `poor` and `good` commit 1.2 and 2 tokens a verification by
 SGLang's own simulation (SGLANG_SIMULATE_ACC_LEN), which changes the text and not the work; they capture nothing.
 
 In a turn each client streams one answer. What counts is the time in which all of them decode. A block of turns lasts as
@@ -26,10 +28,12 @@ from benchmarks.common.cores import core_for_schedulers, give_core
 from benchmarks.common.decoding import decode
 from benchmarks.common.paired import both_ends
 from benchmarks.common.report import Median, Target, fill_in, finish, parser, refusing
-from benchmarks.sglang_scene.servers import LIVE_ID, Scene, prepared
+from benchmarks.sglang_scene.phases import learnt_version
+from benchmarks.sglang_scene.servers import LEARNT_FROM, LIVE_ID, Scene, prepared
 from tests.sglang.server import SglangServer
 
-ACCEPT_LENGTHS = {"random": None, "poor": 1.2, "good": 2.0}
+LEARNT = "learnt"
+ACCEPT_LENGTHS = {"random": None, LEARNT: None, "poor": 1.2, "good": 2.0}
 """Simulated accept lengths; None: a real draft."""
 BLOCK_S = 125.0
 _REPORTED_AFTER_S = 2.0
@@ -106,8 +110,9 @@ def main() -> None:
     options.add_argument("--blocks", type=int, help="of two minutes, for each draft and number of clients")
     options.add_argument("--drafts", nargs="+", choices=ACCEPT_LENGTHS, default=list(ACCEPT_LENGTHS))
     options.add_argument("--clients", nargs="+", type=int, default=[1, 8])
+    options.add_argument("--minutes", type=float, help="that `learnt` has learnt; default 6, quick 0.5")
     arguments = options.parse_args()
-    fill_in(arguments, {"blocks": (2, 6)})
+    fill_in(arguments, {"blocks": (2, 6), "minutes": (0.5, 6.0)})
     if arguments.blocks < 2:
         options.error("--blocks: an interval takes at least two")
     cells = []
@@ -117,9 +122,9 @@ def main() -> None:
         scene.plain_server(*_FLAGS) as plain,
     ):
         give_core(plain.pid, core)
-        prompts = scene.numbered(scene.prompts, _LONGEST_PROMPT)
+        prompts = scene.numbered(scene.prompts[: LEARNT_FROM.start], _LONGEST_PROMPT)
         for draft in arguments.drafts:
-            with _server(scene, draft) as live:
+            with _server(scene, draft, arguments.minutes) as live:
                 give_core(live.pid, core)
                 for clients in arguments.clients:
                     cells.append(_measure(scene, draft, plain, live, clients, arguments.blocks, prompts))
@@ -140,10 +145,12 @@ _FLAGS = ("--stream-interval", "4")
 """Server and clients share two cores: fewer stream events leave more time to the server."""
 
 
-def _server(scene: Scene, draft: str) -> SglangServer:
+def _server(scene: Scene, draft: str, minutes: float) -> SglangServer:
     accept_length = ACCEPT_LENGTHS[draft]
     if accept_length is None:
-        return scene.live_server(1, _FLAGS)
+        is_learnt = draft == LEARNT
+        version = learnt_version(scene, scene.prompts[LEARNT_FROM], None, minutes) if is_learnt else 1
+        return scene.live_server(version, _FLAGS)
     simulated = {
         "SGLANG_SIMULATE_ACC_LEN": str(accept_length),
         "SGLANG_SIMULATE_ACC_METHOD": "match-expected",
