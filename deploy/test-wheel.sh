@@ -12,7 +12,8 @@ grep -oE '^[a-z0-9._-]+==[^\\]+' requirements-dev.lock >"$scratch/tested.txt"
 echo "slipstream-spec @ file://$(ls "$scratch"/*.whl)" >>"$scratch/tested.txt"
 # Elsewhere: in the repository uv would read pyproject.toml, which users of the wheel do not have.
 cd "$scratch"
-"$uv" venv --quiet --python '>=3.11' venv
+# With pip, as of `python -m venv`.
+"$uv" venv --quiet --seed --python '>=3.11' venv
 export VIRTUAL_ENV=$scratch/venv PATH=$scratch/venv/bin:$PATH
 pip() { "$uv" pip "$@" --quiet --constraints "$scratch/tested.txt"; }
 pip install 'slipstream-spec[demo]'
